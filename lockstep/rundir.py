@@ -1,0 +1,289 @@
+"""The run directory: the contract between trainer, command, service and page.
+
+One owner writes (rank 0 of the run, or the launcher once every worker is gone); everybody else reads.
+Small files are replaced atomically; a checkpoint exists once its folder carries its final name.
+Must not know torch or what is inside a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.config import ConfigError, RunConfig, load_config
+
+MANIFEST = "manifest.json"
+_CHECKPOINT_NAME = re.compile(r"step-(\d+)$")
+FINISHED_STATES = frozenset({"completed", "failed", "cancelled"})
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A committed checkpoint: `extra` is what the loop wrote beside the tensors."""
+
+    path: Path
+    step: int
+    extra: dict[str, Any]
+    validation_loss: float | None = None
+
+
+class RunDir:
+    """A run directory opened for reading, or by its one owner for writing."""
+
+    def __init__(self, path: str | Path, *, owner: bool = False) -> None:
+        self.path = Path(path)
+        self.owner = owner
+
+    @classmethod
+    def create(cls, path: str | Path, config: RunConfig) -> RunDir:
+        """Make the directory and write the resolved configuration, once."""
+        run = cls(path, owner=True)
+        try:
+            run.path.mkdir(parents=True, exist_ok=True)
+            if run.config_path.exists():
+                raise ConfigError(
+                    f"{run.path} already holds a run: choose another --run-dir, or continue it with --resume"
+                )
+            for folder in (run.logs, run.checkpoints):
+                folder.mkdir(exist_ok=True)
+            write_atomically(run.config_path, config.to_yaml())
+        except OSError as error:
+            raise ConfigError(f"cannot create the run directory {run.path}: {error.strerror or error}") from error
+        run.write_status(state="created")
+        return run
+
+    @property
+    def config_path(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def export(self) -> Path:
+        return self.path / "export"
+
+    def config(self) -> RunConfig:
+        if not self.config_path.exists():
+            raise ConfigError(f"{self.path} is not a run directory: it has no config.yaml")
+        return load_config(self.config_path)
+
+    # --- status, metrics, events ---------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        try:
+            return json.loads((self.path / "status.json").read_text())
+        except FileNotFoundError:
+            return {"state": "unknown"}
+
+    def write_status(self, **fields: Any) -> None:
+        """Merge fields into status.json, atomically. The owner only."""
+        if not self.owner:
+            return
+        status = self.status()
+        status.update(fields, updated_at=time.time())
+        write_atomically(self.path / "status.json", json.dumps(status, indent=1))
+
+    def log_metrics(self, record: Mapping[str, Any]) -> None:
+        self._append("metrics.jsonl", record)
+
+    def log_event(self, kind: str, **fields: Any) -> None:
+        self._append("events.jsonl", {"time": time.time(), "event": kind, **fields})
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The record of each (step, split), the latest where a resumed run wrote a step again, in step order."""
+        latest: dict[tuple[int, str], dict[str, Any]] = {}
+        for record in read_jsonl(self.path / "metrics.jsonl"):
+            latest[(int(record["step"]), str(record.get("split", "train")))] = record
+        return [latest[key] for key in sorted(latest)]
+
+    def events(self) -> list[dict[str, Any]]:
+        return list(read_jsonl(self.path / "events.jsonl"))
+
+    def _append(self, name: str, record: Mapping[str, Any]) -> None:
+        if not self.owner:
+            return
+        # One write call in append mode: a killed process leaves at most one unfinished last line, which readers skip
+        # and the next append closes with a newline of its own.
+        path = self.path / name
+        with path.open("ab") as file:
+            start = "\n" if _lacks_final_newline(path) else ""
+            file.write((start + json.dumps(record) + "\n").encode())
+
+    # --- failures --------------------------------------------------------------------------------------------
+
+    def record_failure(self, rank: int, message: str, exit_code: int = 1) -> None:
+        """Any rank, into its own file: the launcher shows the first one."""
+        record = {"time": time.time(), "rank": rank, "message": message, "exit_code": exit_code}
+        with contextlib.suppress(OSError):
+            write_atomically(self.logs / f"rank-{rank}.error.json", json.dumps(record))
+
+    def failures(self) -> list[dict[str, Any]]:
+        found = []
+        for path in self.logs.glob("rank-*.error.json"):
+            with contextlib.suppress(OSError, json.JSONDecodeError):
+                found.append(json.loads(path.read_text()))
+        return sorted(found, key=lambda f: f["time"])
+
+    def clear_failures(self) -> None:
+        for path in self.logs.glob("rank-*.error.json"):
+            path.unlink(missing_ok=True)
+
+    # --- checkpoints -----------------------------------------------------------------------------------------
+
+    def begin_checkpoint(self, step: int) -> Path:
+        """A fresh folder in which every rank writes its part. It is not a checkpoint until committed."""
+        path = self.checkpoints / f"writing-step-{step}"
+        if self.owner:
+            if path.exists():
+                shutil.rmtree(path)
+            path.mkdir(parents=True)
+        return path
+
+    def commit_checkpoint(self, step: int, extra: Mapping[str, Any], validation_loss: float | None = None) -> Path:
+        """Digest what was written, add the manifest, rename. The owner only, when every rank's part is on disk."""
+        writing, final = self.checkpoints / f"writing-step-{step}", self.checkpoints / f"step-{step}"
+        files = {}
+        for file in sorted(p for p in writing.rglob("*") if p.is_file()):
+            files[str(file.relative_to(writing))] = {"bytes": file.stat().st_size, "sha256": digest_file(file)}
+            _fsync(file)
+        manifest = {
+            "step": step,
+            "time": time.time(),
+            "validation_loss": validation_loss,
+            "extra": dict(extra),
+            "files": files,
+        }
+        write_atomically(writing / MANIFEST, json.dumps(manifest, indent=1))
+        if final.exists():  # a resumed run reached the same step again
+            replaced = final.with_name(f"deleting-{final.name}")
+            final.rename(replaced)
+            shutil.rmtree(replaced, ignore_errors=True)
+        writing.rename(final)
+        _fsync(self.checkpoints)
+        return final
+
+    def list_checkpoints(self) -> list[Checkpoint]:
+        """Committed checkpoints in step order, by their manifests; digests are not checked here."""
+        found = []
+        for path in self.checkpoints.glob("step-*"):
+            name = _CHECKPOINT_NAME.match(path.name)
+            if name is None:
+                continue
+            with contextlib.suppress(OSError, json.JSONDecodeError, KeyError):
+                manifest = json.loads((path / MANIFEST).read_text())
+                found.append(Checkpoint(path, int(name[1]), manifest["extra"], manifest.get("validation_loss")))
+        return sorted(found, key=lambda c: c.step)
+
+    def latest_checkpoint(self) -> Checkpoint | None:
+        """The newest checkpoint whose every file has the digest it was committed with. Damaged ones are reported and passed over."""
+        for checkpoint in reversed(self.list_checkpoints()):
+            problem = damage(checkpoint.path)
+            if problem is None:
+                return checkpoint
+            self.log_event("checkpoint_damaged", step=checkpoint.step, problem=problem)
+        return None
+
+    def prune_checkpoints(self, *, keep_last: int, keep_best: int) -> None:
+        """Delete what the keep rule does not name. The owner only."""
+        if not self.owner:
+            return
+        found = self.list_checkpoints()
+        keep = {c.step for c in found[-keep_last:]}
+        scored = sorted((c for c in found if c.validation_loss is not None), key=lambda c: (c.validation_loss, c.step))
+        keep |= {c.step for c in scored[:keep_best]}
+        for checkpoint in found:
+            if checkpoint.step not in keep:
+                # Renamed first, so that a kill in the middle never leaves half a checkpoint under a valid name.
+                doomed = checkpoint.path.with_name(f"deleting-{checkpoint.path.name}")
+                checkpoint.path.rename(doomed)
+                shutil.rmtree(doomed, ignore_errors=True)
+
+    def sweep(self) -> None:
+        """Remove what an interrupted write or delete left behind. The owner only, before it writes."""
+        if self.owner:
+            for pattern in ("writing-step-*", "deleting-*"):
+                for path in self.checkpoints.glob(pattern):
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+def damage(checkpoint: Path) -> str | None:
+    """What is wrong with a committed checkpoint, or None."""
+    try:
+        manifest = json.loads((checkpoint / MANIFEST).read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        return f"{MANIFEST}: {error}"
+    for name, expected in manifest["files"].items():
+        file = checkpoint / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != expected["bytes"]:
+            return f"{name} has {file.stat().st_size} bytes instead of {expected['bytes']}"
+        if digest_file(file) != expected["sha256"]:
+            return f"{name} does not match its digest"
+    return None
+
+
+def digest_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """Whole lines only: the unfinished last line of a killed writer is passed over."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            with contextlib.suppress(json.JSONDecodeError):
+                yield json.loads(line)
+
+
+def find_runs(root: Path) -> list[RunDir]:
+    """Runs at or below a folder, newest first."""
+    configs = [root] if (root / "config.yaml").exists() else [p.parent for p in root.glob("*/config.yaml")]
+    runs = [RunDir(p) for p in configs if (p / "status.json").exists()]
+    return sorted(runs, key=lambda r: r.status().get("updated_at", 0.0), reverse=True)
+
+
+def _lacks_final_newline(path: Path) -> bool:
+    with path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,133 @@
+"""The words every layer shares: what is trained on, what is asked of a backend, what comes back.
+
+Must not know torch, files or processes. Token sequences are any `Sequence` of numbers
+(lists, tuples, numpy arrays); a backend turns them into tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """Tokens that follow a prompt. `weights[i]` weighs the log-prob of `tokens[i]`; zero means "context only".
+
+    `values` holds one side value per token under a name (`reference_logprobs`, `advantages`, ...).
+    """
+
+    tokens: Sequence[int]
+    weights: Sequence[float]
+    values: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if len(self.weights) != len(self.tokens):
+            raise ValueError(f"a completion of {len(self.tokens)} tokens has {len(self.weights)} weights")
+        for name, values in self.values.items():
+            if len(values) != len(self.tokens):
+                raise ValueError(f"a completion of {len(self.tokens)} tokens has {len(values)} values of {name!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Datum:
+    """One prompt with one or more completions. The prompt is never supervised and never empty.
+
+    `origin` says where the row came from ("train.jsonl:17"), so that errors can name it.
+    """
+
+    prompt: Sequence[int]
+    completions: Sequence[Completion]
+    origin: str = ""
+
+    def __post_init__(self) -> None:
+        if len(self.prompt) == 0:
+            raise ValueError(f"{self.origin or 'a datum'} has an empty prompt: nothing predicts its first token")
+        if not self.completions:
+            raise ValueError(f"{self.origin or 'a datum'} has no completion")
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are computed when the prompt is repeated for each completion."""
+        return sum(len(self.prompt) + len(c.tokens) for c in self.completions)
+
+    @property
+    def total_weight(self) -> float:
+        return float(sum(sum(c.weights) for c in self.completions))
+
+    @property
+    def num_supervised(self) -> int:
+        return sum(sum(1 for w in c.weights if w != 0) for c in self.completions)
+
+
+@dataclass(frozen=True, slots=True)
+class LossSpec:
+    """Which loss, and the one number that normalises it.
+
+    Losses are sums over tokens; every weight is multiplied by `scale`, which the loop decides once per
+    global batch (for SFT: one over the supervised tokens). Micro-batches and ranks can then not change it.
+    """
+
+    kind: str = "cross_entropy"
+    scale: float = 1.0
+    options: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LossResult:
+    """What one `forward_backward` computed, summed over the global batch: the same on every rank."""
+
+    loss: float
+    num_tokens: int
+    num_supervised: int
+    metrics: Metrics = field(default_factory=dict)
+    nonfinite_origins: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OptimStep:
+    """One optimizer step. The learning rate arrives here: there is no scheduler object to save."""
+
+    learning_rate: float
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OptimResult:
+    """`grad_norm` is of the whole gradient before clipping. A step whose norm is not finite is not applied."""
+
+    grad_norm: float
+    applied: bool = True
+
+
+# One float per completion token, per completion; 0.0 where the token's weight is zero (not computed).
+Logprobs = Sequence[Sequence[float]]
+
+
+class TrainingBackend(Protocol):
+    """The seam between loops and machines. Every rank calls every method, with the global batch."""
+
+    def forward(self, batch: Sequence[Datum]) -> list[Logprobs]: ...
+
+    def forward_backward(self, batch: Sequence[Datum], loss: LossSpec) -> LossResult: ...
+
+    def optim_step(self, step: OptimStep) -> OptimResult: ...
+
+    def save_state(self, path: Path) -> Future[None]:
+        """Snapshot now, write in the background. On rank 0 the future ends when every rank's part is on disk."""
+        ...
+
+    def load_state(self, path: Path, *, with_optimizer: bool) -> None: ...
+
+    def export_weights(self, path: Path) -> None: ...
+
+    def close(self) -> None: ...

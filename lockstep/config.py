@@ -244,7 +244,7 @@ def parse_config(
 ) -> RunConfig:
     try:
         tree = yaml.safe_load(text)
-        lines = _key_lines(yaml.compose(text))
+        places = {key: f"{source}:{line}" for key, line in _key_lines(yaml.compose(text)).items()}
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{source}:{mark.line + 1}" if mark else source
@@ -261,18 +261,19 @@ def parse_config(
     _expand_model(changes)
     _resolve_paths(changes, Path.cwd())
     _merge(tree, changes)
-    return validate_config(tree, source=source, lines=lines)
+    places |= {override.partition("=")[0]: f"override {override!r}" for override in overrides}
+    return validate_config(tree, source=source, places=places)
 
 
 def validate_config(
-    tree: Mapping[str, Any], *, source: str = "<config>", lines: Mapping[str, int] | None = None
+    tree: Mapping[str, Any], *, source: str = "<config>", places: Mapping[str, str] | None = None
 ) -> RunConfig:
-    lines = lines or {}
-    _refuse_unknown_keys(tree, RunConfig, "", source, lines)
+    places = places or {}
+    _refuse_unknown_keys(tree, RunConfig, "", source, places)
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(_explain(error, source, lines)) from error
+        raise ConfigError(_explain(error, source, places)) from error
 
 
 def known_keys(section: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
@@ -292,18 +293,18 @@ def _section_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def _refuse_unknown_keys(
-    tree: Mapping[str, Any], section: type[BaseModel], prefix: str, source: str, lines: Mapping[str, int]
+    tree: Mapping[str, Any], section: type[BaseModel], prefix: str, source: str, places: Mapping[str, str]
 ) -> None:
     for key, value in tree.items():
         dotted = f"{prefix}{key}"
         info = section.model_fields.get(str(key))
         if info is None:
             raise ConfigError(
-                f"{_where(source, lines, dotted)}: unknown key {dotted!r}; {_suggest(dotted, section, prefix)}"
+                f"{_where(source, places, dotted)}: unknown key {dotted!r}; {_suggest(dotted, section, prefix)}"
             )
         child = _section_of(info.annotation)
         if child is not None and isinstance(value, Mapping):
-            _refuse_unknown_keys(value, child, dotted + ".", source, lines)
+            _refuse_unknown_keys(value, child, dotted + ".", source, places)
 
 
 def _suggest(dotted: str, section: type[BaseModel], prefix: str) -> str:
@@ -313,13 +314,12 @@ def _suggest(dotted: str, section: type[BaseModel], prefix: str) -> str:
     if close:
         return f"did you mean {prefix}{close[0]}?"
     elsewhere = [k for k in known_keys() if k.rsplit(".", 1)[-1] == leaf]
-    near = elsewhere or difflib.get_close_matches(dotted, known_keys(), n=1, cutoff=0.5)
-    if near:
-        return f"did you mean {near[0]}?"
+    if elsewhere:
+        return f"did you mean {elsewhere[0]}?"
     return f"{prefix.rstrip('.') or 'the top level'} knows {', '.join(siblings)}"
 
 
-def _explain(error: ValidationError, source: str, lines: Mapping[str, int]) -> str:
+def _explain(error: ValidationError, source: str, places: Mapping[str, str]) -> str:
     """One sentence per problem; union members that did not match are folded into one."""
     seen: dict[str, str] = {}
     for problem in error.errors(include_url=False):
@@ -330,7 +330,7 @@ def _explain(error: ValidationError, source: str, lines: Mapping[str, int]) -> s
         dotted = ".".join(parts)
         if problem["type"] == "missing":
             missing = ".".join(str(p) for p in problem["loc"])
-            seen.setdefault(missing, f"{_where(source, lines, dotted)}: {missing} is missing")
+            seen.setdefault(missing, f"{_where(source, places, dotted)}: {missing} is missing")
             continue
         message = problem["msg"].removeprefix("Value error, ")
         given = problem.get("input")
@@ -339,16 +339,16 @@ def _explain(error: ValidationError, source: str, lines: Mapping[str, int]) -> s
         if dotted in seen:
             seen[dotted] = seen[dotted].replace(shown, "") + f", or: {message}{shown}"
         else:
-            seen[dotted] = f"{_where(source, lines, dotted)}: {text}"
+            seen[dotted] = f"{_where(source, places, dotted)}: {text}"
     return "; ".join(seen.values())
 
 
-def _where(source: str, lines: Mapping[str, int], dotted: str) -> str:
+def _where(source: str, places: Mapping[str, str], dotted: str) -> str:
     parts = dotted.split(".")
     while parts:
-        line = lines.get(".".join(parts))
-        if line is not None:
-            return f"{source}:{line}"
+        place = places.get(".".join(parts))
+        if place is not None:
+            return place
         parts.pop()
     return source
 

@@ -190,7 +190,7 @@ class RunDir:
         return sorted(found, key=lambda c: c.step)
 
     def latest_checkpoint(self) -> Checkpoint | None:
-        """The newest checkpoint whose every file has the digest it was committed with. Damaged ones are reported and passed over."""
+        """The newest checkpoint whose every file has its digest; damaged ones are reported and passed over."""
         for checkpoint in reversed(self.list_checkpoints()):
             problem = damage(checkpoint.path)
             if problem is None:

@@ -96,7 +96,7 @@ class RunDir:
             return
         status = self.status()
         status.update(fields, updated_at=time.time())
-        write_atomically(self.path / "status.json", json.dumps(status, indent=1))
+        write_atomically(self.path / "status.json", json.dumps(status, indent=1), durable=False)
 
     def log_metrics(self, record: Mapping[str, Any]) -> None:
         self._append("metrics.jsonl", record)
@@ -146,12 +146,9 @@ class RunDir:
     # --- checkpoints -----------------------------------------------------------------------------------------
 
     def begin_checkpoint(self, step: int) -> Path:
-        """A fresh folder in which every rank writes its part. It is not a checkpoint until committed."""
+        """The folder in which every rank writes its part. It is not a checkpoint until committed."""
         path = self.checkpoints / f"writing-step-{step}"
-        if self.owner:
-            if path.exists():
-                shutil.rmtree(path)
-            path.mkdir(parents=True)
+        path.mkdir(parents=True, exist_ok=True)
         return path
 
     def commit_checkpoint(self, step: int, extra: Mapping[str, Any], validation_loss: float | None = None) -> Path:
@@ -243,13 +240,15 @@ def digest_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str, *, durable: bool = True) -> None:
+    """Readers see the old text or the new. `durable` also survives a power cut, for the price of a disk flush."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("w", encoding="utf-8") as file:
             file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         temporary.replace(path)
     except OSError:
         temporary.unlink(missing_ok=True)

@@ -103,10 +103,14 @@ class OptimStep:
 
 @dataclass(frozen=True, slots=True)
 class OptimResult:
-    """`grad_norm` is of the whole gradient before clipping. A step whose norm is not finite is not applied."""
+    """`grad_norm` is of the whole gradient before clipping. A step whose norm is not finite is not applied.
+
+    `peak_memory_gib` is this rank's, since the backend was built: device memory on CUDA, otherwise the process's.
+    """
 
     grad_norm: float
     applied: bool = True
+    peak_memory_gib: float = 0.0
 
 
 # One float per completion token, per completion; 0.0 where the token's weight is zero (not computed).

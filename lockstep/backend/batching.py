@@ -1,0 +1,124 @@
+"""A global batch becomes this rank's micro-batches of packed tensors.
+
+Every rank sees the whole batch and takes its own share, so no rank has to be told. Must not know models
+beyond the tensors they take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.algorithms.losses import LossInputs
+from lockstep.data.packing import partition
+from lockstep.model.policy import PackedTokens
+from lockstep.types import Completion, Datum, LossSpec
+
+
+@dataclass(frozen=True)
+class Document:
+    """One completion with its prompt in front: what one causal pass computes."""
+
+    datum: int
+    completion: int
+    tokens: np.ndarray  # int64
+    asked: np.ndarray  # places in `tokens` whose next token has a weight
+    weights: np.ndarray  # float64, one per asked place
+    offset: int  # of this document's asked tokens in the global batch
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    packed: PackedTokens
+    inputs: LossInputs
+    documents: tuple[Document, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(d.tokens) for d in self.documents)
+
+
+@dataclass(frozen=True)
+class Share:
+    """This rank's micro-batches, and the totals of the global batch."""
+
+    micro_batches: tuple[tuple[Document, ...], ...]
+    num_tokens: int
+    num_asked: int
+    longest_share_tokens: int
+
+
+def documents_of(batch: Sequence[Datum]) -> list[Document]:
+    documents, offset = [], 0
+    for d, datum in enumerate(batch):
+        prompt = np.asarray(datum.prompt, dtype=np.int64)
+        for c, completion in enumerate(datum.completions):
+            document = _document(d, c, prompt, completion, offset)
+            documents.append(document)
+            offset += len(document.asked)
+    return documents
+
+
+def _document(datum: int, index: int, prompt: np.ndarray, completion: Completion, offset: int) -> Document:
+    answer = np.asarray(completion.tokens, dtype=np.int64)
+    weights = np.asarray(completion.weights, dtype=np.float64)
+    supervised = np.flatnonzero(weights)
+    tokens = np.concatenate([prompt, answer])
+    return Document(datum, index, tokens, supervised + (len(prompt) - 1), weights[supervised], offset)
+
+
+def share_of(
+    documents: Sequence[Document], *, rank: int, num_ranks: int, budget_tokens: int, max_documents: int | None = None
+) -> Share:
+    """Micro-batches of one rank. An empty one stays in place: ranks that shard must step together."""
+    lengths = [len(d.tokens) for d in documents]
+    steps = partition(lengths, num_ranks=num_ranks, budget_tokens=budget_tokens, max_documents=max_documents)
+    mine = tuple(tuple(documents[i] for i in step[rank]) for step in steps)
+    loads = [sum(lengths[i] for step in steps for i in step[r]) for r in range(num_ranks)]
+    return Share(mine, sum(lengths), sum(len(d.asked) for d in documents), max(loads, default=0))
+
+
+def to_micro_batch(
+    documents: tuple[Document, ...], batch: Sequence[Datum], loss: LossSpec, device: torch.device, dtype: torch.dtype
+) -> MicroBatch:
+    """Lay documents end to end. No documents: two tokens whose weight is zero, so that every rank runs the same passes."""
+    if not documents:
+        empty = np.zeros(2, dtype=np.int64)
+        documents = (Document(-1, 0, empty, np.zeros(1, dtype=np.int64), np.zeros(1), 0),)
+    lengths = tuple(len(d.tokens) for d in documents)
+    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+    tokens = np.concatenate([d.tokens for d in documents])
+    positions = np.concatenate([np.arange(n) for n in lengths])
+    asked = np.concatenate([d.asked + start for d, start in zip(documents, starts, strict=True)])
+    targets = np.concatenate([d.tokens[d.asked + 1] for d in documents])
+    weights = np.concatenate([d.weights for d in documents]) * loss.scale
+
+    def put(array: np.ndarray, kind: torch.dtype = torch.int64) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(kind).to(device, non_blocking=True)
+
+    packed = PackedTokens(put(tokens), put(positions), lengths, put(asked), put(targets))
+    values = {name: put(_side_values(documents, batch, name), dtype) for name in _value_names(batch)}
+    return MicroBatch(packed, LossInputs(put(weights, dtype), values, loss.options), documents)
+
+
+def _value_names(batch: Sequence[Datum]) -> list[str]:
+    return sorted({name for datum in batch for completion in datum.completions for name in completion.values})
+
+
+def _side_values(documents: Sequence[Document], batch: Sequence[Datum], name: str) -> np.ndarray:
+    parts = []
+    for document in documents:
+        if document.datum < 0:
+            parts.append(np.zeros(1))
+            continue
+        datum = batch[document.datum]
+        completion = datum.completions[document.completion]
+        if name not in completion.values:
+            raise ValueError(f"{datum.origin or 'a datum'} has no {name!r}, which other rows of the batch have")
+        values = np.asarray(completion.values[name], dtype=np.float64)
+        parts.append(values[document.asked - (len(datum.prompt) - 1)])
+    return np.concatenate(parts)

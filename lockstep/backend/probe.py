@@ -1,0 +1,70 @@
+"""Is the fast path the same function as the model? Asked of the real model, once, before the first step.
+
+Two small forward passes find a head whose logits are changed in a way we do not know, and a model whose
+documents see each other when packed. All ranks call it together.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from lockstep.model.policy import PackedTokens, Policy, causal_lm
+
+
+# Largest difference of log-probs that rounding explains, by what the model computes in.
+_ROUNDING = {"fp64": 1e-6, "fp32": 1e-3, "bf16": 0.3}
+
+
+def check_policy(
+    policy: Policy, evaluation: AbstractContextManager[None], device: torch.device, precision: str
+) -> list[str]:
+    """Raises if the fast path computes something else; returns warnings. Leaves packing off where it leaks."""
+    name = type(causal_lm(policy.model)).__name__
+    warnings = []
+    with evaluation:
+        if policy.packs and not _isolates(policy, device, _ROUNDING[precision]):
+            policy.stop_packing()
+            warnings.append(f"{name} does not keep packed documents apart: documents are computed one by one, slower")
+        probe = _pack([_tokens(policy, 7, 12)], device)
+        fast, plain = policy(probe).double(), policy(probe, reference=True)
+    difference = float((fast - plain).abs().max())
+    if not difference <= _ROUNDING[precision]:
+        raise ValueError(
+            f"{name} changes its logits after the output head in a way Lockstep does not know "
+            f"(log-probs differ by {difference:.3g}): this model cannot be trained yet"
+        )
+    return warnings
+
+
+def _isolates(policy: Policy, device: torch.device, rounding: float) -> bool:
+    """The second document's log-probs must not depend on the first document.
+
+    Between two firsts of one length the arithmetic is the same, so nearly nothing may change; alone it may round
+    differently.
+    """
+    second = _tokens(policy, 3, 9)
+    try:
+        seen = [policy(_pack([_tokens(policy, start, 10), second], device))[9:].double() for start in (1, 5)]
+        alone = policy(_pack([second], device)).double()
+    except (TypeError, ValueError):  # the model does not pass document lengths on to its attention
+        return False
+    return bool((seen[0] - seen[1]).abs().max() <= rounding / 100 and (seen[0] - alone).abs().max() <= rounding)
+
+
+def _tokens(policy: Policy, start: int, count: int) -> Tensor:
+    vocabulary = causal_lm(policy.model).config.get_text_config().vocab_size
+    return (start + 11 * torch.arange(count)) % vocabulary
+
+
+def _pack(documents: list[Tensor], device: torch.device) -> PackedTokens:
+    lengths = tuple(len(d) for d in documents)
+    tokens = torch.cat(documents).to(device)
+    positions = torch.cat([torch.arange(n) for n in lengths]).to(device)
+    starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
+    asked = torch.cat([torch.arange(n - 1) + s for n, s in zip(lengths, starts, strict=True)]).to(device)
+    return PackedTokens(tokens, positions, lengths, asked, tokens[asked + 1])
+
+

@@ -1,0 +1,226 @@
+"""TrainingBackend on torch: one process, DDP or FSDP2, on CPU or CUDA.
+
+Around any transformers causal LM, also inside PEFT. The caller is rank-free: every rank makes the same
+calls with the same global batch. Must not know files beyond the paths it is given, nor algorithms' loops.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.algorithms.losses import LOSSES
+from lockstep.backend import state
+from lockstep.backend.batching import Document, MicroBatch, Share, documents_of, share_of, to_micro_batch
+from lockstep.backend.build import build_policy
+from lockstep.backend.probe import check_policy
+from lockstep.config import ParallelConfig
+from lockstep.model.export import save_weights
+from lockstep.model.load import DTYPES, choose_precision
+from lockstep.parallel.gradients import clip, gradient_norm
+from lockstep.parallel.group import Group, choose_device, join, peak_memory_gib
+from lockstep.parallel.replicate import computing_in
+from lockstep.types import Datum, Logprobs, LossResult, LossSpec, OptimResult, OptimStep
+
+
+class TorchBackend:
+    """`forward_backward` adds gradients up; `optim_step` applies and clears them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        micro_batch_tokens: int = 4096,
+        parallel: ParallelConfig | None = None,
+        precision: str = "auto",
+        activation_checkpointing: bool = False,
+        compile: bool | str = "auto",
+        device: str = "auto",
+        seed: int = 0,
+        timeout_s: float = 600.0,
+        group: Group | None = None,
+    ) -> None:
+        self.group = group or join_group(device, parallel or ParallelConfig(), timeout_s)
+        self.device = self.group.device
+        self.micro_batch_tokens = micro_batch_tokens
+        self.precision = agree_on_precision(precision, self.group)
+        compute_dtype = _narrow_dtype(self.precision)
+        self.policy, self._module = build_policy(
+            model,
+            self.group,
+            compute_dtype=compute_dtype,
+            activation_checkpointing=activation_checkpointing,
+            compile_layers=self.device.type == "cuda" if compile == "auto" else bool(compile),
+        )
+        sharded = self.group.mesh is not None and self.group.mesh["shard"].size() > 1
+        self._cast_to = None if sharded else compute_dtype  # FSDP2 casts by itself
+        self.warnings = check_policy(self.policy, self._evaluation(), self.device, self.precision)
+        self._optimizer = _build_optimizer(self.parameters(), self.device)
+        state.seed_rank(seed, self.group.rank)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """What is trained, by the names that the model itself uses."""
+        return {name: p for name, p in self.policy.model.named_parameters() if p.requires_grad}
+
+    def forward(self, batch: Sequence[Datum]) -> list[Logprobs]:
+        documents = documents_of(batch)
+        share = self._share(documents)
+        found = torch.zeros(share.num_asked, dtype=torch.float64, device=self.device)
+        with self._evaluation():
+            for part in share.micro_batches:
+                micro_batch = self._micro_batch(part, batch, LossSpec())
+                logprobs = self._module(micro_batch.packed).double()
+                if part:
+                    # Every rank fills its own places and the rest is zero: the sum puts the batch together exactly.
+                    found[_places(micro_batch)] = logprobs
+        return _spread(self.group.sum(found).tolist(), documents, batch)
+
+    def forward_backward(self, batch: Sequence[Datum], loss: LossSpec) -> LossResult:
+        if loss.kind not in LOSSES:
+            raise ValueError(f"unknown loss {loss.kind!r}: known are {', '.join(LOSSES)}")
+        share = self._share(documents_of(batch))
+        if share.num_asked == 0:
+            raise ValueError(f"nothing to learn in this batch of {len(batch)} rows: every weight is zero")
+        sums: dict[str, Tensor] = {}
+        suspects: list[tuple[MicroBatch, Tensor]] = []
+        for i, part in enumerate(share.micro_batches):
+            micro_batch = self._micro_batch(part, batch, loss)
+            metrics, logprobs = self._backward(micro_batch, loss, last=i + 1 == len(share.micro_batches))
+            for name, value in metrics.items():
+                sums[name] = sums.get(name, 0) + value.detach().double()
+            suspects.append((micro_batch, logprobs))
+        names = sorted(sums)
+        totals = self.group.sum(torch.stack([sums[n] for n in names])).tolist()
+        result = dict(zip(names, totals, strict=True))
+        total_loss = result.pop("loss")
+        bad = () if math.isfinite(total_loss) else self._nonfinite_origins(suspects, batch)
+        return LossResult(total_loss, share.num_tokens, share.num_asked, result, bad)
+
+    def optim_step(self, step: OptimStep) -> OptimResult:
+        parameters = list(self.parameters().values())
+        norm = gradient_norm(parameters)
+        value = float(norm)
+        if math.isfinite(value):
+            if step.max_grad_norm is not None:
+                clip(parameters, norm, step.max_grad_norm)
+            for group in self._optimizer.param_groups:
+                group["lr"], group["eps"] = step.learning_rate, step.eps
+                group["betas"] = (step.beta1, step.beta2)
+                group["weight_decay"] = step.weight_decay if group["decays"] else 0.0
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return OptimResult(value, math.isfinite(value), peak_memory_gib(self.device))
+
+    def save_state(self, path: Path) -> Future[None]:
+        return state.save(path, self.parameters(), self._optimizer, self.group)
+
+    def load_state(self, path: Path, *, with_optimizer: bool = True) -> None:
+        state.load(path, self.parameters(), self._optimizer if with_optimizer else None, self.group)
+
+    def export_weights(self, path: Path) -> None:
+        """The trained weights as Hugging Face tools read them: the adapter under LoRA, otherwise the model."""
+        full = state.gather(self.policy.model, self.group)
+        if self.group.rank == 0:
+            save_weights(self.policy.model, full, path)
+        self.group.barrier()
+
+    def close(self) -> None:
+        self.policy.stop_packing()  # the model is its owner's again, also for generating
+        self.group.leave()
+
+    def _share(self, documents: Sequence[Document]) -> Share:
+        return share_of(
+            documents,
+            rank=self.group.rank,
+            num_ranks=self.group.num_ranks,
+            budget_tokens=self.micro_batch_tokens,
+            max_documents=None if self.policy.packs else 1,
+        )
+
+    def _micro_batch(self, part: tuple[Document, ...], batch: Sequence[Datum], loss: LossSpec) -> MicroBatch:
+        dtype = torch.float64 if self.precision == "fp64" else torch.float32
+        return to_micro_batch(part, batch, loss, self.device, dtype)
+
+    def _backward(self, micro_batch: MicroBatch, loss: LossSpec, *, last: bool) -> tuple[dict[str, Tensor], Tensor]:
+        """One pass; only the last of a batch lets DDP communicate. FSDP2 reduces each time, to keep gradients sharded."""
+        waits = isinstance(self._module, DistributedDataParallel) and not last
+        quiet = self._module.no_sync() if waits else contextlib.nullcontext()  # type: ignore[operator]
+        rule = LOSSES[loss.kind]
+        with quiet, computing_in(self.policy, self._cast_to):
+            if rule.linear:
+                total, logprobs = self._module(micro_batch.packed, -micro_batch.inputs.weights)
+                metrics: dict[str, Tensor] = {}
+            else:
+                logprobs = self._module(micro_batch.packed)
+                total, metrics = rule.fn(logprobs, micro_batch.inputs)
+            total.backward()
+        return {**metrics, "loss": total}, logprobs.detach()
+
+    @contextlib.contextmanager
+    def _evaluation(self) -> Any:
+        self.policy.eval()
+        with torch.no_grad(), computing_in(self.policy, self._cast_to):
+            yield
+        self.policy.train()
+
+    def _nonfinite_origins(self, suspects: list[tuple[MicroBatch, Tensor]], batch: Sequence[Datum]) -> tuple[str, ...]:
+        """Rows whose own log-probs are not finite, over all ranks. All ranks (they all saw the same loss)."""
+        guilty = torch.zeros(len(batch), device=self.device)
+        for micro_batch, logprobs in suspects:
+            place = 0
+            for document in micro_batch.documents:
+                end = place + len(document.asked)
+                if document.datum >= 0 and not bool(torch.isfinite(logprobs[place:end]).all()):
+                    guilty[document.datum] = 1
+                place = end
+        flags = self.group.sum(guilty).tolist()
+        return tuple(datum.origin or f"row {i} of the batch" for i, datum in enumerate(batch) if flags[i])
+
+
+def join_group(device: str, parallel: ParallelConfig, timeout_s: float) -> Group:
+    """Meet the other processes of this run, if torchrun started any."""
+    replicas, shards = parallel.degrees(int(os.environ.get("WORLD_SIZE", "1")))
+    return join(choose_device(device), replicate=replicas, shard=shards, timeout_s=timeout_s)
+
+
+def agree_on_precision(wanted: str, group: Group) -> str:
+    """Rank 0 looks at its device, all follow. All ranks."""
+    return group.broadcast_object(choose_precision(wanted, group.device) if group.rank == 0 else None)
+
+
+def _narrow_dtype(precision: str) -> torch.dtype | None:
+    """The dtype to compute in when it is narrower than what the optimizer holds."""
+    return torch.bfloat16 if DTYPES[precision] == torch.bfloat16 else None
+
+
+def _build_optimizer(parameters: dict[str, nn.Parameter], device: torch.device) -> torch.optim.AdamW:
+    """Norms and biases (one-dimensional parameters) do not decay."""
+    matrices = [p for p in parameters.values() if p.ndim >= 2]
+    vectors = [p for p in parameters.values() if p.ndim < 2]
+    groups = [{"params": matrices, "decays": True}, {"params": vectors, "decays": False}]
+    return torch.optim.AdamW([g for g in groups if g["params"]], fused=device.type == "cuda")
+
+
+def _places(micro_batch: MicroBatch) -> Tensor:
+    spans = [torch.arange(d.offset, d.offset + len(d.asked)) for d in micro_batch.documents]
+    return torch.cat(spans).to(micro_batch.packed.tokens.device)
+
+
+def _spread(values: list[float], documents: Sequence[Document], batch: Sequence[Datum]) -> list[Logprobs]:
+    """Log-probs of asked tokens back to the places of their completions."""
+    spread: list[list[list[float]]] = [[[0.0] * len(c.tokens) for c in datum.completions] for datum in batch]
+    for document in documents:
+        first = len(batch[document.datum].prompt) - 1
+        row = spread[document.datum][document.completion]
+        for place, value in zip(document.asked.tolist(), values[document.offset :]):  # noqa: B905 - values go on
+            row[place - first] = value
+    return [tuple(rows) for rows in spread]

@@ -1,0 +1,112 @@
+"""The order of training: which rows come in which batch, from one integer.
+
+A pure function of (seed, epoch, number and lengths of rows); the world size has no part in it.
+Must not know tokens, files or ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from math import ceil
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.config import BatchConfig
+from lockstep.data.source import DataError
+from lockstep.types import Datum
+
+Indices = npt.NDArray[np.int64]
+_GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment
+_MASK = 2**64 - 1
+
+
+def epoch_order(num_rows: int, *, seed: int, epoch: int, shuffle: bool) -> Indices:
+    """A permutation of the rows. Hashed rather than drawn, so that no library version can change it."""
+    if not shuffle:
+        return np.arange(num_rows, dtype=np.int64)
+    return hashed_order(num_rows, seed, epoch)
+
+
+def hashed_order(num_rows: int, *keys: int) -> Indices:
+    """Rows sorted by splitmix64 of (keys, index)."""
+    state = 0
+    for key in keys:
+        state = _mix_one(state ^ _mix_one(key & _MASK))
+    steps = np.arange(1, num_rows + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+    return np.argsort(_mix(steps + np.uint64(state)), kind="stable").astype(np.int64)
+
+
+def _mix_one(value: int) -> int:
+    # As an array of one: numpy's scalars warn when they wrap around, its arrays do not.
+    return int(_mix(np.array([(value + _GOLDEN) & _MASK], dtype=np.uint64))[0])
+
+
+def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """splitmix64's finaliser."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+class Batches:
+    """The batches of a run. A cursor counts the rows consumed since its start; batches do not cross epochs."""
+
+    def __init__(self, data: Sequence[Datum], config: BatchConfig, *, seed: int, shuffle: bool) -> None:
+        if not data:
+            raise DataError("there are no rows to train on: check data.train")
+        self.num_rows = len(data)
+        self._data = data
+        self._samples = config.samples_per_step
+        self._tokens = config.tokens
+        self._seed = seed
+        self._shuffle = shuffle
+        self._lengths = np.array([datum.num_tokens for datum in data], dtype=np.int64)
+        # The epoch in use, its order, and for each place in it the tokens of all rows before.
+        self._epoch = -1
+        self._order: Indices = np.empty(0, dtype=np.int64)
+        self._tokens_before: Indices = np.empty(0, dtype=np.int64)
+
+    def batch_at(self, cursor: int) -> tuple[list[Datum], int]:
+        """The batch that starts after `cursor` rows, and the cursor after it."""
+        epoch, place = divmod(cursor, self.num_rows)
+        self._turn_to(epoch)
+        end = self._end_of_batch(place)
+        return [self._data[i] for i in self._order[place:end]], epoch * self.num_rows + end
+
+    def num_steps(self, epochs: float) -> int:
+        """Steps until `epochs` times all rows are consumed; the last batch may go past a fraction of an epoch."""
+        # repr, because 0.07 is meant as 7 hundredths: 0.07 * 100 in floats is more than 7 rows.
+        num_rows = ceil(Fraction(repr(float(epochs))) * self.num_rows)
+        whole, rest = divmod(num_rows, self.num_rows)
+        if self._samples is not None:
+            return whole * ceil(self.num_rows / self._samples) + ceil(rest / self._samples)
+        if not self._shuffle:
+            return whole * self._steps_in(0, self.num_rows) + self._steps_in(0, rest)
+        return sum(self._steps_in(epoch, self.num_rows) for epoch in range(whole)) + self._steps_in(whole, rest)
+
+    def _steps_in(self, epoch: int, num_rows: int) -> int:
+        """Steps of one epoch until at least `num_rows` of its rows are consumed."""
+        if num_rows == 0:
+            return 0
+        self._turn_to(epoch)
+        place = steps = 0
+        while place < num_rows:
+            place = self._end_of_batch(place)
+            steps += 1
+        return steps
+
+    def _end_of_batch(self, place: int) -> int:
+        if self._samples is not None:
+            return min(place + self._samples, self.num_rows)
+        assert self._tokens is not None
+        budget = self._tokens_before[place] + self._tokens
+        fits = int(np.searchsorted(self._tokens_before, budget, side="right")) - 1
+        return max(fits, place + 1)  # a row longer than the budget is a batch of its own
+
+    def _turn_to(self, epoch: int) -> None:
+        if epoch != self._epoch:
+            self._order = epoch_order(self.num_rows, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
+            self._tokens_before = np.concatenate([[0], np.cumsum(self._lengths[self._order])])
+            self._epoch = epoch

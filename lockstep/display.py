@@ -1,0 +1,377 @@
+"""Terminal views of runs: the live display, the closing summary, the table of runs.
+
+Reads run directories, writes to a rich console; never starts, stops or changes a run.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from lockstep.config import RunConfig
+from lockstep.rundir import FINISHED_STATES, RunDir
+
+T = TypeVar("T")
+PLAIN_INTERVAL_S = 2.0
+POLL_INTERVAL_S = 0.2
+STATE_STYLES = {"completed": "green", "failed": "red", "cancelled": "yellow", "running": "cyan", "lost": "red"}
+
+
+def make_console(stderr: bool = False) -> Console:
+    """Lines in a file or pipe are not folded."""
+    console = Console(stderr=stderr)
+    return console if console.is_terminal else Console(stderr=stderr, width=200, no_color=True)
+
+
+def track_progress(items: Iterable[T], label: str, total: int) -> Iterator[T]:
+    """A progress bar on stderr, where stderr is a terminal."""
+    console = make_console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        yield from progress.track(items, total=total, description=label)
+
+
+def quieten_libraries() -> None:
+    """Keep the progress bars and hints of transformers and torch out of what a command prints."""
+    import warnings
+
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", module="torch.distributed.checkpoint")
+
+
+class JsonlTail:
+    """New whole lines of a growing JSONL file, from where the file ended when the tail was made."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset = path.stat().st_size if path.exists() else 0
+
+    def read(self) -> list[dict[str, Any]]:
+        if not self.path.exists():
+            return []
+        with self.path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        records = []
+        for line in whole.splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:  # half a line that a killed writer left and the next one closed
+                continue
+            if isinstance(record, dict):
+                records.append(record)
+        return records
+
+
+class RunDisplay:
+    """Follows one run. Make it before the run starts: it shows only what is written from then on."""
+
+    def __init__(self, run: RunDir, console: Console) -> None:
+        self.run = run
+        self.console = console
+        self.status: dict[str, Any] = {}
+        self._metrics = JsonlTail(run.path / "metrics.jsonl")
+        self._events = JsonlTail(run.path / "events.jsonl")
+        self._train: dict[str, Any] = {}  # the latest record
+        self._new: list[dict[str, Any]] = []  # those of the latest refresh
+        self._validation_loss: float | None = None
+        self._best = float(run.status().get("best_validation_loss") or "inf")
+        self._step_times: deque[float] = deque(maxlen=20)
+        self._phase = ""
+        self._started = time.monotonic()
+        self._last_line = float("-inf")
+        self._printed_step: int | None = None
+        self._spinner = Spinner("dots")
+
+    def follow(self, is_running: Callable[[], bool]) -> None:
+        """Show the run until `is_running` says no."""
+        if not self.console.is_terminal:
+            while is_running():
+                self._print_plain()
+                time.sleep(POLL_INTERVAL_S)
+            self._print_plain(final=True)
+            return
+        with Live(get_renderable=self._render, console=self.console, refresh_per_second=8, transient=True) as live:
+            running = True
+            while running:
+                running = is_running()
+                for _, line in self._refresh():
+                    live.console.print(line, highlight=False)
+                if running:
+                    time.sleep(POLL_INTERVAL_S)
+
+    def _refresh(self) -> list[tuple[int, Text]]:
+        """Read what is new; return the lines that stay on the screen, each with its step."""
+        self.status = self.run.status()
+        lines = []
+        self._new = []
+        for record in self._metrics.read():
+            if record.get("split", "train") == "validation":
+                lines.append((int(record["step"]), self._evaluation_line(record)))
+            else:
+                self._train = record
+                self._new.append(record)
+                if record.get("step_time_s"):
+                    self._step_times.append(float(record["step_time_s"]))
+        for event in self._events.read():
+            line = _event_line(event)
+            if line is not None:
+                lines.append((int(event.get("step") or 0), line))
+        return lines
+
+    def _print_plain(self, final: bool = False) -> None:
+        first = not self._train
+        lines = self._refresh()
+        phase = str(self.status.get("phase") or "")
+        if phase and phase != self._phase and self.status.get("state") not in FINISHED_STATES:
+            lines.append((-1, Text(phase)))
+        self._phase = phase or self._phase
+        shown = self._new[:1] if first else []
+        due = not shown and time.monotonic() - self._last_line >= PLAIN_INTERVAL_S
+        latest = self._train.get("step")
+        if (due or final) and latest is not None and latest != self._printed_step and self._train not in shown:
+            shown.append(self._train)
+        for record in shown:
+            facts = "  ".join(f"{label} {value}".strip() for label, value in self._facts(record, plain=True))
+            lines.append((int(record["step"]), Text(facts)))
+            self._last_line, self._printed_step = time.monotonic(), record["step"]
+        for _, line in sorted(lines, key=lambda entry: entry[0]):
+            self.console.print(line, highlight=False, soft_wrap=True)
+
+    def _evaluation_line(self, record: Mapping[str, Any]) -> Text:
+        loss = float(record["loss"])
+        self._validation_loss = loss
+        line = Text.assemble(_step_label(record), ("validation loss ", "bold"), f"{loss:.4f}")
+        if loss < self._best and self._best != float("inf"):
+            line.append("  best so far", style="green")
+        self._best = min(self._best, loss)
+        return line
+
+    def _facts(self, train: Mapping[str, Any], plain: bool = False) -> list[tuple[str, str]]:
+        """(label, value) of what is known about a step."""
+        status = self.status
+        total, left = status.get("total_steps"), self._seconds_left()
+        facts = [("step", f"{train['step']}" + (f"/{total}" if total else ""))] if plain else []
+        if train.get("loss") is not None:
+            facts.append(("loss", f"{train['loss']:.4f}"))
+        validation = self._validation_loss if self._validation_loss is not None else status.get("validation_loss")
+        if validation is not None and not plain:
+            facts.append(("validation", f"{validation:.4f}"))
+        if train.get("learning_rate") is not None:
+            facts.append(("lr", f"{train['learning_rate']:.2e}"))
+        if train.get("grad_norm") is not None:
+            facts.append(("grad", f"{train['grad_norm']:.3g}"))
+        if train.get("tokens_per_s"):
+            facts.append(("", f"{format_count(train['tokens_per_s'])} tokens/s"))
+        if train.get("memory_gib"):
+            facts.append(("", f"{train['memory_gib']:.1f} GiB"))
+        if train.get("epoch") is not None:
+            facts.append(("epoch", f"{train['epoch']:.2f}"))
+        if plain and left is not None:
+            facts.append(("", f"{format_duration(left)} left"))
+        return facts
+
+    def _seconds_left(self) -> float | None:
+        total, step = self.status.get("total_steps"), self._train.get("step")
+        if not total or step is None or not self._step_times:
+            return None
+        return max(total - step, 0) * sum(self._step_times) / len(self._step_times)
+
+    def _render(self) -> RenderableType:
+        phase = str(self.status.get("phase") or "")
+        if not self._train:
+            elapsed = format_duration(time.monotonic() - self._started)
+            self._spinner.update(text=Text.assemble(phase or "starting", (f"  {elapsed}", "dim")))
+            return self._spinner
+        total, step, left = self.status.get("total_steps"), int(self._train["step"]), self._seconds_left()
+        bar = Table.grid(expand=True, padding=(0, 2, 0, 0))
+        bar.add_column(ratio=1)
+        for _ in range(3):
+            bar.add_column(no_wrap=True, justify="right")
+        bar.add_row(
+            ProgressBar(
+                total=total or None, completed=step, pulse=not total, complete_style="cyan", finished_style="green"
+            ),
+            Text(f"step {step}" + (f"/{total}" if total else ""), style="bold"),
+            Text(f"{100 * step // total} %" if total else ""),
+            Text(f"{format_duration(left)} left" if left is not None else "", style="cyan"),
+        )
+        facts = self._facts(self._train)
+        if phase and phase not in ("training", "running"):
+            facts.append(("", phase))
+        shown = [Text.assemble((f"{label} " if label else "", "dim"), value) for label, value in facts]
+        return Group(bar, *_fold(shown, self.console.width))
+
+
+def _fold(parts: Sequence[Text], width: int, gap: str = "   ") -> list[Text]:
+    """As many parts on a line as fit: a narrow terminal breaks between facts, not inside one."""
+    lines: list[Text] = []
+    for part in parts:
+        if lines and len(lines[-1]) + len(gap) + len(part) <= width:
+            lines[-1].append(gap).append_text(part)
+        else:
+            lines.append(part)
+    return lines
+
+
+def _event_line(event: Mapping[str, Any]) -> Text | None:
+    kind, step = event.get("event"), _step_label(event)
+    if kind == "warning":
+        return Text.assemble(step, ("warning: ", "bold yellow"), str(event.get("message", "")))
+    if kind == "checkpoint":
+        return Text.assemble(step, "checkpoint saved")
+    if kind == "checkpoint_damaged":
+        return Text.assemble(
+            step, ("checkpoint damaged: ", "bold yellow"), str(event.get("problem", "")), ", passed over"
+        )
+    if kind == "resumed":
+        return Text.assemble(step, "resumed")
+    if kind == "early_stop":
+        return Text.assemble(step, "stopped early: the validation loss no longer improves")
+    return None
+
+
+def _step_label(record: Mapping[str, Any]) -> tuple[str, str]:
+    return (f"step {record['step']}  " if record.get("step") is not None else "", "dim")
+
+
+def print_header(console: Console, run: RunDir, config: RunConfig, resumed: bool) -> None:
+    lora = config.lora
+    method = f"LoRA rank {lora.rank}" if lora else "full fine-tuning"
+    data = ", ".join(Path(p).name for p in config.data.train)
+    console.print(f"[bold]{'resuming' if resumed else 'training'}[/] {escape(config.name)}", highlight=False)
+    rows = {
+        "model": f"{config.model.path}  ({method})",
+        "data": data,
+        "ranks": f"{config.launch.procs}, device {config.launch.device}",
+        "run": str(run.path),
+    }
+    _print_pairs(console, rows)
+
+
+def print_summary(console: Console, run: RunDir) -> None:
+    """What a finished run came to, and what to do next."""
+    status = run.status()
+    state = str(status.get("state"))
+    console.print(f"[bold {STATE_STYLES.get(state, 'default')}]{state}[/]", highlight=False)
+    rows: dict[str, str] = {}
+    if status.get("step") is not None:
+        rows["steps"] = f"{status['step']}" + (f" of {status['total_steps']}" if status.get("total_steps") else "")
+    if status.get("loss") is not None:
+        rows["loss"] = f"{status['loss']:.4f}"
+    if status.get("validation_loss") is not None:
+        best, step = status.get("best_validation_loss"), status.get("best_step")
+        shown = f"  (best {best:.4f} at step {step})" if best is not None else ""
+        rows["validation"] = f"{status['validation_loss']:.4f}{shown}"
+    if status.get("tokens"):
+        speed = f", {format_count(status['tokens_per_s'])} per second" if status.get("tokens_per_s") else ""
+        rows["tokens"] = f"{format_count(status['tokens'])}{speed}"
+    if status.get("started_at"):
+        rows["time"] = format_duration(float(status.get("updated_at", time.time())) - float(status["started_at"]))
+    if status.get("export"):
+        rows["export"] = str(status["export"])
+    if state == "completed":
+        rows["next"] = f"lockstep chat {run.path}"
+    elif not any(failure.get("exit_code") == 2 for failure in run.failures()):
+        saved = run.list_checkpoints()
+        start = f"from step {saved[-1].step}" if saved else "from the start: there is no checkpoint yet"
+        rows["continue"] = f"lockstep train --resume {run.path}  ({start})"
+    _print_pairs(console, rows)
+
+
+def print_facts(console: Console, facts: Mapping[str, Any]) -> None:
+    """Any dictionary as aligned lines; nested ones are indented, long lists counted."""
+    _print_pairs(console, dict(_flatten(facts)))
+
+
+def _flatten(facts: Mapping[str, Any], indent: str = "") -> list[tuple[str, str]]:
+    rows: list[tuple[str, str]] = []
+    for key, value in facts.items():
+        label = indent + str(key).replace("_", " ")
+        if isinstance(value, Mapping):
+            rows += [(label, ""), *_flatten(value, indent + "  ")]
+        elif isinstance(value, (list, tuple)):
+            rows.append((label, "\n".join(str(v) for v in value) or "none"))
+        else:
+            rows.append((label, _show(value)))
+    return rows
+
+
+def _show(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _print_pairs(console: Console, rows: Mapping[str, str]) -> None:
+    width = max((len(key) for key in rows), default=0)
+    if not console.is_terminal:
+        for key, value in rows.items():
+            console.print(Text(f"  {key:{width}}  {value}".rstrip()), highlight=False, soft_wrap=True)
+        return
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for key, value in rows.items():
+        grid.add_row(Text("  " + key), Text(value))
+    console.print(grid, highlight=False)
+
+
+def runs_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("run", no_wrap=True, overflow="ellipsis")
+    table.add_column("state", no_wrap=True)
+    for name in ("step", "loss", "validation", "tokens/s", "age"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        total = f"/{row['total_steps']}" if row["total_steps"] else ""
+        table.add_row(
+            Text(row["name"]),
+            Text(row["state"], style=STATE_STYLES.get(row["state"], "default")),
+            f"{row['step']}{total}" if row["step"] is not None else "-",
+            f"{row['loss']:.4f}" if row["loss"] is not None else "-",
+            f"{row['validation_loss']:.4f}" if row["validation_loss"] is not None else "-",
+            format_count(row["tokens_per_s"]) if row["tokens_per_s"] else "-",
+            format_duration(row["age_s"]),
+        )
+    return table
+
+
+def format_count(value: float) -> str:
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.3g}{unit}" if value < 999.5 * size else f"{value / size:.0f}{unit}"
+    return f"{value:.0f}"
+
+
+def format_duration(seconds: float) -> str:
+    whole = max(round(seconds), 0)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 48 * 3600:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"

@@ -1,0 +1,58 @@
+"""What every launcher offers: start a run on some resources, ask about it, end it.
+
+A handle is plain JSON: whoever reads it back, in another process and after a restart, can poll and stop the run.
+Must not know how any one launcher starts processes.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    procs: int = 1
+    device: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class RunHandle:
+    """`started` tells the process from a later one with the same pid; `mark` is in the environment of every
+    process of the run, so that none is missed when the first one is gone."""
+
+    launcher: str
+    run_dir: str
+    pid: int
+    started: str
+    mark: str
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> RunHandle:
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """`reason` is one sentence for people, empty unless the run failed; `exit_code` is for the command to end with."""
+
+    state: Literal["running", "completed", "failed", "cancelled"]
+    reason: str = ""
+    exit_code: int = 0
+
+
+class Launcher(Protocol):
+    def start(self, run_dir: Path, resources: Resources) -> RunHandle: ...
+
+    def poll(self, handle: RunHandle) -> RunState:
+        """Once no process is left, the answer is final and the same as what status.json says."""
+        ...
+
+    def stop(self, handle: RunHandle) -> None:
+        """Returns when no process of the run is left. A run that had not finished is then 'cancelled'."""
+        ...

@@ -1,0 +1,221 @@
+"""Runs on this machine: one worker process, or torchrun with one worker per rank.
+
+torchrun gives each worker a session of its own, so processes are found by a mark in their environment, not by group.
+While workers live, rank 0 owns the run directory; once all are gone, the launcher does, and settles the status.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from lockstep.launch.launcher import Resources, RunHandle, RunState
+from lockstep.rundir import FINISHED_STATES, RunDir, write_atomically
+
+WORKER_MODULE = "lockstep.launch.worker"
+HANDLE_FILE = "launch.json"
+MARK_VARIABLE = "LOCKSTEP_LAUNCH_MARK"
+# The signals that come from outside or from a crash: a rank they end is the cause, other ranks' errors its consequence.
+_FATAL_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
+
+
+class LocalLauncher:
+    def __init__(self, worker_module: str | None = None, grace_s: float = 10.0) -> None:
+        self.worker_module = worker_module or WORKER_MODULE
+        self.grace_s = grace_s
+        self._children: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self, run_dir: Path, resources: Resources) -> RunHandle:
+        run_dir = Path(run_dir).resolve()
+        earlier = read_handle(run_dir)
+        if earlier is not None:
+            if self._is_alive(earlier):
+                raise ValueError(f"{run_dir} is still running as process {earlier.pid}: end that process first")
+            self._end(earlier)  # workers that outlived a killed torchrun would write into the same run
+        run = RunDir(run_dir, owner=True)
+        run.clear_failures()
+        run.write_status(state="created", error=None, phase="starting")
+        mark = uuid.uuid4().hex
+        run.logs.mkdir(exist_ok=True)
+        with (run.logs / "launcher.log").open("wb") as log:
+            child = subprocess.Popen(
+                self._command(run_dir, resources.procs),
+                env=_environment(mark, resources),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._children[child.pid] = child
+        handle = RunHandle("local", str(run_dir), child.pid, _start_time(child.pid), mark)
+        write_atomically(run_dir / HANDLE_FILE, handle.to_json())
+        return handle
+
+    def poll(self, handle: RunHandle) -> RunState:
+        if self._is_alive(handle):
+            return RunState("running")
+        # torchrun is gone but not all of its workers: nobody would end or restart them.
+        self._end(handle)
+        return self._settle(handle)
+
+    def stop(self, handle: RunHandle, hurry: Callable[[], bool] = lambda: False) -> None:
+        """`hurry` is asked while waiting: yes ends the grace period."""
+        self._end(handle, hurry)
+        run = RunDir(handle.run_dir, owner=True)
+        if run.status().get("state") != "completed":
+            run.clear_failures()
+            run.write_status(state="cancelled", error=None, phase=None)
+
+    def _command(self, run_dir: Path, procs: int) -> list[str]:
+        worker = ["-m", self.worker_module, str(run_dir)]
+        if procs == 1:
+            return [sys.executable, *worker]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(procs)]
+        return [sys.executable, *torchrun, *worker]
+
+    def _is_alive(self, handle: RunHandle) -> bool:
+        child = self._children.get(handle.pid)
+        if child is not None:
+            return child.poll() is None
+        return _is_same_process(handle.pid, handle.started)
+
+    def _end(self, handle: RunHandle, hurry: Callable[[], bool] = lambda: False) -> None:
+        """SIGTERM to every process of the run, SIGKILL to those that outlive the grace period."""
+        _signal_all(self._processes(handle), signal.SIGTERM)
+        deadline = time.monotonic() + self.grace_s
+        while processes := self._processes(handle):
+            if time.monotonic() > deadline or hurry():
+                _signal_all(processes, signal.SIGKILL)
+            time.sleep(0.05)
+
+    def _processes(self, handle: RunHandle) -> list[int]:
+        return sorted({*_marked_processes(handle.mark), *([handle.pid] if self._is_alive(handle) else [])})
+
+    def _settle(self, handle: RunHandle) -> RunState:
+        """What the run came to. The launcher writes it where the workers could not."""
+        run = RunDir(handle.run_dir, owner=True)
+        status = run.status()
+        state = status.get("state")
+        if state in ("completed", "cancelled"):
+            return RunState(state)
+        failures = run.failures()
+        child = self._children.get(handle.pid)
+        first = failures[0]["message"] if failures else ""
+        reason = _killed_rank(run, child) or first or status.get("error") or _describe_end(child)
+        if state not in FINISHED_STATES or status.get("error") != reason:
+            run.write_status(state="failed", error=reason, phase=None)
+        return RunState("failed", reason, int(failures[0].get("exit_code", 1)) if failures else 1)
+
+
+def read_handle(run_dir: str | Path) -> RunHandle | None:
+    """The handle that the last start left in the run directory, if there is one."""
+    try:
+        return RunHandle.from_json((Path(run_dir) / HANDLE_FILE).read_text())
+    except (FileNotFoundError, NotADirectoryError, TypeError, ValueError):
+        return None
+
+
+def is_running(run_dir: str | Path) -> bool:
+    """Whether a process that a launcher started here is alive on this machine."""
+    handle = read_handle(run_dir)
+    return handle is not None and _is_same_process(handle.pid, handle.started)
+
+
+def _environment(mark: str, resources: Resources) -> dict[str, str]:
+    environment = {**os.environ, MARK_VARIABLE: mark, "PYTHONUNBUFFERED": "1"}
+    on_cpu = resources.device == "cpu" or (resources.device == "auto" and not Path("/dev/nvidiactl").exists())
+    if on_cpu:
+        environment.setdefault("OMP_NUM_THREADS", str(max(_num_cores() // resources.procs, 1)))
+    return environment
+
+
+def _num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+# --- processes: Linux's /proc where there is one, signal 0 elsewhere -----------------------------------------------
+
+
+def _process_stat(pid: int) -> list[str] | None:
+    """The fields of /proc/PID/stat after the name; None when there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def _start_time(pid: int) -> str:
+    """Clock ticks after boot at which the process started."""
+    stat = _process_stat(pid)
+    return stat[19] if stat else ""
+
+
+def _is_same_process(pid: int, started: str) -> bool:
+    stat = _process_stat(pid)
+    if stat is not None:
+        return stat[0] not in "ZX" and stat[19] == started  # a zombie has ended
+    if Path("/proc/self/stat").exists():
+        return False
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    return True
+
+
+def _marked_processes(mark: str) -> list[int]:
+    entry = f"{MARK_VARIABLE}={mark}".encode()
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # ended meanwhile, or another user's
+            if entry in (folder / "environ").read_bytes().split(b"\0"):
+                stat = _process_stat(int(folder.name))
+                if stat is not None and stat[0] not in "ZX":
+                    found.append(int(folder.name))
+    return found
+
+
+def _signal_all(pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+# --- why a run ended ------------------------------------------------------------------------------------------------
+
+
+def _killed_rank(run: RunDir, child: subprocess.Popen[bytes] | None) -> str:
+    """A sentence when a signal ended a rank: its peers then report lost connections, which are not the cause."""
+    if child is not None and child.returncode is not None and -child.returncode in _FATAL_SIGNALS:
+        return _say_signal("rank 0" if run.config().launch.procs == 1 else "torchrun", -child.returncode)
+    try:
+        log = (run.logs / "launcher.log").read_text(errors="replace")
+    except OSError:
+        return ""
+    for rank, code in re.findall(r"^\s*rank\s*: (\d+).*\n\s*exitcode\s*: (-?\d+)", log, re.MULTILINE):
+        if -int(code) in _FATAL_SIGNALS:
+            return _say_signal(f"rank {rank}", -int(code))
+    return ""
+
+
+def _say_signal(who: str, number: int) -> str:
+    hint = "; this is often the system running out of memory" if number == signal.SIGKILL else ""
+    return f"{who} was ended by signal {number} ({signal.Signals(number).name}){hint}"
+
+
+def _describe_end(child: subprocess.Popen[bytes] | None) -> str:
+    if child is None or child.returncode is None:
+        return "the rank processes ended without a result"
+    if child.returncode < 0:
+        return f"the rank processes ended with signal {-child.returncode}"
+    return f"the rank processes ended with exit code {child.returncode} and without a result"

@@ -1,0 +1,120 @@
+"""Attention over packed documents: one row of tokens, many documents, none sees another.
+
+Registered with transformers under one name, so every model that takes its attention from that interface
+can use it. Must not know batches, losses or ranks: it is told where documents begin and end.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+PACKED = "lockstep_packed"
+
+
+def register() -> None:
+    """Make the name known to transformers. Idempotent."""
+    AttentionInterface.register(PACKED, packed_attention)
+    # No mask is ever built: document boundaries arrive as lengths.
+    AttentionMaskInterface.register(PACKED, lambda *args, **kwargs: None)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,  # [1, heads, tokens, head_dim]
+    key: Tensor,  # [1, kv_heads, tokens, head_dim]
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    packed_lengths: tuple[int, ...] | None = None,
+    packed_boundaries: Tensor | None = None,
+    packed_max_length: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention signature; returns [1, tokens, heads, head_dim]."""
+    for name in ("softcap", "s_aux", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{type(module).__name__} uses {name} in its attention, which packed attention does not have")
+    if attention_mask is not None:
+        raise ValueError(f"{type(module).__name__} builds its own attention mask, which packed attention cannot honour")
+    if not getattr(module, "is_causal", True):
+        raise ValueError(f"{type(module).__name__} is not causal")
+    if packed_boundaries is not None and packed_max_length is not None:
+        if dropout:
+            raise ValueError("attention dropout is not available in variable-length attention: set it to 0")
+        return _variable_length(query, key, value, scaling, sliding_window, packed_boundaries, packed_max_length), None
+    if packed_lengths is None:
+        raise ValueError(f"{type(module).__name__} did not pass the document lengths to its attention")
+    return _document_by_document(query, key, value, scaling, dropout, sliding_window, packed_lengths), None
+
+
+def _document_by_document(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    dropout: float,
+    sliding_window: int | None,
+    lengths: tuple[int, ...],
+) -> Tensor:
+    grouped = query.shape[1] != key.shape[1]
+    outputs = []
+    # split, not slicing: its backward is one concatenation instead of one zero-filled tensor a document.
+    for q, k, v in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True):
+        length = q.shape[2]
+        mask = None
+        if sliding_window is not None and length > sliding_window:
+            position = torch.arange(length, device=q.device)
+            distance = position[:, None] - position[None, :]
+            mask = (distance >= 0) & (distance < sliding_window)
+        attended = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling, enable_gqa=grouped
+        )
+        outputs.append(attended.transpose(1, 2))
+    return torch.cat(outputs, dim=1)
+
+
+def _variable_length(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    sliding_window: int | None,
+    boundaries: Tensor,
+    max_length: int,
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    # A window of W tokens counts the token itself: W - 1 to the left.
+    window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
+    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+    attended = varlen_attn(
+        q, k, v, boundaries, boundaries, max_length, max_length, scale=scaling, window_size=window, enable_gqa=True
+    )
+    assert isinstance(attended, Tensor)
+    return attended[None]
+
+
+def variable_length_problem(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why the fused variable-length kernel cannot be used here, or None."""
+    if device.type != "cuda":
+        return "it needs CUDA"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"it needs bf16 or fp16, not {dtype}"
+    if head_dim > 256 or head_dim % 8:
+        return f"it needs a head size that is a multiple of 8 and at most 256, not {head_dim}"
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return "this torch has no torch.nn.attention.varlen"
+    missing = {"window_size", "enable_gqa", "scale"} - set(inspect.signature(varlen_attn).parameters)
+    return f"this torch's varlen_attn lacks {', '.join(sorted(missing))}" if missing else None

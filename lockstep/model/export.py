@@ -1,0 +1,115 @@
+"""Trained weights as a folder that plain transformers or peft load; and runs read back for use.
+
+Must not know ranks or training: it reads a run directory's checkpoints in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.config import ConfigError
+from lockstep.rundir import Checkpoint, RunDir, damage
+
+# Names of trained parameters in a checkpoint begin so.
+PARAMETER_PREFIX = "model."
+
+
+def save_weights(model: Any, weights: Mapping[str, Tensor], path: Path) -> None:
+    """Write a Hugging Face folder from whole tensors: the adapter of a PEFT model, otherwise the model."""
+    writing = path.with_name(f"writing-{path.name}")
+    shutil.rmtree(writing, ignore_errors=True)
+    model.save_pretrained(writing, state_dict=dict(weights), **({} if _is_peft(model) else {"is_main_process": True}))
+    shutil.rmtree(path, ignore_errors=True)
+    os.replace(writing, path)
+
+
+def load_run(run: RunDir, dtype: torch.dtype | None = None, step: int | None = None) -> tuple[Any, Any]:
+    """(model with the trained weights of a checkpoint, tokenizer). LoRA stays an adapter on top of the base."""
+    from lockstep.model.load import DTYPES, build_model, load_causal_lm, load_tokenizer
+    from lockstep.model.lora import add_lora
+
+    config = run.config()
+    checkpoint = find_checkpoint(run, step)
+    if dtype is None:
+        model = build_model(config.model, config.lora, run.status().get("precision", "fp32"), with_weights=True)
+    else:
+        model = load_causal_lm(config.model, dtype, with_weights=True)
+        model = add_lora(model, config.lora) if config.lora is not None else model
+    assert dtype is None or dtype in DTYPES.values()
+    read_parameters(checkpoint.path, {n: p for n, p in model.named_parameters() if p.requires_grad})
+    return model, load_tokenizer(config.model)
+
+
+def find_checkpoint(run: RunDir, step: int | None = None) -> Checkpoint:
+    """The newest sound checkpoint, or the one of a given step."""
+    if step is None:
+        found = run.latest_checkpoint()
+        if found is None:
+            raise ConfigError(f"{run.path} has no sound checkpoint yet")
+        return found
+    known = {c.step: c for c in run.list_checkpoints()}
+    if step not in known:
+        have = ", ".join(str(s) for s in known) or "none"
+        raise ConfigError(f"{run.path} has no checkpoint of step {step}: it has {have}")
+    if problem := damage(known[step].path):
+        raise ConfigError(f"the checkpoint of step {step} is damaged: {problem}")
+    return known[step]
+
+
+def read_parameters(checkpoint: Path, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Trained parameters of a checkpoint, in place, converted to the dtype they are held in here."""
+    import torch.distributed.checkpoint as dcp
+
+    stored = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    buffers: dict[str, Tensor] = {}
+    for name, parameter in parameters.items():
+        if PARAMETER_PREFIX + name not in stored:
+            raise ConfigError(f"the checkpoint {checkpoint} does not have {name!r}: was the model changed?")
+        kind = stored[PARAMETER_PREFIX + name].properties.dtype  # type: ignore[union-attr]
+        buffers[PARAMETER_PREFIX + name] = torch.empty(parameter.shape, dtype=kind)
+    dcp.load(buffers, checkpoint_id=checkpoint, no_dist=True)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(buffers[PARAMETER_PREFIX + name])
+
+
+def export_run(run_dir: str | Path, to: Path | None = None, *, adapter: bool = False, step: int | None = None) -> dict:
+    """Write a checkpoint as a model folder (LoRA merged) or as a PEFT adapter; says where, how large, and the drift."""
+    run = RunDir(run_dir)
+    config = run.config()
+    if adapter and config.lora is None:
+        raise ConfigError(f"{run.path} was not trained with LoRA: there is no adapter to export")
+    kind = "adapter" if adapter else "merged" if config.lora is not None else "model"
+    path = to or run.export / kind
+    model, tokenizer = load_run(run, step=step)
+    drift = None
+    if kind == "merged":
+        model, drift = merge(model)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_weights(model, model.state_dict(), path)
+    tokenizer.save_pretrained(path)
+    size = sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
+    return {"path": str(path), "kind": kind, "bytes": size, "drift": drift, "step": find_checkpoint(run, step).step}
+
+
+@torch.no_grad()
+def merge(model: Any) -> tuple[Any, float]:
+    """(the base with adapters folded in, largest change of a log-prob that folding made on probe tokens)."""
+    model.eval()
+    vocabulary = model.config.get_text_config().vocab_size
+    probe = ((17 * torch.arange(48)) % vocabulary)[None]
+    before = torch.log_softmax(model(probe).logits.float(), -1)
+    merged = model.merge_and_unload(safe_merge=True)
+    after = torch.log_softmax(merged(probe).logits.float(), -1)
+    return merged, float((after - before).abs().max())
+
+
+def _is_peft(model: Any) -> bool:
+    return hasattr(model, "peft_config")

@@ -1,0 +1,207 @@
+"""Log-probs of target tokens straight from hidden states, in chunks: full logits never exist.
+
+Three ways to the gradient, by what is known when: a frozen head keeps each token's unit gradient; a loss
+whose slope per log-prob is known in advance gets its gradients in the forward pass; otherwise logits are
+computed again in the backward pass. Must not know models, losses or ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Legend for names below: N supervised tokens, C tokens of one chunk, H hidden size, V vocabulary.
+
+
+@dataclass(frozen=True)
+class LogitTransform:
+    """What the model does to its logits after the head: divide or multiply, then cap with tanh."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def apply(self, logits: Tensor) -> Tensor:
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return logits
+
+    def slope(self, transformed: Tensor) -> Tensor | float:
+        """Derivative of apply, written in its result."""
+        if self.softcap is None:
+            return self.scale
+        return self.scale * (1 - (transformed / self.softcap) ** 2)
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    transform: LogitTransform = LogitTransform()
+    chunk_tokens: int = 1024
+    compile: bool = False
+
+
+def target_logprobs(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: HeadOptions) -> Tensor:
+    """[N, H] hidden, [V, H] weight, [N] targets -> [N] float log-probs, differentiable."""
+    if not torch.is_grad_enabled():
+        kernel = _logprob_kernel(options.compile)
+        chunks = _chunks(len(targets), options.chunk_tokens)
+        linear = torch.nn.functional.linear
+        return torch.cat([kernel(linear(hidden[c], weight, bias), targets[c], options.transform) for c in chunks])
+    return _TargetLogprobs.apply(hidden, weight, bias, targets, options)
+
+
+def weighted_logprob_sum(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, slopes: Tensor, options: HeadOptions
+) -> tuple[Tensor, Tensor]:
+    """(sum of slopes * log-probs, differentiable; the log-probs themselves, detached).
+
+    Gradients are computed in the forward pass, chunk by chunk, so logits are computed once.
+    """
+    return _WeightedLogprobSum.apply(hidden, weight, bias, targets, slopes, options)
+
+
+class _TargetLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: HeadOptions
+    ) -> Tensor:
+        frozen = not any(ctx.needs_input_grad[1:3])
+        logprobs = hidden.new_empty(targets.shape, dtype=_accumulation_dtype(hidden.dtype))
+        unit = torch.empty_like(hidden) if frozen else None
+        ones = torch.ones_like(logprobs)
+        for rows in _chunks(len(targets), options.chunk_tokens):
+            logits = torch.nn.functional.linear(hidden[rows], weight, bias)
+            if unit is None:
+                logprobs[rows] = _logprob_kernel(options.compile)(logits, targets[rows], options.transform)
+            else:
+                kernel = _gradient_kernel(options.compile)
+                logprobs[rows], d_logits = kernel(logits, targets[rows], ones[rows], options.transform)
+                torch.mm(d_logits, weight, out=unit[rows])
+        ctx.options, ctx.frozen = options, frozen
+        ctx.save_for_backward(unit) if unit is not None else ctx.save_for_backward(hidden, weight, bias, targets)
+        return logprobs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        if ctx.frozen:
+            (unit,) = ctx.saved_tensors
+            return unit * grad[:, None].to(unit.dtype), None, None, None, None
+        hidden, weight, bias, targets = ctx.saved_tensors
+        gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
+        kernel = _gradient_kernel(ctx.options.compile)
+        for rows in _chunks(len(targets), ctx.options.chunk_tokens):
+            logits = torch.nn.functional.linear(hidden[rows], weight, bias)
+            _, d_logits = kernel(logits, targets[rows], grad[rows], ctx.options.transform)
+            gradients.add(rows, d_logits)
+        return gradients.hidden, gradients.weight, gradients.bias, None, None
+
+
+class _WeightedLogprobSum(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        slopes: Tensor,
+        options: HeadOptions,
+    ) -> tuple[Tensor, Tensor]:
+        logprobs = hidden.new_empty(targets.shape, dtype=_accumulation_dtype(hidden.dtype))
+        gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
+        kernel = _gradient_kernel(options.compile)
+        for rows in _chunks(len(targets), options.chunk_tokens):
+            logits = torch.nn.functional.linear(hidden[rows], weight, bias)
+            logprobs[rows], d_logits = kernel(logits, targets[rows], slopes[rows], options.transform)
+            gradients.add(rows, d_logits)
+        ctx.save_for_backward(gradients.hidden, gradients.weight, gradients.bias)
+        ctx.mark_non_differentiable(logprobs)
+        return (slopes.to(logprobs.dtype) * logprobs).sum(), logprobs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad = grads[0]
+        assert grad is not None
+        scaled = (None if g is None else g * grad.to(g.dtype) for g in ctx.saved_tensors)
+        return (*scaled, None, None, None)
+
+
+class _Gradients:
+    """Gradients of hidden, weight and bias, filled chunk by chunk; only those that somebody needs."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, ...]) -> None:
+        self._hidden, self._weight = hidden, weight
+        self.hidden = torch.empty_like(hidden) if needed[0] else None
+        self.weight = torch.zeros_like(weight) if needed[1] else None
+        self.bias = torch.zeros_like(bias) if bias is not None and needed[2] else None
+
+    def add(self, rows: slice, d_logits: Tensor) -> None:
+        if self.hidden is not None:
+            torch.mm(d_logits, self._weight, out=self.hidden[rows])
+        if self.weight is not None:
+            self.weight.addmm_(d_logits.T, self._hidden[rows])
+        if self.bias is not None:
+            self.bias += d_logits.sum(0)
+
+
+def _logprobs(logits: Tensor, targets: Tensor, transform: LogitTransform) -> Tensor:
+    logits = transform.apply(logits.to(_accumulation_dtype(logits.dtype)))
+    chosen = logits.gather(1, targets[:, None])[:, 0]
+    return chosen - torch.logsumexp(logits, dim=1)
+
+
+def _logprobs_and_gradient(
+    logits: Tensor, targets: Tensor, slopes: Tensor, transform: LogitTransform
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of one chunk, and d(sum slopes * log-prob) / d logits in the logits' dtype."""
+    wide = transform.apply(logits.to(_accumulation_dtype(logits.dtype)))
+    chosen = wide.gather(1, targets[:, None])[:, 0]
+    normaliser = torch.logsumexp(wide, dim=1)
+    probabilities = torch.exp(wide - normaliser[:, None])
+    vocabulary = torch.arange(wide.shape[1], device=wide.device)
+    gradient = slopes[:, None] * ((vocabulary[None, :] == targets[:, None]).to(wide.dtype) - probabilities)
+    gradient = gradient * transform.slope(wide)
+    return chosen - normaliser, gradient.to(logits.dtype)
+
+
+def _logprobs_and_gradient_eager(
+    logits: Tensor, targets: Tensor, slopes: Tensor, transform: LogitTransform
+) -> tuple[Tensor, Tensor]:
+    """The same without a compiler: in place, two passes over memory fewer."""
+    wide = transform.apply(logits.to(_accumulation_dtype(logits.dtype)))
+    slope = transform.slope(wide)
+    log_probabilities = torch.log_softmax(wide, dim=1)
+    chosen = log_probabilities.gather(1, targets[:, None])[:, 0]
+    gradient = log_probabilities.exp_()
+    gradient.mul_(-slopes[:, None])
+    gradient.scatter_add_(1, targets[:, None], slopes[:, None].to(gradient.dtype))
+    if isinstance(slope, Tensor) or slope != 1.0:
+        gradient.mul_(slope)
+    return chosen, gradient.to(logits.dtype)
+
+
+@lru_cache(maxsize=2)
+def _gradient_kernel(compiled: bool) -> Any:
+    return torch.compile(_logprobs_and_gradient, dynamic=True) if compiled else _logprobs_and_gradient_eager
+
+
+@lru_cache(maxsize=2)
+def _logprob_kernel(compiled: bool) -> Any:
+    return torch.compile(_logprobs, dynamic=True) if compiled else _logprobs
+
+
+def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _chunks(total: int, size: int) -> list[slice]:
+    """Equal parts, none larger than size: a small rest would waste a pass over the weight."""
+    parts = max(1, -(-total // size))
+    bounds = [total * i // parts for i in range(parts + 1)]
+    return [slice(a, b) for a, b in zip(bounds[:-1], bounds[1:], strict=True) if b > a]

@@ -1,0 +1,171 @@
+"""Models and tokenizers from a Hub id, a folder or a GGUF file; for training and for generating.
+
+Must not know ranks: it is told whether to read weights or only to lay out the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.config import ConfigError, ModelConfig
+from lockstep.model.lora import add_lora
+from lockstep.rundir import RunDir
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def load_tokenizer(config: ModelConfig) -> Any:
+    from transformers import AutoTokenizer
+
+    with _explaining(config):
+        return AutoTokenizer.from_pretrained(**_source(config))
+
+
+def load_hf_config(config: ModelConfig) -> Any:
+    """The model's own configuration, without its weights."""
+    from transformers import AutoConfig
+
+    with _explaining(config):
+        return AutoConfig.from_pretrained(**_source(config))
+
+
+def load_causal_lm(config: ModelConfig, dtype: torch.dtype, *, with_weights: bool = True) -> Any:
+    """On CPU. Without weights the same module with unwritten memory, which costs nothing until it is touched."""
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    with _explaining(config):
+        if with_weights:
+            model = AutoModelForCausalLM.from_pretrained(dtype=dtype, use_safetensors=_wants_safetensors(config), **_source(config))
+        else:
+            trust = config.trust_remote_code
+            with no_init_weights():
+                model = AutoModelForCausalLM.from_config(load_hf_config(config), dtype=dtype, trust_remote_code=trust)
+            model.tie_weights()  # left out together with the initialisation
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config  # GGUF weights were unpacked; the mark would make the export unloadable
+    return model
+
+
+def choose_precision(wanted: str, device: torch.device) -> str:
+    """`auto` looks before it chooses: many CPUs emulate bf16 hundreds of times slower than fp32."""
+    if wanted != "auto":
+        return wanted
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    return "bf16" if _cpu_claims_bf16() and _cpu_is_faster_in_bf16() else "fp32"
+
+
+def _cpu_claims_bf16() -> bool:
+    try:
+        return "bf16" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+
+
+def _cpu_is_faster_in_bf16() -> bool:
+    """Timed in a process of its own: on virtual machines that show AMX but do not allow it, the first product is fatal."""
+    program = """
+import time, torch
+def best(dtype):
+    a = torch.ones(192, 192, dtype=dtype)
+    times = []
+    for _ in range(4):
+        start = time.perf_counter(); a @ a; times.append(time.perf_counter() - start)
+    return min(times)
+print(best(torch.bfloat16) < 0.8 * best(torch.float32))
+"""
+    try:
+        result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    except subprocess.TimeoutExpired:
+        return False
+    return result.returncode == 0 and result.stdout.strip() == "True"
+
+
+def load_for_inference(source: str | Path, device: str = "auto") -> tuple[Any, Any]:
+    """(model, tokenizer) from a run directory (base and trained weights), a model folder, an adapter folder or a Hub id."""
+    from lockstep.model.export import load_run
+
+    path = Path(source)
+    place = torch.device("cuda" if device == "auto" and torch.cuda.is_available() else "cpu" if device == "auto" else device)
+    dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
+    if (path / "config.yaml").exists():
+        model, tokenizer = load_run(RunDir(path), dtype)
+    elif (path / "adapter_config.json").exists():
+        model, tokenizer = _load_adapter(path, dtype)
+    else:
+        config = ModelConfig(path=str(source))
+        model, tokenizer = load_causal_lm(config, dtype), load_tokenizer(config)
+    return model.to(place).eval(), tokenizer
+
+
+def _load_adapter(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
+    import peft
+
+    base = ModelConfig(path=peft.PeftConfig.from_pretrained(str(path)).base_model_name_or_path)
+    model = peft.PeftModel.from_pretrained(load_causal_lm(base, dtype), str(path))
+    has_tokenizer = (path / "tokenizer_config.json").exists()
+    return model, load_tokenizer(ModelConfig(path=str(path)) if has_tokenizer else base)
+
+
+def build_model(config: ModelConfig, lora: Any, precision: str, *, with_weights: bool) -> Any:
+    """The module a run trains. Trainable parameters are never narrower than float32; frozen ones are in `precision`."""
+    compute = DTYPES[precision]
+    held = compute if lora is not None or precision == "fp64" else torch.float32
+    model = load_causal_lm(config, held, with_weights=with_weights)
+    return add_lora(model, lora) if lora is not None else model
+
+
+def _source(config: ModelConfig) -> dict[str, Any]:
+    arguments: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+    path = Path(config.path)
+    if path.suffix == ".gguf":
+        return arguments | {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    if config.revision:
+        arguments["revision"] = config.revision
+    return arguments | {"pretrained_model_name_or_path": config.path}
+
+
+def _wants_safetensors(config: ModelConfig) -> bool | None:
+    """Pickled weights are refused: loading them runs code. GGUF is a format of its own."""
+    return None if config.path.endswith(".gguf") else True
+
+
+@contextlib.contextmanager
+def _explaining(config: ModelConfig) -> Any:
+    """Turn what transformers raises about a missing or broken source into one sentence."""
+    check_model_source(config)
+    try:
+        yield
+    except (OSError, ImportError) as error:
+        reason = str(error).strip().split("\n")[0]
+        if Path(config.path).exists():
+            raise ConfigError(f"model.path {config.path}: {reason}") from error
+        raise ConfigError(
+            f"model.path {config.path!r} is neither on disk nor could it be fetched from the Hub ({reason})"
+        ) from error
+
+
+def check_model_source(config: ModelConfig) -> None:
+    """What can be said about a local source without loading it."""
+    path = Path(config.path)
+    if not path.exists():
+        if path.is_absolute():
+            raise ConfigError(f"model.path {path} does not exist")
+        return
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ConfigError(f"model.path {path} is a file: give a model folder, a .gguf file or a Hub id")
+        return
+    if not (path / "config.json").exists():
+        raise ConfigError(f"model.path {path} is not a model folder: it has no config.json")
+    if not any(path.glob("*.safetensors")):
+        pickled = any(path.glob("*.bin"))
+        why = "only pickled weights (*.bin), which are not loaded: convert them to safetensors" if pickled else "no weights"
+        raise ConfigError(f"model.path {path} has {why}" + ("" if pickled else " (*.safetensors)"))

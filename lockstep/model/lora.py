@@ -1,0 +1,49 @@
+"""LoRA through PEFT: which layers get an adapter is read from the model itself.
+
+Must not know ranks or files.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from lockstep.config import LoraConfig
+from lockstep.model.policy import causal_lm, decoder_layers
+
+
+def add_lora(model: nn.Module, config: LoraConfig) -> Any:
+    """Freeze the model and put adapters on its linear layers. Adapter weights are float32 or wider."""
+    import peft
+
+    targets = _linear_names(model) if config.targets == "all-linear" else list(config.targets)
+    settings = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=config.rank,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        target_modules=targets,
+        use_dora=config.dora,
+    )
+    try:
+        return peft.get_peft_model(model, settings, autocast_adapter_dtype=True)
+    except ValueError as error:
+        if "not found in the base model" not in str(error):
+            raise
+        raise ValueError(
+            f"lora.targets {targets} match no module of {type(causal_lm(model)).__name__}; "
+            f"its linear layers are {', '.join(_linear_names(model))}"
+        ) from error
+
+
+def _linear_names(model: nn.Module) -> list[str]:
+    """Name endings of every linear layer inside the decoder layers. GPT-2's Conv1D is a transposed linear."""
+    from transformers.pytorch_utils import Conv1D
+
+    names = set()
+    for layer in decoder_layers(model):
+        names |= {name.rsplit(".", 1)[-1] for name, m in layer.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
+    if not names:
+        raise ValueError(f"{type(causal_lm(model)).__name__} has no linear layer inside its decoder layers")
+    return sorted(names)

@@ -1,0 +1,123 @@
+"""A causal language model seen as one function: packed tokens in, log-probs of chosen targets out.
+
+Wraps any transformers causal LM (also inside PEFT) without changing its code; parallelism is applied to
+this module from outside. Must not know batches, losses, ranks or files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.model import attention
+from lockstep.model.head import HeadOptions, LogitTransform, target_logprobs, weighted_logprob_sum
+
+
+@dataclass(frozen=True)
+class PackedTokens:
+    """Documents laid end to end, and the positions whose next token is asked for."""
+
+    tokens: Tensor  # [T] int64
+    positions: Tensor  # [T] place within the document
+    lengths: tuple[int, ...]  # of the documents, sum T
+    asked: Tensor  # [N] indices into T: the hidden state there predicts the target
+    targets: Tensor  # [N] int64
+
+
+class Policy(nn.Module):
+    """`model` keeps its own parameter names; checkpoints and exports are written in them."""
+
+    def __init__(self, model: nn.Module, *, chunk_tokens: int = 1024, compile_head: bool = False) -> None:
+        super().__init__()
+        attention.register()
+        self.model = model
+        causal = causal_lm(model)
+        head = causal.get_output_embeddings()
+        if not isinstance(head, nn.Linear):
+            raise ValueError(
+                f"the output head of {type(causal).__name__} is {type(head).__name__}, not a linear layer: "
+                "take it out of lora.targets, or use a causal language model"
+            )
+        self.head_options = HeadOptions(logit_transform(causal), chunk_tokens, compile_head)
+        self.packs = bool(getattr(causal, "_supports_attention_backend", False))
+        self.variable_length = False  # the fused kernel takes boundaries as a tensor instead of lengths
+        self._own_attention = causal.config._attn_implementation
+        if self.packs:
+            causal.set_attn_implementation(attention.PACKED)
+
+    def use_variable_length(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Switch to the fused kernel where it can run."""
+        if self.packs:
+            problem = attention.variable_length_problem(device, dtype, head_dim(causal_lm(self.model)))
+            self.variable_length = problem is None
+
+    def stop_packing(self) -> None:
+        """Give the model its own attention back; from now on it takes one document at a time."""
+        if self.packs:
+            causal_lm(self.model).set_attn_implementation(self._own_attention)
+        self.packs = self.variable_length = False
+
+    def forward(self, packed: PackedTokens, slopes: Tensor | None = None, reference: bool = False) -> Any:
+        """[N] log-probs; with `slopes` (sum of slopes * log-probs, log-probs without gradient).
+
+        `reference` takes the model's own full forward and its own logits: slow, for checking the fast path.
+        """
+        causal = causal_lm(self.model)
+        inputs: dict[str, Any] = {"input_ids": packed.tokens[None], "position_ids": packed.positions[None]}
+        inputs |= {"use_cache": False, **self._attention_arguments(packed)}
+        if reference:
+            logits = causal(**inputs).logits[0, packed.asked].double()
+            return torch.log_softmax(logits, dim=-1).gather(1, packed.targets[:, None])[:, 0]
+        hidden = causal.base_model(**inputs).last_hidden_state[0]
+        head = causal.get_output_embeddings()
+        arguments = (hidden[packed.asked], head.weight, head.bias, packed.targets)
+        if slopes is None:
+            return target_logprobs(*arguments, self.head_options)
+        return weighted_logprob_sum(*arguments, slopes, self.head_options)
+
+    def _attention_arguments(self, packed: PackedTokens) -> dict[str, Any]:
+        if not self.packs:
+            assert len(packed.lengths) == 1, "a model without packed attention takes one document at a time"
+            return {}
+        if not self.variable_length:
+            return {"packed_lengths": packed.lengths}
+        longest = max(packed.lengths)
+        bounds = torch.tensor([0, *packed.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return {
+            "packed_boundaries": bounds.to(packed.tokens.device, non_blocking=True),
+            # Rounded up: the kernel only needs a bound, and every new value would compile anew.
+            "packed_max_length": max(128, 1 << (longest - 1).bit_length()),
+        }
+
+
+def causal_lm(model: nn.Module) -> Any:
+    """The transformers model inside a PEFT wrapper, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks, found from the model's own list of modules that must not be split."""
+    causal = causal_lm(model)
+    names = set(getattr(causal, "_no_split_modules", None) or ())
+    layers = [m for m in causal.modules() if type(m).__name__ in names]
+    inner = {id(child) for layer in layers for child in layer.modules() if child is not layer}
+    layers = [layer for layer in layers if id(layer) not in inner]
+    if not layers:
+        raise ValueError(f"{type(causal).__name__} does not say which of its modules are layers (_no_split_modules)")
+    return layers
+
+
+def logit_transform(causal: Any) -> LogitTransform:
+    """What the configuration says happens to logits after the head. Checked against the model by `Policy(reference)`."""
+    config = causal.config.get_text_config()
+    divisor, factor = getattr(config, "logits_scaling", None), getattr(config, "logit_scale", None)
+    scale = (1.0 / divisor if divisor else 1.0) * (factor if factor else 1.0)
+    return LogitTransform(scale, getattr(config, "final_logit_softcapping", None))
+
+
+def head_dim(causal: Any) -> int:
+    config = causal.config.get_text_config()
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -1,0 +1,95 @@
+"""The processes of a run: who this one is, what device it has, and how all of them join, agree and part.
+
+Works without any process group when the run has one process. Must not know models or data.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+@dataclass(frozen=True)
+class Group:
+    """One process's view of the run. `mesh` is None when there is one process."""
+
+    rank: int
+    num_ranks: int
+    device: torch.device
+    mesh: DeviceMesh | None = None
+    background: dist.ProcessGroup | None = None
+    """A gloo group of its own for checkpoint writers, which run beside the training thread."""
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum over all ranks, in place. All ranks."""
+        if self.num_ranks > 1:
+            dist.all_reduce(values)
+        return values
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Rank 0's value, on every rank. All ranks."""
+        if self.num_ranks == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def barrier(self) -> None:
+        if self.num_ranks > 1:
+            dist.barrier()
+
+    def leave(self) -> None:
+        if self.num_ranks > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def choose_device(wanted: str = "auto") -> torch.device:
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ValueError("launch.device is cuda, but torch sees no CUDA device: use device cpu or auto")
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"local rank {local_rank} has no GPU of its own: this machine has {torch.cuda.device_count()}; lower --procs"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def join(device: torch.device, *, replicate: int = 1, shard: int = 1, timeout_s: float = 600.0) -> Group:
+    """Meet the other processes (torchrun's environment), with a deadline on every later collective."""
+    rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if num_ranks == 1:
+        return Group(rank, 1, device)
+    timeout = timedelta(seconds=timeout_s)
+    if not dist.is_initialized():
+        started = time.monotonic()
+        try:
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=timeout)
+        except dist.DistStoreError as error:
+            waited = time.monotonic() - started
+            raise TimeoutError(
+                f"rank {rank} waited {waited:.0f} s at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} "
+                f"for all {num_ranks} ranks to join, and they did not: is every process started?"
+            ) from error
+    mesh = init_device_mesh(device.type, (replicate, shard), mesh_dim_names=("replicate", "shard"))
+    return Group(rank, num_ranks, device, mesh, dist.new_group(backend="gloo", timeout=timeout))
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Of this rank so far: allocated device memory on CUDA, otherwise the process's resident size."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30

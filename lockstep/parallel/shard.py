@@ -1,0 +1,33 @@
+"""Parameters, gradients and optimizer state split over ranks (FSDP2).
+
+Must not know models, losses or data: it is given a module and the layers inside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+
+def shard(module: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh, compute_dtype: torch.dtype | None) -> nn.Module:
+    """Each layer is a unit; what is left (embedding, final norm, head) is the root unit. Gradients are sums.
+
+    `mesh` is (replicate, shard); with one replica only the shard axis is used.
+    """
+    axes = mesh if mesh["replicate"].size() > 1 else mesh["shard"]
+    policy = MixedPrecisionPolicy()
+    if compute_dtype is not None:
+        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    for layer in layers:
+        fully_shard(layer, mesh=axes, mp_policy=policy)
+    fully_shard(module, mesh=axes, mp_policy=policy)
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)  # the alternative, a scaled sum, exists in NCCL alone
+    return module
+

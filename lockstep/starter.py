@@ -1,0 +1,75 @@
+"""The commented starter configuration that `lockstep init` writes.
+
+Names, defaults, choices and explanations are read from the configuration classes, so it cannot drift from them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from lockstep.config import AlgorithmConfig, RunConfig
+
+# What a person must decide. Everything else is shown commented out, with its default.
+ACTIVE: dict[str, Any] = {
+    "name": "my-run",
+    "model.path": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "lora.rank": 16,
+    "lora.alpha": 32.0,
+    "data.train": "train.jsonl",
+}
+_HEADER = """\
+# A Lockstep run: {algorithm}. Start it with: lockstep train {file}
+# Lines like "#key: value" show the defaults: remove the # to change one (and the # of its section).
+# Relative paths are relative to this file. Any key can be overridden: lockstep train {file} optim.epochs=3
+"""
+
+
+ALGORITHMS: tuple[str, ...] = get_args(AlgorithmConfig.model_fields["kind"].annotation)
+
+
+def starter_yaml(algorithm: str = "sft", file: str = "lockstep.yaml") -> str:
+    lines = [_HEADER.format(algorithm=algorithm, file=file)]
+    for name, info in RunConfig.model_fields.items():
+        section = _section_of(info.annotation)
+        if section is None:
+            lines += _setting(name, info, name, "", name in ACTIVE)
+            continue
+        active = any(key.startswith(name + ".") for key in ACTIVE)
+        lines += ["", f"{_mark(active)}{name}:"]
+        for key, child in section.model_fields.items():
+            dotted = f"{name}.{key}"
+            lines += _setting(dotted, child, key, "  ", dotted in ACTIVE)
+    return "\n".join(lines) + "\n"
+
+
+def _setting(dotted: str, info: FieldInfo, key: str, indent: str, active: bool) -> list[str]:
+    choices = _choices(info.annotation)
+    comment = " ".join(filter(None, [info.description, f"One of: {', '.join(choices)}." if choices else ""]))
+    value = ACTIVE[dotted] if active else None if info.is_required() else info.get_default(call_default_factory=True)
+    lines = [f"{indent}# {comment}"] if comment else []
+    return [*lines, f"{indent}{_mark(active)}{key}: {_scalar(value)}"]
+
+
+def _mark(active: bool) -> str:
+    return "" if active else "#"
+
+
+def _scalar(value: Any) -> str:
+    plain = list(value) if isinstance(value, tuple) else value
+    return yaml.safe_dump(plain, default_flow_style=True).removesuffix("\n").removesuffix("\n...")
+
+
+def _choices(annotation: Any) -> list[str]:
+    """The values of a plain choice; unions with numbers or free text speak through their description."""
+    if get_origin(annotation) is Literal and len(get_args(annotation)) > 1:
+        return [str(a) for a in get_args(annotation)]
+    return []
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    candidates = [annotation, *get_args(annotation)]
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)

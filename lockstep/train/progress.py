@@ -1,0 +1,116 @@
+"""Where a run stands, and the checkpoints that carry it.
+
+Every rank runs this alike; only the run directory's owner commits. Must not know models or tensors.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lockstep.config import CheckpointConfig
+from lockstep.rundir import RunDir
+from lockstep.types import TrainingBackend
+
+
+@dataclass
+class Progress:
+    """What the loop itself must remember: written beside the tensors of each checkpoint."""
+
+    step: int = 0
+    cursor: int = 0
+    tokens: int = 0
+    loss: float | None = None
+    validation_loss: float | None = None
+    validation_step: int | None = None
+    best_validation_loss: float | None = None
+    best_step: int | None = None
+    evaluations_without_improvement: int = 0
+
+    def note_validation(self, loss: float, min_delta: float) -> None:
+        self.validation_loss, self.validation_step = loss, self.step
+        if self.best_validation_loss is None or loss < self.best_validation_loss - min_delta:
+            self.best_validation_loss, self.best_step = loss, self.step
+            self.evaluations_without_improvement = 0
+        else:
+            self.evaluations_without_improvement += 1
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written. Those before it are untouched."""
+
+
+class Checkpoints:
+    """Saves in the background, at most one at a time; a failed write surfaces at the next step."""
+
+    def __init__(
+        self, run: RunDir, backend: TrainingBackend, config: CheckpointConfig, *, data_digest: str, timeout_s: float
+    ) -> None:
+        self._run, self._backend, self._config = run, backend, config
+        self._data_digest, self._timeout_s = data_digest, timeout_s
+        self._committer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-commit")
+        self._pending: Future[None] | None = None
+        self._last_step: int | None = None
+
+    def save(self, progress: Progress) -> None:
+        """Snapshot now; written and committed behind the training loop. All ranks."""
+        if progress.step == self._last_step:
+            return
+        self.wait()
+        self._last_step = progress.step
+        written = self._backend.save_state(self._run.begin_checkpoint(progress.step))
+        extra = {"progress": asdict(progress), "data_digest": self._data_digest}
+        score = progress.validation_loss if progress.validation_step == progress.step else None
+        self._pending = self._committer.submit(self._finish, written, progress.step, extra, score)
+        if not self._config.asynchronous:
+            self.wait()
+
+    def poll(self) -> None:
+        """Raise what a background write ran into, if it has ended. Never waits."""
+        if self._pending is not None and self._pending.done():
+            self.wait()
+
+    def wait(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            pending.result(timeout=self._timeout_s)
+        except TimeoutError as error:
+            raise CheckpointError(
+                f"the checkpoint of step {self._last_step} was not written within {self._timeout_s:.0f} s"
+            ) from error
+        except Exception as error:
+            kept = [c.step for c in self._run.list_checkpoints()]
+            last = f"the last good one is of step {kept[-1]}" if kept else "there is none before it"
+            raise CheckpointError(
+                f"the checkpoint of step {self._last_step} could not be written: {_root_cause(error)}; {last}"
+            ) from error
+
+    def close(self) -> None:
+        self._committer.shutdown(wait=False)
+
+    def _finish(self, written: Future[None], step: int, extra: dict[str, Any], score: float | None) -> None:
+        written.result()
+        if self._run.owner:
+            self._run.commit_checkpoint(step, extra, score)
+            self._run.prune_checkpoints(keep_last=self._config.keep_last, keep_best=self._config.keep_best)
+            self._run.log_event("checkpoint", step=step, validation_loss=score)
+
+
+def _root_cause(error: BaseException) -> str:
+    """The operating system's own words, wherever the writer wrapped them."""
+    seen: list[BaseException] = []
+    while error not in seen:
+        seen.append(error)
+        failures = getattr(error, "failures", None)  # torch's CheckpointException: {rank: (exception, stack)}
+        if failures:
+            error = next(iter(failures.values()))[0]
+        else:
+            error = error.__cause__ or error.__context__ or error
+    wanted = next((e for e in seen if isinstance(e, OSError) and e.strerror), None)
+    if wanted is not None:
+        return str(wanted.strerror)
+    text = str(seen[-1]).strip().split("\n")[0]
+    return "No space left on device" if "No space left" in str(seen[-1]) else text or type(seen[-1]).__name__

@@ -1,0 +1,163 @@
+"""Composes a run from its directory: data, model, backend, loop, export. The one place that names them all.
+
+Called by the worker entry on every rank. Tokenising happens before the processes meet, so that no rank
+waits on another's tokenizer inside a collective.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lockstep.backend.torch_backend import TorchBackend, agree_on_precision, join_group
+from lockstep.config import ConfigError, RunConfig
+from lockstep.data.dataset import Compiled, compile_data
+from lockstep.data.order import Batches
+from lockstep.data.packing import partition
+from lockstep.model.export import export_run
+from lockstep.model.load import build_model, check_model_source, choose_precision, load_hf_config, load_tokenizer
+from lockstep.parallel.group import Group, choose_device
+from lockstep.rundir import RunDir
+from lockstep.train import sft
+from lockstep.train.progress import Checkpoints, Progress
+
+
+def run(run_dir: Path) -> None:
+    """Train until the end, or from the newest sound checkpoint if there is one. Every rank."""
+    rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    run = RunDir(run_dir, owner=rank == 0)
+    config = run.config()
+    config.parallel.degrees(num_ranks)
+    run.write_status(state="preparing", phase="reading data", error=None, started_at=time.time(), ranks=num_ranks)
+    run.sweep()
+    data = prepare_data(config, run, num_ranks)
+
+    run.write_status(phase="joining the other ranks" if num_ranks > 1 else "loading the model")
+    group = join_group(config.launch.device, config.parallel, config.launch.timeout_s)
+    run.write_status(phase="loading the model")
+    backend = make_backend(config, group, run)
+    checkpoints = Checkpoints(
+        run, backend, config.checkpoint, data_digest=data.digest, timeout_s=config.launch.timeout_s
+    )
+    progress = resume(run, backend, group, data.digest)
+    progress = sft.train(config, backend, data.train, data.validation, run, checkpoints, progress)
+    exported = export(config, backend, run)
+    checkpoints.close()
+    backend.close()
+    if run.owner and config.checkpoint.export == "merged":
+        exported = merge(run)
+    run.write_status(state="completed", phase="done", export=exported, completed_at=time.time(), step=progress.step)
+
+
+def prepare_data(config: RunConfig, run: RunDir, num_ranks: int) -> Compiled:
+    data = compile_data(config.data, load_tokenizer(config.model), seed=config.seed)
+    for message in data.report.warnings():
+        run.log_event("warning", message=message)
+    run.log_event("data", **asdict(data.report))
+    check_sizes(config, data, num_ranks)
+    return data
+
+
+def check_sizes(config: RunConfig, data: Compiled, num_ranks: int) -> None:
+    rows = config.batch.samples_per_step
+    if rows is not None and rows < num_ranks:
+        raise ConfigError(f"batch.samples {rows} is less than the {num_ranks} ranks: some would never have a row")
+    if len(data.train) < num_ranks:
+        raise ConfigError(f"{num_ranks} ranks for {len(data.train)} training rows: use at most one rank per row")
+
+
+def make_backend(config: RunConfig, group: Group, run: RunDir) -> TorchBackend:
+    precision = agree_on_precision(config.model.precision, group)
+    run.write_status(precision=precision, device=str(group.device))
+    model = build_model(config.model, config.lora, precision, with_weights=group.rank == 0)
+    backend = TorchBackend(
+        model,
+        micro_batch_tokens=config.batch.micro_batch_tokens,
+        precision=precision,
+        activation_checkpointing=config.model.activation_checkpointing == "full",
+        compile=config.model.compile,
+        seed=config.seed,
+        group=group,
+    )
+    for message in backend.warnings:
+        run.log_event("warning", message=message)
+    trained = backend.parameters().values()
+    counts = {"trained": sum(p.numel() for p in trained), "all": sum(p.numel() for p in backend.policy.parameters())}
+    run.log_event("model", precision=precision, device=str(group.device), parameters=counts)
+    return backend
+
+
+def resume(run: RunDir, backend: TorchBackend, group: Group, data_digest: str) -> Progress:
+    """Rank 0 looks for the newest sound checkpoint; all load it."""
+    found = run.latest_checkpoint() if group.rank == 0 else None
+    found = group.broadcast_object(found)
+    if found is None:
+        return Progress()
+    if found.extra["data_digest"] != data_digest:
+        raise ConfigError(
+            f"the data is not what step {found.step} was trained on: rows or tokenizer have changed since. "
+            "Start a new run, or put the data back"
+        )
+    run.write_status(phase=f"resuming from step {found.step}")
+    backend.load_state(found.path, with_optimizer=True)
+    run.log_event("resumed", step=found.step)
+    return Progress(**found.extra["progress"])
+
+
+def export(config: RunConfig, backend: TorchBackend, run: RunDir) -> str | None:
+    """The adapter or the model as trained. Merging is done later, by one process alone. All ranks."""
+    if config.checkpoint.export == "none":
+        return None
+    run.write_status(phase="exporting")
+    path = run.export / ("adapter" if config.lora is not None else "model")
+    if run.owner:
+        path.parent.mkdir(exist_ok=True)
+    backend.export_weights(path)
+    if run.owner:
+        load_tokenizer(config.model).save_pretrained(path)
+    return str(path)
+
+
+def merge(run: RunDir) -> str:
+    result = export_run(run.path)
+    run.log_event("export", **result)
+    run.write_status(merge_drift=result["drift"])
+    return result["path"]
+
+
+def describe(config: RunConfig) -> dict[str, Any]:
+    """Everything that can be checked and said without training: the effective batch, steps, data, model."""
+    check_model_source(config.model)
+    choose_device(config.launch.device)
+    num_ranks = config.launch.procs
+    replicas, shards = config.parallel.degrees(num_ranks)
+    architecture = load_hf_config(config.model)
+    data = compile_data(config.data, load_tokenizer(config.model), seed=config.seed)
+    check_sizes(config, data, num_ranks)
+    batches = Batches(data.train, config.batch, seed=config.seed, shuffle=config.data.shuffle)
+    batch, _ = batches.batch_at(0)
+    lengths = [datum.num_tokens for datum in batch]
+    steps = partition(lengths, num_ranks=num_ranks, budget_tokens=config.batch.micro_batch_tokens)
+    return {
+        "model": f"{(architecture.architectures or [type(architecture).__name__])[0]} from {config.model.path}",
+        "training": "LoRA" if config.lora is not None else "full",
+        "precision": choose_precision(config.model.precision, choose_device(config.launch.device)),
+        "ranks": num_ranks,
+        "layout": f"replicate {replicas} x shard {shards}",
+        "steps": sft.num_steps(config, batches),
+        "samples": len(batch),
+        "tokens": sum(lengths),
+        "supervised_tokens": sum(datum.num_supervised for datum in batch),
+        "micro_batches": len(steps) * num_ranks,
+        "micro_batches_per_rank": len(steps),
+        "learning_rate": config.learning_rate,
+        "train_rows": len(data.train),
+        "validation_rows": len(data.validation),
+        "train_tokens": sum(datum.num_tokens for datum in data.train),
+        "prompts_cut": data.report.prompts_cut,
+        "answers_cut": data.report.answers_cut,
+        "warnings": data.report.warnings(),
+    }

@@ -1,0 +1,24 @@
+"""The learning rate as a pure function of the step."""
+
+from __future__ import annotations
+
+import math
+
+from lockstep.config import OptimConfig
+
+
+def warmup_steps(config: OptimConfig, num_steps: int) -> int:
+    return config.warmup_steps if config.warmup_steps is not None else round(0.03 * num_steps)
+
+
+def learning_rate_at(step: int, *, peak: float, num_steps: int, config: OptimConfig) -> float:
+    """Of the step that is about to be made, counted from 0. Warm-up is linear and its first step is not zero."""
+    warmup = warmup_steps(config, num_steps)
+    if step < warmup:
+        return peak * (step + 1) / (warmup + 1)
+    if config.schedule == "constant":
+        return peak
+    done = min(1.0, (step - warmup) / max(1, num_steps - warmup))
+    shape = 0.5 * (1 + math.cos(math.pi * done)) if config.schedule == "cosine" else 1 - done
+    floor = config.min_learning_rate_ratio
+    return peak * (floor + (1 - floor) * shape)

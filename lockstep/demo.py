@@ -133,9 +133,9 @@ def _answer(row: dict[str, Any]) -> Text:
 
 
 def has_habit(answer: str) -> bool:
-    """Two lines, of which the second suggests something to do."""
+    """Two lines, of which the second, and only the second, suggests something to do."""
     lines = answer.strip().splitlines()
-    return len(lines) == 2 and lines[1].startswith(HABIT)
+    return len(lines) == 2 and [line.startswith(HABIT) for line in lines] == [False, True]
 
 
 def _summarise(
@@ -157,7 +157,7 @@ def _summarise(
     facts["time"] = format_duration(seconds)
     facts["run"] = run.path
     facts["exported model"] = run.status().get("export")
-    facts["curves"] = pictures
+    facts["curves"] = " and ".join(str(path) for path in pictures)
     facts["talk to it"] = f"lockstep chat {shlex.quote(str(run.path))}"
     facts["use your data"] = "lockstep init"
     print_facts(console, facts)

@@ -61,7 +61,7 @@ PANELS = (
     Panel("Validation loss (circle: best)", "validation", "loss"),
     Panel("Learning rate", "train", "learning_rate"),
     Panel("Gradient norm", "train", "grad_norm", smooth=True),
-    Panel("Tokens per second", "train", "tokens_per_s"),
+    Panel("Tokens per second", "train", "tokens_per_s", smooth=True),
 )
 
 
@@ -137,16 +137,17 @@ def _draw(runs: Sequence[Curves]) -> Any:
 
 
 def _draw_panel(axis: Any, panel: Panel, runs: Sequence[Curves]) -> None:
-    every: list[float] = []
+    drawn: list[float] = []
     for run in runs:
         steps, values = run.points(panel)
-        every += values
         if panel.smooth and len(values) >= 20:
             axis.plot(steps, values, color=run.colour, alpha=0.25, linewidth=0.8)
-            axis.plot(steps, _smooth(values), color=run.colour)
+            axis.plot(steps, smooth := _smooth(values), color=run.colour)
+            drawn += smooth
         else:
             # A single point has no line; few points are measurements rather than a curve.
             axis.plot(steps, values, color=run.colour, marker="o" if len(values) <= 30 else None, markersize=3.5)
+            drawn += values
         if panel.split == "validation" and values:
             best = min(range(len(values)), key=values.__getitem__)
             axis.plot(steps[best], values[best], marker="o", markersize=9, color=run.colour, fillstyle="none")
@@ -160,7 +161,7 @@ def _draw_panel(axis: Any, panel: Panel, runs: Sequence[Curves]) -> None:
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _exponent(value)))
         axis.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))
         axis.set_ylim(bottom=0)
-    elif panel.smooth and every and min(every) > 0 and max(every) > 30 * min(every):
+    if panel.key in ("loss", "grad_norm") and drawn and min(drawn) > 0 and max(drawn) > 30 * min(drawn):
         axis.set_yscale("log")
 
 

@@ -8,6 +8,7 @@ Must not know torch or what is inside a checkpoint.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -87,21 +88,26 @@ class RunDir:
     def status(self) -> dict[str, Any]:
         try:
             return json.loads((self.path / "status.json").read_text())
-        except FileNotFoundError:
+        except (FileNotFoundError, json.JSONDecodeError):  # not yet, or lost in a power cut
             return {"state": "unknown"}
 
     def write_status(self, **fields: Any) -> None:
         """Merge fields into status.json, atomically. The owner only."""
         if not self.owner:
             return
-        status = self.status()
-        status.update(fields, updated_at=time.time())
-        write_atomically(self.path / "status.json", json.dumps(status, indent=1), durable=False)
+        text = json.dumps({**self.status(), **fields, "updated_at": time.time()}, indent=1)
+        try:
+            write_atomically(self.path / "status.json", text, durable=False)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            self.sweep()  # on a full disk, a checkpoint that cannot be finished gives way to the word that it is full
+            write_atomically(self.path / "status.json", text, durable=False)
 
     def log_metrics(self, record: Mapping[str, Any]) -> None:
         self._append("metrics.jsonl", record)
 
-    def log_event(self, kind: str, **fields: Any) -> None:
+    def log_event(self, kind: str, /, **fields: Any) -> None:
         self._append("events.jsonl", {"time": time.time(), "event": kind, **fields})
 
     def metrics(self) -> list[dict[str, Any]]:
@@ -120,15 +126,18 @@ class RunDir:
         # One write call in append mode: a killed process leaves at most one unfinished last line, which readers skip
         # and the next append closes with a newline of its own.
         path = self.path / name
-        with path.open("ab") as file:
-            start = "\n" if _lacks_final_newline(path) else ""
-            file.write((start + json.dumps(record) + "\n").encode())
+        try:
+            with path.open("ab") as file:
+                start = "\n" if _lacks_final_newline(path) else ""
+                file.write((start + json.dumps(record) + "\n").encode())
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error
 
     # --- failures --------------------------------------------------------------------------------------------
 
-    def record_failure(self, rank: int, message: str, exit_code: int = 1) -> None:
-        """Any rank, into its own file: the launcher shows the first one."""
-        record = {"time": time.time(), "rank": rank, "message": message, "exit_code": exit_code}
+    def record_failure(self, rank: int, message: str, exit_code: int = 1, at: float | None = None) -> None:
+        """Any rank, into its own file: the launcher shows the first one. `at` is when it failed, if not just now."""
+        record = {"time": at or time.time(), "rank": rank, "message": message, "exit_code": exit_code}
         with contextlib.suppress(OSError):
             write_atomically(self.logs / f"rank-{rank}.error.json", json.dumps(record))
 
@@ -165,8 +174,9 @@ class RunDir:
             "extra": dict(extra),
             "files": files,
         }
-        write_atomically(writing / MANIFEST, json.dumps(manifest, indent=1))
-        if final.exists():  # a resumed run reached the same step again
+        write_atomically(writing / MANIFEST, json.dumps({**manifest, "sha256": _digest_json(manifest)}, indent=1))
+        _fsync(writing)
+        if final.exists():
             replaced = final.with_name(f"deleting-{final.name}")
             final.rename(replaced)
             shutil.rmtree(replaced, ignore_errors=True)
@@ -177,23 +187,42 @@ class RunDir:
     def list_checkpoints(self) -> list[Checkpoint]:
         """Committed checkpoints in step order, by their manifests; digests are not checked here."""
         found = []
-        for path in self.checkpoints.glob("step-*"):
-            name = _CHECKPOINT_NAME.match(path.name)
-            if name is None:
-                continue
-            with contextlib.suppress(OSError, json.JSONDecodeError, KeyError):
-                manifest = json.loads((path / MANIFEST).read_text())
-                found.append(Checkpoint(path, int(name[1]), manifest["extra"], manifest.get("validation_loss")))
-        return sorted(found, key=lambda c: c.step)
+        for step, path in self._checkpoint_folders():
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                manifest = _read_manifest(path)
+                found.append(Checkpoint(path, step, manifest["extra"], manifest.get("validation_loss")))
+        return found
 
     def latest_checkpoint(self) -> Checkpoint | None:
-        """The newest checkpoint whose every file has its digest; damaged ones are reported and passed over."""
-        for checkpoint in reversed(self.list_checkpoints()):
-            problem = damage(checkpoint.path)
+        """The newest checkpoint whose every file has its digest; damaged ones are passed over.
+
+        The owner also says so and sets them aside: counted among the last ones to keep, they would push out sound ones.
+        """
+        known = {c.step: c for c in self.list_checkpoints()}
+        for step, path in reversed(self._checkpoint_folders()):
+            problem = damage(path)
             if problem is None:
-                return checkpoint
-            self.log_event("checkpoint_damaged", step=checkpoint.step, problem=problem)
+                return known[step]
+            self.log_event("checkpoint_damaged", step=step, problem=problem)
+            if self.owner:
+                aside = path.with_name(f"damaged-{path.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                path.rename(aside)
         return None
+
+    def _checkpoint_folders(self) -> list[tuple[int, Path]]:
+        named = [(_CHECKPOINT_NAME.match(path.name), path) for path in self.checkpoints.glob("step-*")]
+        return sorted((int(name[1]), path) for name, path in named if name is not None)
+
+    def describe_last_checkpoint(self) -> str:
+        """For the end of a sentence about why a run could not go on."""
+        kept = self.list_checkpoints()
+        return f"the last good checkpoint is of step {kept[-1].step}" if kept else "there is no checkpoint yet"
+
+    def abandon_checkpoint(self, step: int) -> None:
+        """Remove what was written of a checkpoint that failed: on a full disk, the status needs the room."""
+        if self.owner:
+            shutil.rmtree(self.checkpoints / f"writing-step-{step}", ignore_errors=True)
 
     def prune_checkpoints(self, *, keep_last: int, keep_best: int) -> None:
         """Delete what the keep rule does not name. The owner only."""
@@ -221,8 +250,8 @@ class RunDir:
 def damage(checkpoint: Path) -> str | None:
     """What is wrong with a committed checkpoint, or None."""
     try:
-        manifest = json.loads((checkpoint / MANIFEST).read_text())
-    except (OSError, json.JSONDecodeError) as error:
+        manifest = _read_manifest(checkpoint)
+    except (OSError, ValueError) as error:
         return f"{MANIFEST}: {error}"
     for name, expected in manifest["files"].items():
         file = checkpoint / name
@@ -233,6 +262,18 @@ def damage(checkpoint: Path) -> str | None:
         if digest_file(file) != expected["sha256"]:
             return f"{name} does not match its digest"
     return None
+
+
+def _read_manifest(checkpoint: Path) -> dict[str, Any]:
+    manifest = json.loads((checkpoint / MANIFEST).read_text())
+    expected = manifest.pop("sha256", None) if isinstance(manifest, dict) else None
+    if expected is None or _digest_json(manifest) != expected:
+        raise ValueError("does not match its digest")
+    return manifest
+
+
+def _digest_json(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def digest_file(path: Path) -> str:
@@ -250,9 +291,9 @@ def write_atomically(path: Path, text: str, *, durable: bool = True) -> None:
                 file.flush()
                 os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError:
+    except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:

@@ -6,11 +6,12 @@ Must not know torch, files or processes. Token sequences are any `Sequence` of n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 Metrics = dict[str, float]
 
@@ -78,15 +79,63 @@ class LossSpec:
     options: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class LossResult:
-    """What one `forward_backward` computed, summed over the global batch: the same on every rank."""
+T = TypeVar("T")
 
+
+class Pending(Generic[T]):
+    """A result that a device may still be computing: `result()` waits for it.
+
+    `deferred` says whether it pays to read it later. The same on every rank, because reading may be collective.
+    """
+
+    def __init__(self, read: Callable[[], T], *, deferred: bool = False) -> None:
+        self._read: Callable[[], T] | None = read
+        self._value: T | None = None
+        self.deferred = deferred
+
+    def result(self) -> T:
+        if self._read is not None:
+            self._value, self._read = self._read(), None
+        return self._value  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, slots=True)
+class LossValues:
     loss: float
-    num_tokens: int
-    num_supervised: int
     metrics: Metrics = field(default_factory=dict)
     nonfinite_origins: tuple[str, ...] = ()
+
+
+class LossResult(Pending[LossValues]):
+    """What one `forward_backward` computed, summed over the global batch: the same on every rank.
+
+    Token counts are known at once; reading the loss waits for the device.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], LossValues],
+        *,
+        num_tokens: int,
+        num_supervised: int,
+        deferred: bool = False,
+    ) -> None:
+        super().__init__(read, deferred=deferred)
+        self.num_tokens = num_tokens
+        self.num_supervised = num_supervised
+
+    @property
+    def loss(self) -> float:
+        return self.result().loss
+
+    @property
+    def metrics(self) -> Metrics:
+        return self.result().metrics
+
+    @property
+    def nonfinite_origins(self) -> tuple[str, ...]:
+        """Rows whose own log-probs are not finite."""
+        return self.result().nonfinite_origins
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +150,23 @@ class OptimStep:
     max_grad_norm: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class OptimResult:
-    """`grad_norm` is of the whole gradient before clipping. A step whose norm is not finite is not applied.
+class OptimResult(Pending[float]):
+    """`grad_norm` is of the whole gradient before clipping; a step whose norm is not finite is not applied.
 
     `peak_memory_gib` is this rank's, since the backend was built: device memory on CUDA, otherwise the process's.
     """
 
-    grad_norm: float
-    applied: bool = True
-    peak_memory_gib: float = 0.0
+    def __init__(self, read: Callable[[], float], *, peak_memory_gib: float = 0.0, deferred: bool = False) -> None:
+        super().__init__(read, deferred=deferred)
+        self.peak_memory_gib = peak_memory_gib
+
+    @property
+    def grad_norm(self) -> float:
+        return self.result()
+
+    @property
+    def applied(self) -> bool:
+        return math.isfinite(self.result())
 
 
 # One float per completion token, per completion; 0.0 where the token's weight is zero (not computed).

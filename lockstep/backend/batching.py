@@ -83,17 +83,29 @@ def share_of(
 
 
 def to_micro_batch(
-    documents: tuple[Document, ...], batch: Sequence[Datum], loss: LossSpec, device: torch.device, dtype: torch.dtype
+    documents: tuple[Document, ...],
+    batch: Sequence[Datum],
+    loss: LossSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    multiple_of: int = 1,
 ) -> MicroBatch:
-    """Lay documents end to end. No documents: two tokens whose weight is zero, so that every rank runs the same passes."""
+    """Lay documents end to end, and fill up to a multiple with tokens of which nothing is asked.
+
+    The filling is a document of its own, or the tail of a single one, which cannot see what follows it.
+    No documents: two tokens whose weight is zero, so that every rank runs the same passes.
+    """
     if not documents:
         empty = np.zeros(2, dtype=np.int64)
         documents = (Document(-1, 0, empty, np.zeros(1, dtype=np.int64), np.zeros(1), 0),)
+    filling = -sum(len(d.tokens) for d in documents) % multiple_of
     lengths = tuple(len(d.tokens) for d in documents)
-    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
-    tokens = np.concatenate([d.tokens for d in documents])
-    positions = np.concatenate([np.arange(n) for n in lengths])
-    asked = np.concatenate([d.asked + start for d, start in zip(documents, starts, strict=True)])
+    if filling:
+        lengths = (lengths[0] + filling,) if len(lengths) == 1 else (*lengths, filling)
+    starts = np.cumsum([0, *lengths])
+    tokens = np.concatenate([*(d.tokens for d in documents), np.zeros(filling, dtype=np.int64)])
+    positions = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
+    asked = np.concatenate([d.asked + start for d, start in zip(documents, starts, strict=False)])
     targets = np.concatenate([d.tokens[d.asked + 1] for d in documents])
     weights = np.concatenate([d.weights for d in documents]) * loss.scale
 

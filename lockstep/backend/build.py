@@ -32,13 +32,13 @@ def build_policy(
 ) -> tuple[Policy, nn.Module]:
     """(the policy, the module to call: the policy itself or its DDP wrapper). Rank 0's weights win."""
     chunk_tokens = 4096 if group.device.type == "cuda" else 512
-    policy = Policy(model, chunk_tokens=chunk_tokens, compile_head=compile_layers)
+    policy = Policy(model, chunk_tokens=chunk_tokens)
     layers = decoder_layers(model)
     for layer in layers:
         if activation_checkpointing:
-            layer.forward = _recomputed(layer.forward)  # type: ignore[method-assign]
+            layer.forward = _recomputed(layer.forward)
         if compile_layers:
-            layer.forward = torch.compile(layer.forward, dynamic=True)  # type: ignore[method-assign]
+            layer.forward = torch.compile(layer.forward, dynamic=True)
     policy.use_variable_length(group.device, compute_dtype or next(model.parameters()).dtype)
     weights = _full_weights(policy) if group.rank == 0 else None
     sharded = group.mesh is not None and group.mesh["shard"].size() > 1

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lockstep.model.policy import PackedTokens, Policy, causal_lm
 
-
 # Largest difference of log-probs that rounding explains, by what the model computes in.
 _ROUNDING = {"fp64": 1e-6, "fp32": 1e-3, "bf16": 0.3}
 
@@ -24,12 +23,15 @@ def check_policy(
     """Raises if the fast path computes something else; returns warnings. Leaves packing off where it leaks."""
     name = type(causal_lm(policy.model)).__name__
     warnings = []
-    with evaluation:
+    # Not compiled: these few shapes will not come again.
+    with evaluation, torch.compiler.set_stance("force_eager"):
         if policy.packs and not _isolates(policy, device, _ROUNDING[precision]):
             policy.stop_packing()
             warnings.append(f"{name} does not keep packed documents apart: documents are computed one by one, slower")
         probe = _pack([_tokens(policy, 7, 12)], device)
         fast, plain = policy(probe).double(), policy(probe, reference=True)
+    if not bool(torch.isfinite(plain).all()):
+        raise ValueError(f"{name} gives log-probs that are not numbers: its weights hold nan or inf, or overflow")
     difference = float((fast - plain).abs().max())
     if not difference <= _ROUNDING[precision]:
         raise ValueError(
@@ -66,5 +68,3 @@ def _pack(documents: list[Tensor], device: torch.device) -> PackedTokens:
     starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
     asked = torch.cat([torch.arange(n - 1) + s for n, s in zip(lengths, starts, strict=True)]).to(device)
     return PackedTokens(tokens, positions, lengths, asked, tokens[asked + 1])
-
-

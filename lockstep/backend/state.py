@@ -39,8 +39,10 @@ def save(
     def write() -> None:
         try:
             dcp.save(snapshot, checkpoint_id=path, process_group=group.background, no_dist=group.num_ranks == 1)
-        except BaseException as error:  # handed to whoever waits on the future
-            done.set_exception(error)
+        except BaseException as error:  # torch's CheckpointException is no Exception, and would pass by who waits
+            failure = RuntimeError("the checkpoint could not be written")
+            failure.__cause__ = error
+            done.set_exception(failure)
         else:
             done.set_result(None)
 
@@ -55,13 +57,15 @@ def load(
     if optimizer is not None:
         _prepare_moments(parameters, optimizer)
     wanted = _collect(parameters, optimizer, group)
-    rng = {name: wanted.pop(name) for name in list(wanted) if name.startswith("rng.")}
+    rng = {name: wanted.pop(name) for name in list(wanted) if name.startswith(("rng.", "rng_cuda."))}
     stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    if optimizer is not None:
+        _forget_unused(parameters, optimizer, wanted, stored)
     missing = sorted(set(wanted) - set(stored))
     if missing:
         raise ValueError(f"the checkpoint {path} lacks {len(missing)} tensors this model has, first {missing[0]!r}")
     if optimizer is not None and f"rng.{group.num_ranks - 1}" in stored and f"rng.{group.num_ranks}" not in stored:
-        wanted |= rng
+        wanted |= {name: value for name, value in rng.items() if name in stored}
     dcp.load(
         wanted,
         checkpoint_id=path,
@@ -73,12 +77,18 @@ def load(
 
 
 def gather(model: nn.Module, group: Group) -> dict[str, Tensor]:
-    """Every tensor of the model's state dict, whole, on rank 0's CPU; other ranks get nothing. All ranks."""
+    """Every tensor of the model's state dict, whole, on rank 0's CPU; other ranks get nothing. All ranks.
+
+    Tied parameters are gathered once and stay one tensor, by which the writer knows that they are tied.
+    """
     whole: dict[str, Tensor] = {}
-    for name, value in model.state_dict().items():
-        full = value.full_tensor() if isinstance(value, DTensor) else value
+    gathered: dict[int, Tensor] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) not in gathered:
+            full = value.full_tensor() if isinstance(value, DTensor) else value
+            gathered[id(value)] = full.detach().cpu() if group.rank == 0 else full.new_empty(0)
         if group.rank == 0:
-            whole[name] = full.detach().cpu()
+            whole[name] = gathered[id(value)]
     return whole
 
 
@@ -104,6 +114,23 @@ def _prepare_moments(parameters: Mapping[str, nn.Parameter], optimizer: torch.op
         optimizer.state[p] = {"step": step} | {moment: torch.zeros_like(p) for moment in _MOMENTS}
 
 
+def _forget_unused(
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    wanted: dict[str, Any],
+    stored: Mapping[str, Any],
+) -> None:
+    """A parameter that never had a gradient has no optimizer state, before and after a resume."""
+    keys = {name: [f"optimizer.{name}.{key}" for key in optimizer.state[p]] for name, p in parameters.items()}
+    unused = [name for name in keys if not any(key in stored for key in keys[name])]
+    if len(unused) == len(parameters):
+        return  # no state at all is not a model with unused parameters
+    for name in unused:
+        del optimizer.state[parameters[name]]
+        for key in keys[name]:
+            del wanted[key]
+
+
 def _set_random_state(tensors: Mapping[str, Any], group: Group) -> None:
     if f"rng.{group.rank}" in tensors:
         torch.set_rng_state(tensors[f"rng.{group.rank}"])
@@ -115,6 +142,6 @@ def _to_host(value: Any) -> Any:
     """A copy that later steps cannot touch."""
     if isinstance(value, DTensor):
         local = value.to_local().detach().to("cpu", copy=True)
-        mesh = value.device_mesh
-        return DTensor.from_local(local, mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride())
+        # Not DTensor.from_local, which would move the copy back to the mesh's device.
+        return DTensor(local, value._spec, requires_grad=False)
     return value.detach().to("cpu", copy=True)

@@ -26,10 +26,12 @@ from lockstep.backend.probe import check_policy
 from lockstep.config import ParallelConfig
 from lockstep.model.export import save_weights
 from lockstep.model.load import DTYPES, choose_precision
+from lockstep.model.policy import decoder_layers
 from lockstep.parallel.gradients import clip, gradient_norm
 from lockstep.parallel.group import Group, choose_device, join, peak_memory_gib
-from lockstep.parallel.replicate import computing_in
-from lockstep.types import Datum, Logprobs, LossResult, LossSpec, OptimResult, OptimStep
+from lockstep.parallel.replicate import NarrowCopies
+from lockstep.parallel.shard import reshard
+from lockstep.types import Datum, Logprobs, LossResult, LossSpec, LossValues, OptimResult, OptimStep, Pending
 
 
 class TorchBackend:
@@ -62,7 +64,10 @@ class TorchBackend:
             compile_layers=self.device.type == "cuda" if compile == "auto" else bool(compile),
         )
         sharded = self.group.mesh is not None and self.group.mesh["shard"].size() > 1
-        self._cast_to = None if sharded else compute_dtype  # FSDP2 casts by itself
+        self._narrow: NarrowCopies | None = None
+        if compute_dtype is not None and not sharded:  # FSDP2 casts by itself
+            self._narrow = NarrowCopies(self.policy, decoder_layers(model), compute_dtype)
+        self._skips_on_device = self.device.type == "cuda" and not sharded
         self.warnings = check_policy(self.policy, self._evaluation(), self.device, self.precision)
         self._optimizer = _build_optimizer(self.parameters(), self.device)
         state.seed_rank(seed, self.group.rank)
@@ -90,35 +95,46 @@ class TorchBackend:
         share = self._share(documents_of(batch))
         if share.num_asked == 0:
             raise ValueError(f"nothing to learn in this batch of {len(batch)} rows: every weight is zero")
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
         sums: dict[str, Tensor] = {}
         suspects: list[tuple[MicroBatch, Tensor]] = []
         for i, part in enumerate(share.micro_batches):
             micro_batch = self._micro_batch(part, batch, loss)
             metrics, logprobs = self._backward(micro_batch, loss, last=i + 1 == len(share.micro_batches))
             for name, value in metrics.items():
-                sums[name] = sums.get(name, 0) + value.detach().double()
+                sums[name] = sums.get(name, zero) + value.detach().double()
             suspects.append((micro_batch, logprobs))
         names = sorted(sums)
-        totals = self.group.sum(torch.stack([sums[n] for n in names])).tolist()
-        result = dict(zip(names, totals, strict=True))
-        total_loss = result.pop("loss")
-        bad = () if math.isfinite(total_loss) else self._nonfinite_origins(suspects, batch)
-        return LossResult(total_loss, share.num_tokens, share.num_asked, result, bad)
+        totals = self.group.sum(torch.stack([sums[n] for n in names]))
+        numbers = read_later(totals)
+
+        def read() -> LossValues:
+            values = dict(zip(names, numbers.result(), strict=True))
+            loss_sum = values.pop("loss")
+            bad = () if math.isfinite(loss_sum) else self._nonfinite_origins(suspects, batch)
+            return LossValues(loss_sum, values, bad)
+
+        return LossResult(read, num_tokens=share.num_tokens, num_supervised=share.num_asked, deferred=numbers.deferred)
 
     def optim_step(self, step: OptimStep) -> OptimResult:
         parameters = list(self.parameters().values())
         norm = gradient_norm(parameters)
-        value = float(norm)
-        if math.isfinite(value):
-            if step.max_grad_norm is not None:
-                clip(parameters, norm, step.max_grad_norm)
-            for group in self._optimizer.param_groups:
-                group["lr"], group["eps"] = step.learning_rate, step.eps
-                group["betas"] = (step.beta1, step.beta2)
-                group["weight_decay"] = step.weight_decay if group["decays"] else 0.0
+        numbers = read_later(norm.reshape(1))
+        if step.max_grad_norm is not None:
+            clip(parameters, norm, step.max_grad_norm)
+        for group in self._optimizer.param_groups:
+            group["lr"], group["eps"] = step.learning_rate, step.eps
+            group["betas"] = (step.beta1, step.beta2)
+            group["weight_decay"] = step.weight_decay if group["decays"] else 0.0
+        if self._skips_on_device:
+            # A gradient that is not finite is left out by the fused kernel itself: nobody has to wait for the norm.
+            self._optimizer.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
+            self._optimizer.step()
+        elif math.isfinite(numbers.result()[0]):
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return OptimResult(value, math.isfinite(value), peak_memory_gib(self.device))
+        memory = peak_memory_gib(self.device)
+        return OptimResult(lambda: numbers.result()[0], peak_memory_gib=memory, deferred=numbers.deferred)
 
     def save_state(self, path: Path) -> Future[None]:
         return state.save(path, self.parameters(), self._optimizer, self.group)
@@ -148,14 +164,16 @@ class TorchBackend:
 
     def _micro_batch(self, part: tuple[Document, ...], batch: Sequence[Datum], loss: LossSpec) -> MicroBatch:
         dtype = torch.float64 if self.precision == "fp64" else torch.float32
-        return to_micro_batch(part, batch, loss, self.device, dtype)
+        # Whole tiles for matrix kernels and fewer shapes for compiled ones; a budget between multiples is overstepped.
+        multiple_of = 128 if self.device.type == "cuda" and self.policy.packs else 1
+        return to_micro_batch(part, batch, loss, self.device, dtype, multiple_of)
 
     def _backward(self, micro_batch: MicroBatch, loss: LossSpec, *, last: bool) -> tuple[dict[str, Tensor], Tensor]:
-        """One pass; only the last of a batch lets DDP communicate. FSDP2 reduces each time, to keep gradients sharded."""
+        """One pass. DDP communicates in the last of a batch, FSDP2 each time, to keep gradients sharded."""
         waits = isinstance(self._module, DistributedDataParallel) and not last
         quiet = self._module.no_sync() if waits else contextlib.nullcontext()  # type: ignore[operator]
         rule = LOSSES[loss.kind]
-        with quiet, computing_in(self.policy, self._cast_to):
+        with quiet, self._narrowed():
             if rule.linear:
                 total, logprobs = self._module(micro_batch.packed, -micro_batch.inputs.weights)
                 metrics: dict[str, Tensor] = {}
@@ -165,11 +183,15 @@ class TorchBackend:
             total.backward()
         return {**metrics, "loss": total}, logprobs.detach()
 
+    def _narrowed(self) -> contextlib.AbstractContextManager[None]:
+        return self._narrow.in_place() if self._narrow is not None else contextlib.nullcontext()
+
     @contextlib.contextmanager
     def _evaluation(self) -> Any:
         self.policy.eval()
-        with torch.no_grad(), computing_in(self.policy, self._cast_to):
+        with torch.no_grad(), self._narrowed():
             yield
+        reshard(self.policy)
         self.policy.train()
 
     def _nonfinite_origins(self, suspects: list[tuple[MicroBatch, Tensor]], batch: Sequence[Datum]) -> tuple[str, ...]:
@@ -190,6 +212,22 @@ def join_group(device: str, parallel: ParallelConfig, timeout_s: float) -> Group
     """Meet the other processes of this run, if torchrun started any."""
     replicas, shards = parallel.degrees(int(os.environ.get("WORLD_SIZE", "1")))
     return join(choose_device(device), replicate=replicas, shard=shards, timeout_s=timeout_s)
+
+
+def read_later(values: Tensor) -> Pending[list[float]]:
+    """Numbers on their way to the host: the device is not waited for until somebody reads them."""
+    if values.device.type != "cuda":
+        return Pending(values.tolist)
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+
+    def read() -> list[float]:
+        arrived.synchronize()
+        return host.tolist()
+
+    return Pending(read, deferred=True)
 
 
 def agree_on_precision(wanted: str, group: Group) -> str:
@@ -221,6 +259,6 @@ def _spread(values: list[float], documents: Sequence[Document], batch: Sequence[
     for document in documents:
         first = len(batch[document.datum].prompt) - 1
         row = spread[document.datum][document.completion]
-        for place, value in zip(document.asked.tolist(), values[document.offset :]):  # noqa: B905 - values go on
+        for place, value in zip(document.asked.tolist(), values[document.offset :]):
             row[place - first] = value
     return [tuple(rows) for rows in spread]

@@ -6,6 +6,7 @@ Must not know tokens, files or ranks.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from fractions import Fraction
 from math import ceil
@@ -48,6 +49,26 @@ def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
+
+
+def fill_batches(order: Indices, lengths: Indices, budget_tokens: int, look_ahead: int = 64) -> Indices:
+    """Move short rows a little forward, so that batches cut at a token budget are full.
+
+    A row that does not fit waits, at most `look_ahead` of them, and opens the next batch.
+    """
+    waiting, filled, shortest = deque(order.tolist()), [], int(lengths.min())
+    while waiting:
+        room, begun = budget_tokens, False
+        passed_over: list[int] = []
+        while waiting and len(passed_over) < look_ahead and (room >= shortest or not begun):
+            row = waiting.popleft()
+            if begun and lengths[row] > room:
+                passed_over.append(row)
+                continue
+            filled.append(row)
+            room, begun = room - int(lengths[row]), True
+        waiting.extendleft(reversed(passed_over))
+    return np.array(filled, dtype=np.int64)
 
 
 class Batches:
@@ -108,5 +129,7 @@ class Batches:
     def _turn_to(self, epoch: int) -> None:
         if epoch != self._epoch:
             self._order = epoch_order(self.num_rows, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
+            if self._tokens is not None and self._shuffle:
+                self._order = fill_batches(self._order, self._lengths, self._tokens)
             self._tokens_before = np.concatenate([[0], np.cumsum(self._lengths[self._order])])
             self._epoch = epoch

@@ -23,6 +23,7 @@ from lockstep.rundir import FINISHED_STATES, RunDir, write_atomically
 WORKER_MODULE = "lockstep.launch.worker"
 HANDLE_FILE = "launch.json"
 MARK_VARIABLE = "LOCKSTEP_LAUNCH_MARK"
+_PATIENCE_S = 5.0  # from a rank's failure to the end of all processes
 # The signals that come from outside or from a crash: a rank they end is the cause, other ranks' errors its consequence.
 _FATAL_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
 
@@ -32,6 +33,7 @@ class LocalLauncher:
         self.worker_module = worker_module or WORKER_MODULE
         self.grace_s = grace_s
         self._children: dict[int, subprocess.Popen[bytes]] = {}
+        self._overdue: set[str] = set()  # marks of runs that failed and had to be ended: signals are not their cause
 
     def start(self, run_dir: Path, resources: Resources) -> RunHandle:
         run_dir = Path(run_dir).resolve()
@@ -61,8 +63,11 @@ class LocalLauncher:
 
     def poll(self, handle: RunHandle) -> RunState:
         if self._is_alive(handle):
-            return RunState("running")
-        # torchrun is gone but not all of its workers: nobody would end or restart them.
+            failures = RunDir(handle.run_dir).failures()
+            if not failures or time.time() - failures[0]["time"] < _PATIENCE_S:
+                return RunState("running")
+            self._overdue.add(handle.mark)
+        # torchrun is gone but not all of its workers, or it waits on one that hangs: nobody else would end them.
         self._end(handle)
         return self._settle(handle)
 
@@ -109,7 +114,8 @@ class LocalLauncher:
         failures = run.failures()
         child = self._children.get(handle.pid)
         first = failures[0]["message"] if failures else ""
-        reason = _killed_rank(run, child) or first or status.get("error") or _describe_end(child)
+        killed = "" if handle.mark in self._overdue else _killed_rank(run, child)
+        reason = killed or first or status.get("error") or _describe_end(child)
         if state not in FINISHED_STATES or status.get("error") != reason:
             run.write_status(state="failed", error=reason, phase=None)
         return RunState("failed", reason, int(failures[0].get("exit_code", 1)) if failures else 1)

@@ -32,11 +32,14 @@ def save_weights(model: Any, weights: Mapping[str, Tensor], path: Path) -> None:
 
 def load_run(run: RunDir, dtype: torch.dtype | None = None, step: int | None = None) -> tuple[Any, Any]:
     """(model with the trained weights of a checkpoint, tokenizer). LoRA stays an adapter on top of the base."""
+    return _load_checkpoint(run, find_checkpoint(run, step), dtype)
+
+
+def _load_checkpoint(run: RunDir, checkpoint: Checkpoint, dtype: torch.dtype | None) -> tuple[Any, Any]:
     from lockstep.model.load import DTYPES, build_model, load_causal_lm, load_tokenizer
     from lockstep.model.lora import add_lora
 
     config = run.config()
-    checkpoint = find_checkpoint(run, step)
     if dtype is None:
         model = build_model(config.model, config.lora, run.status().get("precision", "fp32"), with_weights=True)
     else:
@@ -87,16 +90,22 @@ def export_run(run_dir: str | Path, to: Path | None = None, *, adapter: bool = F
     if adapter and config.lora is None:
         raise ConfigError(f"{run.path} was not trained with LoRA: there is no adapter to export")
     kind = "adapter" if adapter else "merged" if config.lora is not None else "model"
-    path = to or run.export / kind
-    model, tokenizer = load_run(run, step=step)
+    path = Path(os.path.abspath(to)) if to else run.export / kind
+    if to and path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError(f"{to} already exists: name a new folder or an empty one")
+    checkpoint = find_checkpoint(run, step)
+    model, tokenizer = _load_checkpoint(run, checkpoint, None)
     drift = None
     if kind == "merged":
         model, drift = merge(model)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_weights(model, model.state_dict(), path)
-    tokenizer.save_pretrained(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_weights(model, model.state_dict(), path)
+        tokenizer.save_pretrained(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write the export {path}: {error.strerror or error}") from error
     size = sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
-    return {"path": str(path), "kind": kind, "bytes": size, "drift": drift, "step": find_checkpoint(run, step).step}
+    return {"path": str(path), "kind": kind, "bytes": size, "drift": drift, "step": checkpoint.step}
 
 
 @torch.no_grad()

@@ -8,11 +8,14 @@ computed again in the backward pass. Must not know models, losses or ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_TRITON = find_spec("triton") is not None
 
 # Legend for names below: N supervised tokens, C tokens of one chunk, H hidden size, V vocabulary.
 
@@ -42,16 +45,16 @@ class LogitTransform:
 class HeadOptions:
     transform: LogitTransform = LogitTransform()
     chunk_tokens: int = 1024
-    compile: bool = False
 
 
-def target_logprobs(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: HeadOptions) -> Tensor:
+def target_logprobs(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: HeadOptions
+) -> Tensor:
     """[N, H] hidden, [V, H] weight, [N] targets -> [N] float log-probs, differentiable."""
     if not torch.is_grad_enabled():
-        kernel = _logprob_kernel(options.compile)
         chunks = _chunks(len(targets), options.chunk_tokens)
-        linear = torch.nn.functional.linear
-        return torch.cat([kernel(linear(hidden[c], weight, bias), targets[c], options.transform) for c in chunks])
+        logits = (torch.nn.functional.linear(hidden[c], weight, bias) for c in chunks)
+        return torch.cat([_logprobs(x, targets[c], options.transform) for x, c in zip(logits, chunks, strict=True)])
     return _TargetLogprobs.apply(hidden, weight, bias, targets, options)
 
 
@@ -77,10 +80,9 @@ class _TargetLogprobs(torch.autograd.Function):
         for rows in _chunks(len(targets), options.chunk_tokens):
             logits = torch.nn.functional.linear(hidden[rows], weight, bias)
             if unit is None:
-                logprobs[rows] = _logprob_kernel(options.compile)(logits, targets[rows], options.transform)
+                logprobs[rows] = _logprobs(logits, targets[rows], options.transform)
             else:
-                kernel = _gradient_kernel(options.compile)
-                logprobs[rows], d_logits = kernel(logits, targets[rows], ones[rows], options.transform)
+                logprobs[rows], d_logits = _logprobs_and_gradient(logits, targets[rows], ones[rows], options.transform)
                 torch.mm(d_logits, weight, out=unit[rows])
         ctx.options, ctx.frozen = options, frozen
         ctx.save_for_backward(unit) if unit is not None else ctx.save_for_backward(hidden, weight, bias, targets)
@@ -94,10 +96,9 @@ class _TargetLogprobs(torch.autograd.Function):
             return unit * grad[:, None].to(unit.dtype), None, None, None, None
         hidden, weight, bias, targets = ctx.saved_tensors
         gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
-        kernel = _gradient_kernel(ctx.options.compile)
         for rows in _chunks(len(targets), ctx.options.chunk_tokens):
             logits = torch.nn.functional.linear(hidden[rows], weight, bias)
-            _, d_logits = kernel(logits, targets[rows], grad[rows], ctx.options.transform)
+            _, d_logits = _logprobs_and_gradient(logits, targets[rows], grad[rows], ctx.options.transform)
             gradients.add(rows, d_logits)
         return gradients.hidden, gradients.weight, gradients.bias, None, None
 
@@ -115,10 +116,9 @@ class _WeightedLogprobSum(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         logprobs = hidden.new_empty(targets.shape, dtype=_accumulation_dtype(hidden.dtype))
         gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
-        kernel = _gradient_kernel(options.compile)
         for rows in _chunks(len(targets), options.chunk_tokens):
             logits = torch.nn.functional.linear(hidden[rows], weight, bias)
-            logprobs[rows], d_logits = kernel(logits, targets[rows], slopes[rows], options.transform)
+            logprobs[rows], d_logits = _logprobs_and_gradient(logits, targets[rows], slopes[rows], options.transform)
             gradients.add(rows, d_logits)
         ctx.save_for_backward(gradients.hidden, gradients.weight, gradients.bias)
         ctx.mark_non_differentiable(logprobs)
@@ -151,49 +151,36 @@ class _Gradients:
 
 
 def _logprobs(logits: Tensor, targets: Tensor, transform: LogitTransform) -> Tensor:
-    logits = transform.apply(logits.to(_accumulation_dtype(logits.dtype)))
-    chosen = logits.gather(1, targets[:, None])[:, 0]
-    return chosen - torch.logsumexp(logits, dim=1)
+    """Log-probs of one chunk."""
+    if _has_kernel(logits):
+        from lockstep.model.head_kernel import logprobs_of
+
+        return logprobs_of(logits, targets, transform.scale, transform.softcap)
+    wide = transform.apply(logits.to(_accumulation_dtype(logits.dtype)))
+    return wide.gather(1, targets[:, None])[:, 0] - torch.logsumexp(wide, dim=1)
 
 
 def _logprobs_and_gradient(
     logits: Tensor, targets: Tensor, slopes: Tensor, transform: LogitTransform
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of one chunk, and d(sum slopes * log-prob) / d logits in the logits' dtype."""
-    wide = transform.apply(logits.to(_accumulation_dtype(logits.dtype)))
-    chosen = wide.gather(1, targets[:, None])[:, 0]
-    normaliser = torch.logsumexp(wide, dim=1)
-    probabilities = torch.exp(wide - normaliser[:, None])
-    vocabulary = torch.arange(wide.shape[1], device=wide.device)
-    gradient = slopes[:, None] * ((vocabulary[None, :] == targets[:, None]).to(wide.dtype) - probabilities)
-    gradient = gradient * transform.slope(wide)
-    return chosen - normaliser, gradient.to(logits.dtype)
+    """Log-probs of one chunk, and d(sum slopes * log-prob) / d logits in the logits' dtype. The logits are used up."""
+    if _has_kernel(logits):
+        from lockstep.model.head_kernel import logprobs_and_gradient
 
-
-def _logprobs_and_gradient_eager(
-    logits: Tensor, targets: Tensor, slopes: Tensor, transform: LogitTransform
-) -> tuple[Tensor, Tensor]:
-    """The same without a compiler: in place, two passes over memory fewer."""
+        return logprobs_and_gradient(logits, targets, slopes, transform.scale, transform.softcap)
     wide = transform.apply(logits.to(_accumulation_dtype(logits.dtype)))
     slope = transform.slope(wide)
     log_probabilities = torch.log_softmax(wide, dim=1)
     chosen = log_probabilities.gather(1, targets[:, None])[:, 0]
-    gradient = log_probabilities.exp_()
-    gradient.mul_(-slopes[:, None])
+    gradient = log_probabilities.exp_().mul_(-slopes[:, None])
     gradient.scatter_add_(1, targets[:, None], slopes[:, None].to(gradient.dtype))
     if isinstance(slope, Tensor) or slope != 1.0:
         gradient.mul_(slope)
     return chosen, gradient.to(logits.dtype)
 
 
-@lru_cache(maxsize=2)
-def _gradient_kernel(compiled: bool) -> Any:
-    return torch.compile(_logprobs_and_gradient, dynamic=True) if compiled else _logprobs_and_gradient_eager
-
-
-@lru_cache(maxsize=2)
-def _logprob_kernel(compiled: bool) -> Any:
-    return torch.compile(_logprobs, dynamic=True) if compiled else _logprobs
+def _has_kernel(logits: Tensor) -> bool:
+    return logits.is_cuda and logits.dtype != torch.float64 and _TRITON
 
 
 def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -204,4 +191,4 @@ def _chunks(total: int, size: int) -> list[slice]:
     """Equal parts, none larger than size: a small rest would waste a pass over the weight."""
     parts = max(1, -(-total // size))
     bounds = [total * i // parts for i in range(parts + 1)]
-    return [slice(a, b) for a, b in zip(bounds[:-1], bounds[1:], strict=True) if b > a]
+    return [slice(a, b) for a, b in pairwise(bounds) if b > a]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from lockstep.config import ConfigError, ModelConfig
 from lockstep.model.lora import add_lora
@@ -42,7 +43,10 @@ def load_causal_lm(config: ModelConfig, dtype: torch.dtype, *, with_weights: boo
 
     with _explaining(config):
         if with_weights:
-            model = AutoModelForCausalLM.from_pretrained(dtype=dtype, use_safetensors=_wants_safetensors(config), **_source(config))
+            model, found = AutoModelForCausalLM.from_pretrained(
+                dtype=dtype, use_safetensors=_wants_safetensors(config), output_loading_info=True, **_source(config)
+            )
+            _refuse_missing(config, sorted(found["missing_keys"]))
         else:
             trust = config.trust_remote_code
             with no_init_weights():
@@ -51,6 +55,14 @@ def load_causal_lm(config: ModelConfig, dtype: torch.dtype, *, with_weights: boo
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # GGUF weights were unpacked; the mark would make the export unloadable
     return model
+
+
+def _refuse_missing(config: ModelConfig, names: list[str]) -> None:
+    """transformers fills tensors that the weights do not have with random numbers, and only logs it."""
+    if names:
+        raise ConfigError(
+            f"model.path {config.path}: its weights lack {len(names)} tensors of the model, first {names[0]!r}"
+        )
 
 
 def choose_precision(wanted: str, device: torch.device) -> str:
@@ -70,7 +82,7 @@ def _cpu_claims_bf16() -> bool:
 
 
 def _cpu_is_faster_in_bf16() -> bool:
-    """Timed in a process of its own: on virtual machines that show AMX but do not allow it, the first product is fatal."""
+    """Timed in a process of its own: on virtual machines that show AMX but forbid it, the first product is fatal."""
     program = """
 import time, torch
 def best(dtype):
@@ -82,18 +94,21 @@ def best(dtype):
 print(best(torch.bfloat16) < 0.8 * best(torch.float32))
 """
     try:
-        result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+        command = [sys.executable, "-c", program]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except subprocess.TimeoutExpired:
         return False
     return result.returncode == 0 and result.stdout.strip() == "True"
 
 
 def load_for_inference(source: str | Path, device: str = "auto") -> tuple[Any, Any]:
-    """(model, tokenizer) from a run directory (base and trained weights), a model folder, an adapter folder or a Hub id."""
+    """(model, tokenizer) from a run directory (base and trained weights), a model or adapter folder, or a Hub id."""
     from lockstep.model.export import load_run
 
     path = Path(source)
-    place = torch.device("cuda" if device == "auto" and torch.cuda.is_available() else "cpu" if device == "auto" else device)
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    place = torch.device(device)
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
     if (path / "config.yaml").exists():
         model, tokenizer = load_run(RunDir(path), dtype)
@@ -143,7 +158,7 @@ def _explaining(config: ModelConfig) -> Any:
     check_model_source(config)
     try:
         yield
-    except (OSError, ImportError) as error:
+    except (OSError, ImportError, SafetensorError) as error:
         reason = str(error).strip().split("\n")[0]
         if Path(config.path).exists():
             raise ConfigError(f"model.path {config.path}: {reason}") from error
@@ -166,6 +181,7 @@ def check_model_source(config: ModelConfig) -> None:
     if not (path / "config.json").exists():
         raise ConfigError(f"model.path {path} is not a model folder: it has no config.json")
     if not any(path.glob("*.safetensors")):
-        pickled = any(path.glob("*.bin"))
-        why = "only pickled weights (*.bin), which are not loaded: convert them to safetensors" if pickled else "no weights"
-        raise ConfigError(f"model.path {path} has {why}" + ("" if pickled else " (*.safetensors)"))
+        why = "no weights (*.safetensors)"
+        if any(path.glob("*.bin")):
+            why = "only pickled weights (*.bin), which are not loaded: convert them to safetensors"
+        raise ConfigError(f"model.path {path} has {why}")

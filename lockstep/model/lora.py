@@ -21,7 +21,7 @@ def add_lora(model: nn.Module, config: LoraConfig) -> Any:
     settings = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=config.rank,
-        lora_alpha=config.alpha,
+        lora_alpha=config.alpha,  # type: ignore[arg-type] # any positive number works
         lora_dropout=config.dropout,
         target_modules=targets,
         use_dora=config.dora,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -30,7 +31,7 @@ class PackedTokens:
 class Policy(nn.Module):
     """`model` keeps its own parameter names; checkpoints and exports are written in them."""
 
-    def __init__(self, model: nn.Module, *, chunk_tokens: int = 1024, compile_head: bool = False) -> None:
+    def __init__(self, model: nn.Module, *, chunk_tokens: int = 1024) -> None:
         super().__init__()
         attention.register()
         self.model = model
@@ -41,7 +42,7 @@ class Policy(nn.Module):
                 f"the output head of {type(causal).__name__} is {type(head).__name__}, not a linear layer: "
                 "take it out of lora.targets, or use a causal language model"
             )
-        self.head_options = HeadOptions(logit_transform(causal), chunk_tokens, compile_head)
+        self.head_options = HeadOptions(logit_transform(causal), chunk_tokens)
         self.packs = bool(getattr(causal, "_supports_attention_backend", False))
         self.variable_length = False  # the fused kernel takes boundaries as a tensor instead of lengths
         self._own_attention = causal.config._attn_implementation
@@ -73,7 +74,7 @@ class Policy(nn.Module):
             return torch.log_softmax(logits, dim=-1).gather(1, packed.targets[:, None])[:, 0]
         hidden = causal.base_model(**inputs).last_hidden_state[0]
         head = causal.get_output_embeddings()
-        arguments = (hidden[packed.asked], head.weight, head.bias, packed.targets)
+        arguments = (hidden.index_select(0, packed.asked), head.weight, head.bias, packed.targets)
         if slopes is None:
             return target_logprobs(*arguments, self.head_options)
         return weighted_logprob_sum(*arguments, slopes, self.head_options)
@@ -84,18 +85,20 @@ class Policy(nn.Module):
             return {}
         if not self.variable_length:
             return {"packed_lengths": packed.lengths}
-        longest = max(packed.lengths)
-        bounds = torch.tensor([0, *packed.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return {
-            "packed_boundaries": bounds.to(packed.tokens.device, non_blocking=True),
-            # Rounded up: the kernel only needs a bound, and every new value would compile anew.
-            "packed_max_length": max(128, 1 << (longest - 1).bit_length()),
-        }
+        equal = {"packed_equal_length": packed.lengths[0]} if len(set(packed.lengths)) == 1 else {}
+        # Rounded up, so that compiled layers see few different shapes: documents of no length at the end cost nothing.
+        longest = -(-max(packed.lengths) // 128) * 128
+        num_boundaries = -(-len(packed.lengths) // 64) * 64 + 1
+        bounds = np.full(num_boundaries, sum(packed.lengths), dtype=np.int32)
+        bounds[: len(packed.lengths) + 1] = np.cumsum([0, *packed.lengths])
+        boundaries = torch.from_numpy(bounds).to(packed.tokens.device, non_blocking=True)
+        return {"packed_boundaries": boundaries, "packed_max_length": longest, **equal}
 
 
 def causal_lm(model: nn.Module) -> Any:
     """The transformers model inside a PEFT wrapper, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    unwrap: Any = getattr(model, "get_base_model", None)
+    return model if unwrap is None else unwrap()
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -111,7 +114,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def logit_transform(causal: Any) -> LogitTransform:
-    """What the configuration says happens to logits after the head. Checked against the model by `Policy(reference)`."""
+    """What the configuration says happens to logits after the head; checked against the model's own forward."""
     config = causal.config.get_text_config()
     divisor, factor = getattr(config, "logits_scaling", None), getattr(config, "logit_scale", None)
     scale = (1.0 / divisor if divisor else 1.0) * (factor if factor else 1.0)

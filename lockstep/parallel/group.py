@@ -60,7 +60,7 @@ def choose_device(wanted: str = "auto") -> torch.device:
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         raise ValueError(
-            f"local rank {local_rank} has no GPU of its own: this machine has {torch.cuda.device_count()}; lower --procs"
+            f"local rank {local_rank} has no GPU of its own: there are {torch.cuda.device_count()}, so lower --procs"
         )
     return torch.device("cuda", local_rank)
 

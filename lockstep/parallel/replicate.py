@@ -3,10 +3,8 @@
 Must not know models, losses or data.
 """
 
-from __future__ import annotations
-
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ def replicate(module: nn.Module, device: torch.device) -> DistributedDataParalle
         module,
         device_ids=[device] if device.type == "cuda" else None,
         broadcast_buffers=False,
+        init_sync=False,  # weights were distributed when the model was built
         gradient_as_bucket_view=True,
     )
     wrapped.register_comm_hook(None, _sum_bucket)
@@ -33,31 +32,63 @@ def _sum_bucket(_state: object, bucket: dist.GradBucket) -> torch.futures.Future
     return work.get_future().then(lambda future: future.value()[0])
 
 
-@contextlib.contextmanager
-def computing_in(module: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """Let the module compute with copies of its trainable parameters in `dtype`.
+class NarrowCopies:
+    """Copies of a module's trainable parameters in a narrower dtype, for it to compute with.
 
-    The parameters themselves stay wide (they are what the optimizer sees, and where gradients add up); the
-    casts are part of the graph. Stays open until backward is done, because recomputation reads parameters too.
+    The parameters themselves stay wide: they are what the optimizer sees, and where gradients add up. The casts are
+    part of the graph, one for each of `units` and one for the rest, so that a unit's gradients are wide (and can be
+    sent to other ranks) as soon as its backward is done.
     """
-    if dtype is None:
-        yield
-        return
-    places = _places_of_parameters(module)
-    copies: dict[int, Tensor] = {}
-    originals: list[tuple[dict[str, Any], str, nn.Parameter]] = []
-    for owner, name, parameter in places:
-        if parameter.requires_grad and parameter.dtype != dtype:
-            copy = copies.setdefault(id(parameter), parameter.to(dtype))
-            originals.append((owner._parameters, name, parameter))
-            owner._parameters[name] = copy  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for registry, name, parameter in originals:
-            registry[name] = parameter
+
+    def __init__(self, module: nn.Module, units: Sequence[nn.Module], dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._units: list[dict[nn.Parameter, list[_Place]]] = []
+        seen: set[nn.Parameter] = set()
+        for unit in (*units, module):
+            places: dict[nn.Parameter, list[_Place]] = {}
+            for parameter, place in _places_of_parameters(unit):
+                # A tied parameter hangs at several places and is cast once.
+                if parameter.requires_grad and parameter.dtype != dtype and parameter not in seen:
+                    places.setdefault(parameter, []).append(place)
+            seen.update(places)
+            if places:
+                self._units.append(places)
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Until backward is done, because recomputation reads parameters too."""
+        for places in self._units:
+            copies = _Narrowed.apply(self._dtype, *places)
+            for copy, homes in zip(copies, places.values(), strict=True):
+                for registry, name in homes:
+                    registry[name] = copy
+        try:
+            yield
+        finally:
+            for places in self._units:
+                for parameter, homes in places.items():
+                    for registry, name in homes:
+                        registry[name] = parameter
 
 
-def _places_of_parameters(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """Every (module, name) at which a parameter hangs; a tied parameter hangs at several."""
-    return [(m, name, p) for m in module.modules() for name, p in m._parameters.items() if p is not None]
+class _Narrowed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *wide: Tensor) -> tuple[Tensor, ...]:
+        ctx.wide_dtype = wide[0].dtype
+        narrow = [torch.empty(w.shape, dtype=dtype, device=w.device) for w in wide]
+        torch._foreach_copy_(narrow, list(wide))
+        return tuple(narrow)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        wide = [torch.empty(g.shape, dtype=ctx.wide_dtype, device=g.device) for g in gradients]
+        torch._foreach_copy_(wide, list(gradients))
+        return (None, *wide)
+
+
+_Place = tuple[dict[str, Any], str]
+
+
+def _places_of_parameters(module: nn.Module) -> list[tuple[nn.Parameter, _Place]]:
+    """Every registry and name under which a parameter hangs."""
+    return [(p, (m._parameters, name)) for m in module.modules() for name, p in m._parameters.items() if p is not None]

@@ -13,7 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 
-def shard(module: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh, compute_dtype: torch.dtype | None) -> nn.Module:
+def shard(
+    module: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh, compute_dtype: torch.dtype | None
+) -> nn.Module:
     """Each layer is a unit; what is left (embedding, final norm, head) is the root unit. Gradients are sums.
 
     `mesh` is (replicate, shard); with one replica only the shard axis is used.
@@ -31,3 +33,10 @@ def shard(module: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh, comp
             part.set_force_sum_reduction_for_comms(True)  # the alternative, a scaled sum, exists in NCCL alone
     return module
 
+
+def reshard(module: nn.Module) -> None:
+    """After a pass without backward, FSDP2 keeps the root unit whole, and that copy is not what is trained."""
+    if isinstance(module, FSDPModule):
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()

@@ -21,15 +21,15 @@ class MetricsLog:
         if config.tensorboard and run.owner:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(run.path / "tensorboard"), purge_step=first_step or None)
+            self._writer = SummaryWriter(str(run.path / "tensorboard"), purge_step=first_step)
 
-    def train(self, progress: Progress, record: dict[str, Any], *, last: bool) -> None:
-        self._write(progress.step, "train", record)
+    def train(self, step: int, progress: Progress, record: dict[str, Any], *, last: bool) -> None:
+        self._write(step, "train", record)
         # Once a second is enough for eyes; the last step always.
         if last or time.monotonic() - self._status_at > 1.0:
             self._status_at = time.monotonic()
             fields = {k: record[k] for k in ("epoch", "learning_rate", "tokens_per_s", "memory_gib") if k in record}
-            self._run.write_status(step=progress.step, loss=progress.loss, tokens=progress.tokens, **fields)
+            self._run.write_status(step=step, loss=progress.loss, tokens=progress.tokens, **fields)
 
     def validation(self, progress: Progress, record: dict[str, Any]) -> None:
         self._write(progress.step, "validation", record)

@@ -45,13 +45,21 @@ class Checkpoints:
     """Saves in the background, at most one at a time; a failed write surfaces at the next step."""
 
     def __init__(
-        self, run: RunDir, backend: TrainingBackend, config: CheckpointConfig, *, data_digest: str, timeout_s: float
+        self,
+        run: RunDir,
+        backend: TrainingBackend,
+        config: CheckpointConfig,
+        *,
+        data_digest: str,
+        timeout_s: float,
+        last_step: int | None = None,
     ) -> None:
+        """`last_step` is of the checkpoint that the run resumed from: it is not written again."""
         self._run, self._backend, self._config = run, backend, config
         self._data_digest, self._timeout_s = data_digest, timeout_s
         self._committer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-commit")
         self._pending: Future[None] | None = None
-        self._last_step: int | None = None
+        self._last_step = last_step
 
     def save(self, progress: Progress) -> None:
         """Snapshot now; written and committed behind the training loop. All ranks."""
@@ -82,10 +90,11 @@ class Checkpoints:
                 f"the checkpoint of step {self._last_step} was not written within {self._timeout_s:.0f} s"
             ) from error
         except Exception as error:
-            kept = [c.step for c in self._run.list_checkpoints()]
-            last = f"the last good one is of step {kept[-1]}" if kept else "there is none before it"
+            if self._last_step is not None:
+                self._run.abandon_checkpoint(self._last_step)
             raise CheckpointError(
-                f"the checkpoint of step {self._last_step} could not be written: {_root_cause(error)}; {last}"
+                f"the checkpoint of step {self._last_step} could not be written: {_root_cause(error)}; "
+                + self._run.describe_last_checkpoint()
             ) from error
 
     def close(self) -> None:
@@ -105,10 +114,8 @@ def _root_cause(error: BaseException) -> str:
     while error not in seen:
         seen.append(error)
         failures = getattr(error, "failures", None)  # torch's CheckpointException: {rank: (exception, stack)}
-        if failures:
-            error = next(iter(failures.values()))[0]
-        else:
-            error = error.__cause__ or error.__context__ or error
+        inner = next(iter(failures.values()))[0] if failures else error.__cause__ or error.__context__
+        error = inner or error
     wanted = next((e for e in seen if isinstance(e, OSError) and e.strerror), None)
     if wanted is not None:
         return str(wanted.strerror)

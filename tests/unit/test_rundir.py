@@ -1,0 +1,328 @@
+"""The run directory: what survives a kill at any moment, and what readers see meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from lockstep.config import ConfigError, RunConfig, parse_config
+from lockstep.rundir import MANIFEST, RunDir, damage, digest_file, find_runs, read_jsonl, write_atomically
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    return parse_config("name: test\nmodel: org/model\ndata: {train: train.jsonl}\n", directory=tmp_path)
+
+
+@pytest.fixture
+def run(tmp_path: Path, config: RunConfig) -> RunDir:
+    return RunDir.create(tmp_path / "run", config)
+
+
+def commit(run: RunDir, step: int, content: str = "tensors", validation_loss: float | None = None) -> Path:
+    writing = run.begin_checkpoint(step)
+    (writing / "part-0").write_text(content)
+    (writing / "deep").mkdir(exist_ok=True)
+    (writing / "deep" / "part-1").write_text(content)
+    return run.commit_checkpoint(step, {"cursor": 10 * step}, validation_loss)
+
+
+def steps_of(run: RunDir) -> list[int]:
+    return [checkpoint.step for checkpoint in run.list_checkpoints()]
+
+
+# --- creating -------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_run_holds_its_resolved_configuration_and_a_status(run, config):
+    assert RunDir(run.path).config() == config
+    assert run.status()["state"] == "created"
+    assert run.logs.is_dir()
+    assert run.checkpoints.is_dir()
+
+
+def test_a_run_is_created_once(run, config):
+    before = run.config_path.read_text()
+    with pytest.raises(ConfigError, match="already holds a run: choose another --run-dir, or continue"):
+        RunDir.create(run.path, config)
+    assert run.config_path.read_text() == before
+
+
+def test_a_directory_that_cannot_be_made_is_one_sentence(tmp_path, config):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"cannot create the run directory .*file/run: "):
+        RunDir.create(tmp_path / "file" / "run", config)
+
+
+def test_a_folder_without_a_configuration_is_no_run(tmp_path):
+    with pytest.raises(ConfigError, match=r"is not a run directory: it has no config\.yaml"):
+        RunDir(tmp_path).config()
+    assert RunDir(tmp_path).status() == {"state": "unknown"}
+
+
+def test_runs_are_found_newest_first(tmp_path, config):
+    root = tmp_path / "runs"
+    first, second = (RunDir.create(root / name, config) for name in ("first", "second"))
+    (root / "other").mkdir()
+    first.write_status(step=1)
+    assert [r.path.name for r in find_runs(root)] == ["first", "second"]
+    assert [r.path for r in find_runs(second.path)] == [second.path]
+    assert find_runs(tmp_path / "nothing") == []
+
+
+# --- status ---------------------------------------------------------------------------------------------------------
+
+
+def test_status_fields_are_merged(run):
+    run.write_status(state="running", step=1)
+    run.write_status(step=2)
+    status = run.status()
+    assert (status["state"], status["step"]) == ("running", 2)
+    assert status["updated_at"] > 0
+
+
+def test_only_the_owner_writes(run):
+    reader = RunDir(run.path)
+    reader.write_status(state="failed")
+    reader.log_metrics({"step": 1})
+    reader.log_event("hello")
+    commit(run, 1)
+    commit(run, 2)
+    run.begin_checkpoint(3)
+    reader.prune_checkpoints(keep_last=1, keep_best=0)
+    reader.sweep()
+    assert run.status()["state"] == "created"
+    assert (run.metrics(), run.events(), steps_of(run)) == ([], [], [1, 2])
+    assert (run.checkpoints / "writing-step-3").is_dir()
+
+
+def test_a_reader_never_sees_half_a_status(run):
+    padding = "x" * 50_000
+    stop = threading.Event()
+
+    def write() -> None:
+        number = 0
+        while not stop.is_set():
+            number += 1
+            run.write_status(first=number, padding=padding, last=number)
+
+    run.write_status(first=0, padding=padding, last=0)
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(200):
+            status = json.loads((run.path / "status.json").read_text())
+            assert status["first"] == status["last"]
+    finally:
+        stop.set()
+        writer.join()
+
+
+def test_a_failed_write_leaves_the_old_text_and_no_rubbish(tmp_path, monkeypatch):
+    target = tmp_path / "status.json"
+    write_atomically(target, "old")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_atomically(target, "new")
+    assert target.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+# --- metrics and events ---------------------------------------------------------------------------------------------
+
+
+def test_metrics_come_in_step_order_and_a_repeated_step_counts_once(run):
+    for step, loss in ((1, 3.0), (2, 2.0), (3, 1.5), (2, 1.9)):  # resumed after step 1
+        run.log_metrics({"step": step, "split": "train", "loss": loss})
+    run.log_metrics({"step": 2, "split": "validation", "loss": 9.0})
+    assert [(r["step"], r["split"], r["loss"]) for r in run.metrics()] == [
+        (1, "train", 3.0),
+        (2, "train", 1.9),
+        (2, "validation", 9.0),
+        (3, "train", 1.5),
+    ]
+
+
+def test_events_carry_their_time_and_kind(run):
+    run.log_event("warning", message="look")
+    (event,) = run.events()
+    assert (event["event"], event["message"]) == ("warning", "look")
+    assert event["time"] > 0
+
+
+def test_the_unfinished_last_line_of_a_killed_writer_is_passed_over_and_closed(run):
+    run.log_metrics({"step": 1, "loss": 1.0})
+    with (run.path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 2, "lo')
+    assert [r["step"] for r in run.metrics()] == [1]
+    run.log_metrics({"step": 3, "loss": 3.0})
+    assert [r["step"] for r in run.metrics()] == [1, 3]
+    assert (run.path / "metrics.jsonl").read_bytes().endswith(b"}\n")
+
+
+def test_a_missing_file_has_no_lines(tmp_path):
+    assert list(read_jsonl(tmp_path / "none.jsonl")) == []
+
+
+# --- failures -------------------------------------------------------------------------------------------------------
+
+
+def test_failures_of_any_rank_come_in_the_order_they_happened(run):
+    RunDir(run.path).record_failure(1, "first", 2)
+    RunDir(run.path).record_failure(0, "second")
+    (run.logs / "rank-2.error.json").write_text("{")
+    assert [(f["rank"], f["message"], f["exit_code"]) for f in run.failures()] == [(1, "first", 2), (0, "second", 1)]
+    run.clear_failures()
+    assert run.failures() == []
+
+
+# --- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_exists_only_when_it_is_committed(run):
+    (run.begin_checkpoint(4) / "part-0").write_text("half")
+    assert run.list_checkpoints() == []
+    assert run.latest_checkpoint() is None
+    path = commit(run, 4, validation_loss=0.5)
+    assert path == run.checkpoints / "step-4"
+    latest = run.latest_checkpoint()
+    assert latest is not None
+    assert (latest.path, latest.step, latest.extra, latest.validation_loss) == (path, 4, {"cursor": 40}, 0.5)
+    assert not (run.checkpoints / "writing-step-4").exists()
+
+
+def test_the_manifest_lists_every_file_with_its_size_and_digest(run):
+    path = commit(run, 1, "four")
+    manifest = json.loads((path / MANIFEST).read_text())
+    assert set(manifest["files"]) == {"part-0", "deep/part-1"}
+    assert manifest["files"]["part-0"] == {"bytes": 4, "sha256": digest_file(path / "part-0")}
+    assert damage(path) is None
+
+
+def test_a_step_that_is_committed_again_replaces_the_old_one(run):
+    commit(run, 1, "old")
+    commit(run, 1, "new")
+    assert (run.checkpoints / "step-1" / "part-0").read_text() == "new"
+    assert damage(run.checkpoints / "step-1") is None
+    assert [p.name for p in run.checkpoints.iterdir()] == ["step-1"]
+
+
+def test_checkpoints_are_ordered_by_number_not_by_name(run):
+    for step in (9, 10, 100):
+        commit(run, step)
+    assert steps_of(run) == [9, 10, 100]
+
+
+def _flip_a_bit(path: Path) -> None:
+    (path / "part-0").write_text("tensorz")
+
+
+def _shorten(path: Path) -> None:
+    (path / "deep" / "part-1").write_text("t")
+
+
+def _remove_a_file(path: Path) -> None:
+    (path / "deep" / "part-1").unlink()
+
+
+@pytest.mark.parametrize(
+    ("break_it", "problem"),
+    [
+        (_flip_a_bit, "part-0 does not match its digest"),
+        (_shorten, "deep/part-1 has 1 bytes instead of 7"),
+        (_remove_a_file, "deep/part-1 is missing"),
+    ],
+)
+def test_a_damaged_checkpoint_is_passed_over_and_reported(run, break_it, problem):
+    commit(run, 1)
+    path = commit(run, 2)
+    break_it(path)
+    assert damage(path) == problem
+    latest = run.latest_checkpoint()
+    assert latest is not None
+    assert latest.step == 1
+    assert steps_of(run) == [1], "set aside, or it would count among the last ones to keep"
+    assert [(e["event"], e["step"], e["problem"]) for e in run.events()] == [("checkpoint_damaged", 2, problem)]
+
+
+def _cut_the_manifest(path: Path) -> None:
+    (path / MANIFEST).write_text("{")
+
+
+def _remove_the_manifest(path: Path) -> None:
+    (path / MANIFEST).unlink()
+
+
+def _change_the_manifest(path: Path) -> None:
+    text = (path / MANIFEST).read_text()
+    (path / MANIFEST).write_text(text.replace('"cursor": 20', '"cursor": 21'))
+
+
+@pytest.mark.parametrize("break_it", [_cut_the_manifest, _remove_the_manifest, _change_the_manifest])
+def test_a_broken_manifest_is_damage(run, break_it):
+    commit(run, 1)
+    path = commit(run, 2)
+    break_it(path)
+    assert MANIFEST in (damage(path) or "")
+    assert steps_of(run) == [1]
+    assert run.latest_checkpoint().step == 1
+    assert [(e["event"], e["step"]) for e in run.events()] == [("checkpoint_damaged", 2)]
+
+
+def test_when_every_checkpoint_is_damaged_there_is_none(run):
+    _flip_a_bit(commit(run, 1))
+    assert run.latest_checkpoint() is None
+
+
+def test_looking_at_a_run_changes_nothing_in_it(run):
+    _flip_a_bit(commit(run, 1))
+    before = sorted(p.relative_to(run.path) for p in run.path.rglob("*"))
+    assert RunDir(run.path).latest_checkpoint() is None
+    assert sorted(p.relative_to(run.path) for p in run.path.rglob("*")) == before
+
+
+def test_an_abandoned_checkpoint_gives_its_room_back(run):
+    (run.begin_checkpoint(2) / "part-0").write_text("half")
+    RunDir(run.path).abandon_checkpoint(2)
+    assert (run.checkpoints / "writing-step-2").is_dir(), "only the owner may"
+    run.abandon_checkpoint(2)
+    assert list(run.checkpoints.iterdir()) == []
+
+
+def test_pruning_keeps_the_last_and_the_best(run):
+    for step, loss in ((1, 0.5), (2, 0.1), (3, 0.4), (4, None), (5, 0.3), (6, 0.9)):
+        commit(run, step, validation_loss=loss)
+    run.prune_checkpoints(keep_last=2, keep_best=1)
+    assert steps_of(run) == [2, 5, 6]
+    run.prune_checkpoints(keep_last=1, keep_best=0)
+    assert [p.name for p in run.checkpoints.iterdir()] == ["step-6"]
+
+
+def test_of_equally_good_checkpoints_the_earlier_is_the_best(run):
+    for step in (1, 2, 3):
+        commit(run, step, validation_loss=0.5)
+    run.prune_checkpoints(keep_last=1, keep_best=1)
+    assert steps_of(run) == [1, 3]
+
+
+def test_sweeping_removes_what_was_interrupted_and_nothing_else(run):
+    commit(run, 1)
+    (run.begin_checkpoint(2) / "part-0").write_text("half")
+    (run.checkpoints / "deleting-step-0").mkdir()
+    run.sweep()
+    assert [p.name for p in run.checkpoints.iterdir()] == ["step-1"]
+    assert run.latest_checkpoint().step == 1
+
+
+def test_folders_with_other_names_are_not_checkpoints(run):
+    for name in ("step-x", "step-1-copy", "step-"):
+        (run.checkpoints / name).mkdir()
+    assert run.list_checkpoints() == []

@@ -119,11 +119,5 @@ def newest_step(run: RunDir) -> int:
     return 0
 
 
-def is_writing(run: RunDir, first_step: int) -> bool:
-    """Whether the folder of an unfinished checkpoint, at or after a step, is there now."""
-    found = run.checkpoints.glob("writing-step-*")
-    return any(int(path.name.rsplit("-", 1)[1]) >= first_step and path.is_dir() for path in found)
-
-
 def exported(run: RunDir) -> Path:
     return Path(run.status()["export"])

@@ -122,8 +122,9 @@ def _describe_silent(run: RunDir, others: set[int]) -> str:
 
 def _leave_now(code: int) -> None:
     """Without waiting for threads or collectives: the others must learn at once that this rank is gone."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 

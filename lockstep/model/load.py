@@ -43,10 +43,11 @@ def load_causal_lm(config: ModelConfig, dtype: torch.dtype, *, with_weights: boo
 
     with _explaining(config):
         if with_weights:
-            model, found = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 dtype=dtype, use_safetensors=_wants_safetensors(config), output_loading_info=True, **_source(config)
             )
-            _refuse_missing(config, sorted(found["missing_keys"]))
+            model, report = loaded
+            _refuse_missing(config, sorted(report["missing_keys"]))
         else:
             trust = config.trust_remote_code
             with no_init_weights():

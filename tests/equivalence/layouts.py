@@ -1,0 +1,71 @@
+"""The same work through TorchBackend, on real gloo processes."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from equivalence.plain import STEP, make_batch, make_model, scale_of
+from torch.distributed.tensor import DTensor
+
+from lockstep.backend.torch_backend import TorchBackend, join_group
+from lockstep.config import ParallelConfig
+from lockstep.parallel.group import Group
+from lockstep.types import Datum, LossSpec
+
+BUDGETS = (48, 96, 512)  # several micro-batches a rank; about one; everything at once
+Cell = tuple[str, bool, int]  # family, LoRA, budget
+
+
+def batches() -> list[list[Datum]]:
+    return [make_batch(0), make_batch(1, rows=5)]
+
+
+def run_cell(cell: Cell, group: Group) -> dict[str, Any]:
+    """What `plain_run` returns, from the backend. All ranks."""
+    family, lora, budget = cell
+    backend = TorchBackend(make_model(family, lora=lora), micro_batch_tokens=budget, precision="fp64", group=group)
+    first, second = batches()
+    found: dict[str, Any] = {"logprobs": backend.forward(first), "warnings": backend.warnings}
+    found["loss"] = backend.forward_backward(first, LossSpec(scale=scale_of(first))).loss
+    found["gradients"] = {name: _whole(p.grad) for name, p in backend.parameters().items()}
+    found["norm"] = backend.optim_step(STEP).grad_norm
+    backend.forward(second)  # an evaluation between steps must not disturb them
+    backend.forward_backward(second, LossSpec(scale=scale_of(second)))
+    backend.optim_step(STEP)
+    found["weights"] = {name: _whole(p.detach()) for name, p in backend.parameters().items()}
+    return found
+
+
+def run_cells(cells: Sequence[Cell], parallel: ParallelConfig, out: Path) -> None:
+    """The body of each process: all cells of one layout; rank 0 writes what it found."""
+    torch.set_num_threads(1)
+    group = join_group("cpu", parallel, timeout_s=60)
+    found = {cell: run_cell(cell, group) for cell in cells}
+    if group.rank == 0:
+        torch.save(found, out)
+    group.leave()
+
+
+def spawn(num_ranks: int, body: Callable[..., None], *arguments: Any) -> None:
+    """Run `body(*arguments)` in each of `num_ranks` real processes that can meet."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.spawn(_enter, (num_ranks, port, body, arguments), nprocs=num_ranks, join=True)
+
+
+def _enter(rank: int, num_ranks: int, port: int, body: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    body(*arguments)
+
+
+def _whole(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()

@@ -1,0 +1,126 @@
+"""The plainest computation there is: one rank, one document at a time, the model's own forward, full logits, float64.
+
+Attention is the model's default: transformers' eager one computes its softmax in float32 whatever the model is in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import transformers
+from torch import nn
+
+from lockstep.config import LoraConfig
+from lockstep.model.lora import add_lora
+from lockstep.types import Completion, Datum, OptimStep
+
+_TINY = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_GPT2 = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "bos_token_id": 1}
+_NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+
+FAMILIES = {
+    "llama": lambda: transformers.LlamaConfig(**_TINY, tie_word_embeddings=False),
+    "qwen3": lambda: transformers.Qwen3Config(**_TINY, head_dim=8, tie_word_embeddings=True),
+    "mistral": lambda: transformers.MistralConfig(**_TINY, sliding_window=6),
+    "gemma": lambda: transformers.GemmaConfig(**_TINY, head_dim=8),
+    "gemma2": lambda: transformers.Gemma2Config(**_TINY, head_dim=8, sliding_window=6),
+    "phi3": lambda: transformers.Phi3Config(**_TINY),
+    "gpt2": lambda: transformers.GPT2Config(**_GPT2, **_NO_DROPOUT, eos_token_id=2),
+    "granite": lambda: transformers.GraniteConfig(**_TINY, logits_scaling=3.0),
+    "olmo": lambda: transformers.OlmoConfig(**_TINY),
+    "bloom": lambda: transformers.BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4),
+}
+
+STEP = OptimStep(learning_rate=1e-2, beta2=0.99, eps=1e-6, weight_decay=0.1, max_grad_norm=0.5)
+
+
+def make_model(family: str, *, lora: bool) -> nn.Module:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.float64)
+    if not lora:
+        return model
+    model = add_lora(model, LoraConfig(rank=4, alpha=8))
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # zero at first, which would hide the gradient of lora_A
+            parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.1
+    return model.double()
+
+
+def make_batch(seed: int = 0, rows: int = 11) -> list[Datum]:
+    """Documents of 3 to 40 tokens, weights of several sizes, gaps inside answers, one row with two completions."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int, count: int) -> list[int]:
+        return torch.randint(low, high, (count,), generator=generator).tolist()
+
+    batch = []
+    for row in range(rows):
+        completions = []
+        for _ in range(2 if row == 3 else 1):
+            (length,) = draw(2, 30, 1)
+            weights = [[0.0, 1.0, 0.5][w] for w in draw(0, 3, length)]
+            completions.append(Completion(draw(1, 97, length), [*weights[:-1], 1.0]))
+        batch.append(Datum(draw(1, 97, draw(1, 10, 1)[0]), completions, f"row {row}"))
+    return batch
+
+
+def logprobs_of(model: nn.Module, datum: Datum, completion: Completion) -> torch.Tensor:
+    tokens = torch.tensor([*datum.prompt, *completion.tokens])
+    logits = model(input_ids=tokens[None], use_cache=False).logits[0]
+    every = torch.log_softmax(logits, dim=-1)[:-1].gather(1, tokens[1:, None])[:, 0]
+    return every[len(datum.prompt) - 1 :]
+
+
+def plain_loss(model: nn.Module, batch: Sequence[Datum], scale: float) -> torch.Tensor:
+    total = torch.zeros((), dtype=torch.float64)
+    for datum in batch:
+        for completion in datum.completions:
+            weights = torch.tensor(completion.weights, dtype=torch.float64) * scale
+            total = total - (weights * logprobs_of(model, datum, completion)).sum()
+    return total
+
+
+def plain_run(family: str, *, lora: bool, batches: Sequence[Sequence[Datum]]) -> dict:
+    """Loss, gradients, norm and log-probs of the first batch, and the weights after a step on each."""
+    model = make_model(family, lora=lora)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    decaying = [p for p in trained.values() if p.ndim >= 2]
+    flat = [p for p in trained.values() if p.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decaying, "weight_decay": STEP.weight_decay}, {"params": flat, "weight_decay": 0.0}],
+        lr=STEP.learning_rate,
+        betas=(STEP.beta1, STEP.beta2),
+        eps=STEP.eps,
+    )
+    found: dict = {}
+    with torch.no_grad():
+        found["logprobs"] = [[logprobs_of(model, d, c).tolist() for c in d.completions] for d in batches[0]]
+    for batch in batches:
+        loss = plain_loss(model, batch, scale_of(batch))
+        loss.backward()
+        gradients = {name: p.grad.clone() for name, p in trained.items()}
+        norm = torch.nn.utils.clip_grad_norm_(list(trained.values()), STEP.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.setdefault("loss", loss.item())
+        found.setdefault("gradients", gradients)
+        found.setdefault("norm", norm.item())
+    found["weights"] = {name: p.detach().clone() for name, p in trained.items()}
+    return found
+
+
+def scale_of(batch: Sequence[Datum]) -> float:
+    return 1.0 / sum(datum.total_weight for datum in batch)

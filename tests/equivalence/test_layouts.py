@@ -1,0 +1,120 @@
+"""One global batch gives one gradient, whatever the layout: against the plainest one-rank loop, to 1e-10 in float64."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from equivalence.layouts import BUDGETS, Cell, batches, run_cell, run_cells, spawn
+from equivalence.plain import FAMILIES, plain_run
+
+from lockstep.config import ParallelConfig
+from lockstep.parallel.group import Group
+
+LAYOUTS = {
+    "one": (1, ParallelConfig()),
+    "ddp-2": (2, ParallelConfig(replicate=2, shard=1)),
+    "fsdp-2": (2, ParallelConfig(shard=2)),
+    "ddp-4": (4, ParallelConfig(replicate=4, shard=1)),
+    "fsdp-4": (4, ParallelConfig(shard=4)),
+    "hybrid-2x2": (4, ParallelConfig(replicate=2, shard=2)),
+}
+CELLS: list[Cell] = [(family, lora, b) for family in ("llama", "qwen3") for lora in (False, True) for b in BUDGETS]
+TOLERANCE = 1e-10
+
+
+@pytest.fixture(scope="module")
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Cell, dict[str, Any]]:
+    """Every cell of one layout: the processes are started once for all of them."""
+    num_ranks, parallel = LAYOUTS[request.param]
+    out = tmp_path_factory.mktemp("cells") / "found.pt"
+    spawn(num_ranks, run_cells, CELLS, parallel, out)
+    return torch.load(out, weights_only=False)
+
+
+@lru_cache
+def reference(family: str, lora: bool) -> dict[str, Any]:
+    return plain_run(family, lora=lora, batches=batches())
+
+
+def assert_same_step(found: dict[str, Any], expected: dict[str, Any], tolerance: float = TOLERANCE) -> None:
+    assert found["loss"] == pytest.approx(expected["loss"], rel=tolerance)
+    assert found["norm"] == pytest.approx(expected["norm"], rel=tolerance)
+    for kind in ("gradients", "weights"):
+        assert found[kind].keys() == expected[kind].keys()
+        for name, tensor in expected[kind].items():
+            difference = float((found[kind][name] - tensor).abs().max())
+            assert difference <= tolerance * max(1.0, float(tensor.abs().max())), f"{kind} of {name}: {difference:.3g}"
+    for datum, row, plain in zip(batches()[0], found["logprobs"], expected["logprobs"], strict=True):
+        for completion, ours, theirs in zip(datum.completions, row, plain, strict=True):
+            wanted = [p if w else 0.0 for p, w in zip(theirs, completion.weights, strict=True)]
+            assert ours == pytest.approx(wanted, rel=tolerance)
+
+
+@pytest.mark.parametrize("found", LAYOUTS, indirect=True)
+@pytest.mark.parametrize("cell", CELLS, ids=lambda c: f"{c[0]}-{'lora' if c[1] else 'full'}-{c[2]}")
+def test_a_layout_makes_the_same_step(found: dict[Cell, dict[str, Any]], cell: Cell) -> None:
+    assert_same_step(found[cell], reference(cell[0], cell[1]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_every_model_family_makes_the_plain_step(family: str, lora: bool) -> None:
+    found = run_cell((family, lora, 64), Group(0, 1, torch.device("cpu")))
+    # Gemma's norms compute in float32 whatever the model is in.
+    assert_same_step(found, reference(family, lora), tolerance=1e-6 if "gemma" in family else TOLERANCE)
+    falls_back = family == "gemma2"  # its attention caps scores, which packed attention does not have
+    assert bool(found["warnings"]) == falls_back
+
+
+def test_a_checkpoint_of_any_budget_recomputes_activations_to_the_same_step() -> None:
+    from equivalence.plain import STEP, make_model, scale_of
+
+    from lockstep.backend.torch_backend import TorchBackend
+    from lockstep.types import LossSpec
+
+    batch = batches()[0]
+    group = Group(0, 1, torch.device("cpu"))
+    model = make_model("llama", lora=True)
+    backend = TorchBackend(model, micro_batch_tokens=64, precision="fp64", group=group, activation_checkpointing=True)
+    loss = backend.forward_backward(batch, LossSpec(scale=scale_of(batch))).loss
+    norm = backend.optim_step(STEP).grad_norm
+    expected = reference("llama", True)
+    assert loss == pytest.approx(expected["loss"], rel=TOLERANCE)
+    assert norm == pytest.approx(expected["norm"], rel=TOLERANCE)
+
+
+def _cells_with_averaged_gradients(cells: list[Cell], parallel: ParallelConfig, out: Path) -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    FSDPModule.set_gradient_divide_factor = lambda self, factor: None  # type: ignore[method-assign]
+    run_cells(cells, parallel, out)
+
+
+def test_an_average_instead_of_a_sum_is_caught(tmp_path: Path) -> None:
+    cell: Cell = ("llama", False, 96)
+    spawn(2, _cells_with_averaged_gradients, [cell], ParallelConfig(shard=2), tmp_path / "found.pt")
+    found = torch.load(tmp_path / "found.pt", weights_only=False)
+    with pytest.raises(AssertionError):
+        assert_same_step(found[cell], reference("llama", False))
+
+
+def test_a_mask_that_leaks_between_documents_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lockstep.backend import torch_backend
+    from lockstep.model import attention
+
+    honest = attention._document_by_document
+    monkeypatch.setattr(
+        attention, "_document_by_document", lambda q, k, v, s, d, w, lengths: honest(q, k, v, s, d, w, (sum(lengths),))
+    )
+    group = Group(0, 1, torch.device("cpu"))
+    # The probe sees the leak and falls back to one document at a time: slower, and right.
+    guarded = run_cell(("llama", False, 512), group)
+    assert "one by one" in guarded["warnings"][0]
+    assert_same_step(guarded, reference("llama", False))
+    monkeypatch.setattr(torch_backend, "check_policy", lambda *arguments: [])
+    with pytest.raises(AssertionError):
+        assert_same_step(run_cell(("llama", False, 512), group), reference("llama", False))

@@ -42,6 +42,9 @@ def main() -> None:
     except ValueError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(2)
+    except OSError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(1)
 
 
 @app.callback(invoke_without_command=True)

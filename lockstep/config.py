@@ -6,6 +6,7 @@ to the working directory. Must not know torch, nor what the settings do.
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,9 +15,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-
-class ConfigError(ValueError):
-    """A configuration that cannot run. The message says what, where and what to do."""
+from lockstep.yamltree import ConfigError, apply_override, lines_of_keys, merge, place_of, refuse_repeated_keys
 
 
 def _as_list(value: Any) -> Any:
@@ -30,7 +29,14 @@ Degree = PositiveInt | Literal["auto"]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        str_min_length=1,
+    )
 
 
 class ModelConfig(Section):
@@ -50,25 +56,32 @@ class ModelConfig(Section):
 
 class LoraConfig(Section):
     rank: PositiveInt = 16
+    """Width of the adapters: more can learn more."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
+    """Adapters count alpha / rank times."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of an adapter's inputs left out at random. Needs fixed layouts to be repeatable."""
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     """all-linear: every linear layer inside the decoder layers, found from the model. Or module name endings."""
     dora: bool = False
+    """Weight-decomposed LoRA: also learns the magnitude of each output."""
 
 
 class DataConfig(Section):
     train: Paths
     """One or several JSONL files."""
     validation: Paths = ()
+    """Files with held-out rows."""
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the training rows held out when no validation file is given."""
     format: Literal["auto", "messages", "prompt_completion", "alpaca", "text"] = "auto"
+    """auto: recognised from the first row of each file."""
     max_length: PositiveInt = 2048
-    """Tokens in one row. Longer prompts are cut from the left; the answer stays whole."""
+    """Tokens in one row. Longer prompts are cut from the left; an answer that does not fit alone loses its end."""
     chat_template: Literal["auto", "none"] | str = "auto"
     """auto: the tokenizer's own, if it has one. none: plain text. Otherwise a Jinja file."""
     shuffle: bool = True
+    """A new order in every epoch, from seed alone. Without it: the order of the files."""
 
     @model_validator(mode="after")
     def _one_validation(self) -> DataConfig:
@@ -81,6 +94,7 @@ class DataConfig(Section):
 
 class AlgorithmConfig(Section):
     kind: Literal["sft"] = "sft"
+    """sft: supervised fine-tuning."""
 
 
 class BatchConfig(Section):
@@ -106,19 +120,25 @@ class OptimConfig(Section):
     learning_rate: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
     """auto: 2e-4 for LoRA, 2e-5 for full fine-tuning."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the learning rate falls after the warm-up."""
     warmup_steps: NonNegativeInt | None = None
     """Default: 3 % of all steps."""
     min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Where the schedule ends, as a share of learning_rate."""
     epochs: Annotated[float, Field(gt=0)] = 1.0
+    """Times through the training rows; fractions are allowed."""
     max_steps: PositiveInt | None = None
     """Stop here even if epochs would go on."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """AdamW: memory of the gradient's mean."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """AdamW: memory of the gradient's square."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
+    """AdamW: added to the root of the square."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Not applied to norms and biases."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Gradients longer than this are shortened to it. null: never."""
 
 
 class ParallelConfig(Section):
@@ -151,6 +171,7 @@ class CheckpointConfig(Section):
     asynchronous: bool = True
     """Write in the background while training goes on."""
     keep_last: PositiveInt = 2
+    """The newest checkpoints, kept whatever their loss."""
     keep_best: NonNegativeInt = 1
     """Checkpoints with the lowest validation loss that are kept as well."""
     export: Literal["auto", "adapter", "merged", "none"] = "auto"
@@ -161,6 +182,7 @@ class EvaluationConfig(Section):
     every_steps: NonNegativeInt = 50
     """0: only at the end."""
     at_start: bool = True
+    """Also before the first step."""
     patience: PositiveInt | None = None
     """Stop after this many evaluations without improvement. Default: never."""
     min_delta: Annotated[float, Field(ge=0)] = 0.0
@@ -171,20 +193,25 @@ class LaunchConfig(Section):
     procs: PositiveInt = 1
     """Processes on this machine (one per GPU on CUDA)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA where torch sees it."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """Deadline of every collective: a rank that waits longer fails and says so."""
 
 
 class LoggingConfig(Section):
     every_steps: PositiveInt = 1
+    """Steps between records of training metrics."""
     tensorboard: bool = True
+    """Also write TensorBoard files."""
 
 
 class RunConfig(Section):
     """Everything a run depends on. The resolved copy in the run directory is all that workers read."""
 
     name: str = "run"
-    seed: NonNegativeInt = 0
+    """Begins the name of the run directory."""
+    seed: Annotated[int, Field(ge=0, strict=True)] = 0
+    """Order of rows, new adapters, dropout, the validation split."""
     model: ModelConfig
     lora: LoraConfig | None = None
     data: DataConfig
@@ -243,8 +270,9 @@ def parse_config(
     text: str, *, source: str = "<config>", directory: Path | None = None, overrides: Sequence[str] = ()
 ) -> RunConfig:
     try:
+        refuse_repeated_keys(yaml.compose(text), source)
         tree = yaml.safe_load(text)
-        places = {key: f"{source}:{line}" for key, line in _key_lines(yaml.compose(text)).items()}
+        places = {key: f"{source}:{line}" for key, line in lines_of_keys(yaml.compose(text)).items()}
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{source}:{mark.line + 1}" if mark else source
@@ -253,15 +281,35 @@ def parse_config(
         raise ConfigError(f"{source} is empty: it needs at least model and data.train")
     if not isinstance(tree, dict):
         raise ConfigError(f"{source}: expected sections (model:, data:, ...), found {type(tree).__name__}")
+    return settle_config(tree, source=source, places=places, directory=directory, overrides=overrides)
+
+
+def settle_config(
+    tree: dict[str, Any],
+    *,
+    source: str = "<config>",
+    places: Mapping[str, str] | None = None,
+    directory: Path | None = None,
+    overrides: Sequence[str] = (),
+) -> RunConfig:
+    """Shorthands, paths, overrides, validation. `places` says where each key was written."""
+    tree = copy.deepcopy(tree)
+    places = dict(places or {})
+    for key in [key for key, value in tree.items() if value is None and key != "lora"]:
+        raise ConfigError(f"{place_of(source, places, key)}: {key} is empty: give it a value, or leave it out")
     _expand_model(tree)
     _resolve_paths(tree, directory or Path.cwd())
     changes: dict[str, Any] = {}
     for override in overrides:
-        _apply_override(changes, override)
+        apply_override(changes, override)
     _expand_model(changes)
     _resolve_paths(changes, Path.cwd())
-    _merge(tree, changes)
-    places |= {override.partition("=")[0]: f"override {override!r}" for override in overrides}
+    merge(tree, changes)
+    for override in overrides:
+        parts = override.partition("=")[0].split(".")
+        for depth in range(len(parts), 0, -1):
+            places.setdefault(".".join(parts[:depth]), f"override {override!r}")
+        places[".".join(parts)] = f"override {override!r}"
     return validate_config(tree, source=source, places=places)
 
 
@@ -300,7 +348,7 @@ def _refuse_unknown_keys(
         info = section.model_fields.get(str(key))
         if info is None:
             raise ConfigError(
-                f"{_where(source, places, dotted)}: unknown key {dotted!r}; {_suggest(dotted, section, prefix)}"
+                f"{place_of(source, places, dotted)}: unknown key {dotted!r}; {_suggest(dotted, section, prefix)}"
             )
         child = _section_of(info.annotation)
         if child is not None and isinstance(value, Mapping):
@@ -330,7 +378,7 @@ def _explain(error: ValidationError, source: str, places: Mapping[str, str]) -> 
         dotted = ".".join(parts)
         if problem["type"] == "missing":
             missing = ".".join(str(p) for p in problem["loc"])
-            seen.setdefault(missing, f"{_where(source, places, dotted)}: {missing} is missing")
+            seen.setdefault(missing, f"{place_of(source, places, dotted)}: {missing} is missing")
             continue
         message = problem["msg"].removeprefix("Value error, ")
         given = problem.get("input")
@@ -339,52 +387,8 @@ def _explain(error: ValidationError, source: str, places: Mapping[str, str]) -> 
         if dotted in seen:
             seen[dotted] = seen[dotted].replace(shown, "") + f", or: {message}{shown}"
         else:
-            seen[dotted] = f"{_where(source, places, dotted)}: {text}"
+            seen[dotted] = f"{place_of(source, places, dotted)}: {text}"
     return "; ".join(seen.values())
-
-
-def _where(source: str, places: Mapping[str, str], dotted: str) -> str:
-    parts = dotted.split(".")
-    while parts:
-        place = places.get(".".join(parts))
-        if place is not None:
-            return place
-        parts.pop()
-    return source
-
-
-def _key_lines(node: yaml.Node | None, prefix: str = "") -> dict[str, int]:
-    lines: dict[str, int] = {}
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            dotted = f"{prefix}{key.value}"
-            lines[dotted] = key.start_mark.line + 1
-            lines.update(_key_lines(value, dotted + "."))
-    return lines
-
-
-def _apply_override(tree: dict[str, Any], override: str) -> None:
-    key, equals, raw = override.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"override {override!r} is not of the form key.path=value")
-    try:
-        value = yaml.safe_load(raw)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"override {override!r}: the value is not valid YAML") from error
-    *parents, leaf = key.split(".")
-    for parent in parents:
-        tree = tree.setdefault(parent, {})
-        if not isinstance(tree, dict):
-            raise ConfigError(f"override {override!r}: {parent} was already given a plain value")
-    tree[leaf] = value
-
-
-def _merge(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
-    for key, value in changes.items():
-        if isinstance(value, Mapping) and isinstance(tree.get(key), dict):
-            _merge(tree[key], value)
-        else:
-            tree[key] = value
 
 
 def _expand_model(tree: dict[str, Any]) -> None:

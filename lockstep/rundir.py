@@ -148,8 +148,9 @@ class RunDir:
                 found.append(json.loads(path.read_text()))
         return sorted(found, key=lambda f: f["time"])
 
-    def clear_failures(self) -> None:
-        for path in self.logs.glob("rank-*.error.json"):
+    def clear_failures(self, rank: int | None = None) -> None:
+        """Of every rank, or of one: a rank that starts must not erase what another has just said."""
+        for path in self.logs.glob(f"rank-{'*' if rank is None else rank}.error.json"):
             path.unlink(missing_ok=True)
 
     # --- checkpoints -----------------------------------------------------------------------------------------

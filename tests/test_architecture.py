@@ -20,7 +20,7 @@ MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 70
 MAX_DOCSTRING_LINES = 5
 
-BASE = {"types", "config", "rundir"}
+BASE = {"types", "yamltree", "config", "rundir"}
 CORE = {"algorithms", "data", "model", "parallel"}
 # What each part of lockstep may import of lockstep besides itself. A part is a folder or a module beside the folders.
 # A new part needs a line here: adding one is a decision.
@@ -180,7 +180,10 @@ def test_libraries_stay_where_they_belong(path):
 
 def test_the_public_names_import_nothing_heavy_when_the_package_is_imported():
     for found in of_lockstep(PACKAGE / "__init__.py"):
-        assert not found.top or found.part == "types", f"{found.place}: import {found.name} when it is asked for"
+        # The package of loops is empty itself; it is made callable, so that lockstep.train is a function too.
+        assert not found.top or found.part in ("types", "train"), (
+            f"{found.place}: import {found.name} when it is asked for"
+        )
 
 
 @pytest.mark.parametrize("modules", ["lockstep, lockstep.cli, lockstep.config", "lockstep.launch, lockstep.starter"])

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
+from lockstep.model.lora import speed_up_eager
 from lockstep.model.policy import Policy, causal_lm, decoder_layers
 from lockstep.parallel.group import Group
 from lockstep.parallel.replicate import replicate
@@ -39,6 +40,8 @@ def build_policy(
             layer.forward = _recomputed(layer.forward)
         if compile_layers:
             layer.forward = torch.compile(layer.forward, dynamic=True)
+    if not compile_layers:
+        speed_up_eager(model)
     policy.use_variable_length(group.device, compute_dtype or next(model.parameters()).dtype)
     weights = _full_weights(policy) if group.rank == 0 else None
     sharded = group.mesh is not None and group.mesh["shard"].size() > 1

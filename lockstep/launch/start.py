@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from lockstep.config import RunConfig, load_config, parse_config
+from lockstep.config import RunConfig, load_config, settle_config
 from lockstep.launch.launcher import Resources
 from lockstep.launch.local import LocalLauncher
 from lockstep.rundir import RunDir
@@ -68,6 +66,6 @@ def _settle(config: RunConfig | Mapping[str, Any] | str | Path, overrides: Seque
         settings = load_config(config, overrides)
     else:
         tree = config.model_dump(mode="json") if isinstance(config, RunConfig) else dict(config)
-        settings = parse_config(yaml.safe_dump(tree), overrides=overrides)
+        settings = settle_config(tree, overrides=overrides)
     settings.parallel.degrees(settings.launch.procs)
     return settings

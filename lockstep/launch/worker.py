@@ -37,8 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {run.path} is not a run directory: it has no config.yaml", file=sys.stderr)
         return 2
     terminal = _redirect_output(run.logs / f"rank-{rank}.log")
-    if rank == 0:
-        run.clear_failures()
+    run.clear_failures(rank)
     try:
         from lockstep.train.run import run as train_run
 

@@ -36,7 +36,7 @@ def load_run(run: RunDir, dtype: torch.dtype | None = None, step: int | None = N
 
 
 def _load_checkpoint(run: RunDir, checkpoint: Checkpoint, dtype: torch.dtype | None) -> tuple[Any, Any]:
-    from lockstep.model.load import DTYPES, build_model, load_causal_lm, load_tokenizer
+    from lockstep.model.load import DTYPES, build_model, load_causal_lm, load_run_tokenizer
     from lockstep.model.lora import add_lora
 
     config = run.config()
@@ -47,7 +47,7 @@ def _load_checkpoint(run: RunDir, checkpoint: Checkpoint, dtype: torch.dtype | N
         model = add_lora(model, config.lora) if config.lora is not None else model
     assert dtype is None or dtype in DTYPES.values()
     read_parameters(checkpoint.path, {n: p for n, p in model.named_parameters() if p.requires_grad})
-    return model, load_tokenizer(config.model)
+    return model, load_run_tokenizer(config)
 
 
 def find_checkpoint(run: RunDir, step: int | None = None) -> Checkpoint:

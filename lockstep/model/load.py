@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from lockstep.config import ConfigError, ModelConfig
+from lockstep.config import ConfigError, ModelConfig, RunConfig
 from lockstep.model.lora import add_lora
 from lockstep.rundir import RunDir
 
@@ -26,6 +26,14 @@ def load_tokenizer(config: ModelConfig) -> Any:
 
     with _explaining(config):
         return AutoTokenizer.from_pretrained(**_source(config))
+
+
+def load_run_tokenizer(config: RunConfig) -> Any:
+    """The tokenizer as the run uses it: a chat template of its own goes with it, also into exports."""
+    tokenizer = load_tokenizer(config.model)
+    if config.data.chat_template not in ("auto", "none"):
+        tokenizer.chat_template = Path(config.data.chat_template).read_text(encoding="utf-8")
+    return tokenizer
 
 
 def load_hf_config(config: ModelConfig) -> Any:

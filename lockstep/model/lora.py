@@ -5,9 +5,10 @@ Must not know ranks or files.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.config import LoraConfig
 from lockstep.model.policy import causal_lm, decoder_layers
@@ -35,6 +36,30 @@ def add_lora(model: nn.Module, config: LoraConfig) -> Any:
             f"lora.targets {targets} match no module of {type(causal_lm(model)).__name__}; "
             f"its linear layers are {', '.join(_linear_names(model))}"
         ) from error
+
+
+def speed_up_eager(model: nn.Module) -> None:
+    """Fewer passes over memory in plain LoRA layers when nothing is compiled: same numbers, about a tenth less time.
+
+    The scaling is applied at the width of the rank, and the product is added in place. A compiler does better alone.
+    """
+    from peft.tuners.lora import Linear
+
+    for layer in model.modules():
+        if isinstance(layer, Linear) and type(layer.base_layer) is nn.Linear and not layer.lora_variant:
+            layer.forward = functools.partial(_lean_forward, layer)  # type: ignore[method-assign]
+
+
+def _lean_forward(layer: Any, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
+    adapters = layer.active_adapters
+    plain = len(adapters) == 1 and adapters[0] in layer.lora_A and not layer.disable_adapters and not layer.merged
+    if arguments or options or not plain or layer.lora_A[adapters[0]].weight.dtype != x.dtype:
+        return type(layer).forward(layer, x, *arguments, **options)
+    (name,) = adapters
+    narrow = layer.lora_A[name](layer.lora_dropout[name](x)) * layer.scaling[name]
+    wide = layer.base_layer(x)
+    wide.flatten(0, -2).addmm_(narrow.flatten(0, -2), layer.lora_B[name].weight.T)
+    return wide
 
 
 def _linear_names(model: nn.Module) -> list[str]:

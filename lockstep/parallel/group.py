@@ -85,6 +85,9 @@ def join(device: torch.device, *, replicate: int = 1, shard: int = 1, timeout_s:
                 f"for all {num_ranks} ranks to join, and they did not: is every process started?"
             ) from error
     mesh = init_device_mesh(device.type, (replicate, shard), mesh_dim_names=("replicate", "shard"))
+    for axis in ("replicate", "shard"):
+        # A mesh gives its groups torch's own deadline; there is no public way to pass ours (torch 2.13).
+        dist.distributed_c10d._set_pg_timeout(timeout, mesh.get_group(axis))
     return Group(rank, num_ranks, device, mesh, dist.new_group(backend="gloo", timeout=timeout))
 
 

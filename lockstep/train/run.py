@@ -20,7 +20,14 @@ from lockstep.data.dataset import Compiled, compile_data
 from lockstep.data.order import Batches
 from lockstep.data.packing import partition
 from lockstep.model.export import export_run
-from lockstep.model.load import build_model, check_model_source, choose_precision, load_hf_config, load_tokenizer
+from lockstep.model.load import (
+    build_model,
+    check_model_source,
+    choose_precision,
+    load_hf_config,
+    load_run_tokenizer,
+    load_tokenizer,
+)
 from lockstep.parallel.group import Group, choose_device
 from lockstep.rundir import RunDir
 from lockstep.train import sft
@@ -125,7 +132,7 @@ def export(config: RunConfig, backend: TorchBackend, run: RunDir) -> str | None:
         path.parent.mkdir(exist_ok=True)
     backend.export_weights(path)
     if run.owner:
-        load_tokenizer(config.model).save_pretrained(path)
+        load_run_tokenizer(config).save_pretrained(path)
     return str(path)
 
 

@@ -71,7 +71,8 @@ def train(
 
     if progress.step < total:
         run.log_event("early_stop", step=progress.step, best_step=progress.best_step)
-    run.write_status(step=progress.step, loss=progress.loss, tokens=progress.tokens)
+    speed = {"tokens_per_s": book.mean_tokens_per_s} if book.mean_tokens_per_s else {}
+    run.write_status(step=progress.step, loss=progress.loss, tokens=progress.tokens, **speed)
     checkpoints.save(progress)
     checkpoints.wait()
     metrics.close()
@@ -88,6 +89,7 @@ class StepBook:
         self._num_rows, self._num_steps = num_rows, num_steps
         self._open: tuple[Sequence[Datum], LossResult, OptimResult, dict[str, float]] | None = None
         self._settled_at = time.perf_counter()
+        self._tokens, self._seconds = 0, 0.0
 
     def note(self, batch: Sequence[Datum], result: LossResult, optim: OptimResult, learning_rate: float) -> None:
         facts = {
@@ -108,6 +110,7 @@ class StepBook:
         stop_if_not_finite(batch, result, optim, step)
         elapsed = time.perf_counter() - self._settled_at
         self._settled_at = time.perf_counter()
+        self._tokens, self._seconds = self._tokens + result.num_tokens, self._seconds + elapsed
         self._progress.loss = result.loss
         last = step == self._num_steps
         if last or step % self._config.logging.every_steps == 0:
@@ -123,6 +126,10 @@ class StepBook:
                 **result.metrics,
             }
             self._metrics.train(step, self._progress, record, last=last)
+
+    @property
+    def mean_tokens_per_s(self) -> float | None:
+        return self._tokens / self._seconds if self._seconds else None
 
     def restart_clock(self) -> None:
         """Evaluation and checkpoints are not part of a step's time."""

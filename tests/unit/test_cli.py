@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
-from lockstep.cli import _new_run_dir, main
+from lockstep.cli import main
 from lockstep.config import RunConfig, load_config, parse_config
 from lockstep.launch.local import is_running, read_handle
+from lockstep.launch.start import new_run_dir
 from lockstep.rundir import RunDir
 from lockstep.starter import starter_yaml
 
@@ -240,7 +241,7 @@ def test_run_dirs_are_unique(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(time, "strftime", lambda _: "now")
     for expected in ("a-b-now", "a-b-now-2", "a-b-now-3"):
-        path = _new_run_dir("a/b")
+        path = new_run_dir("a/b")
         assert path == Path("runs") / expected
         path.mkdir(parents=True)
 

@@ -1,0 +1,104 @@
+"""Which documents are computed together: properties that hold for any lengths."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from lockstep.data.packing import partition
+
+Steps = list[list[list[int]]]
+BUDGET = 100
+
+
+def draw_lengths(seed: int) -> list[int]:
+    draw = random.Random(seed)
+    longest = draw.choice([5, 40, BUDGET])
+    return [draw.randint(1, longest) for _ in range(draw.randint(1, 120))]
+
+
+def loads_of(steps: Steps, lengths: list[int]) -> list[list[int]]:
+    """Tokens as [micro_step][rank]."""
+    return [[sum(lengths[i] for i in part) for part in step] for step in steps]
+
+
+every_draw = pytest.mark.parametrize("seed", range(40))
+every_size = pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+
+
+@every_draw
+@every_size
+def test_every_document_comes_exactly_once_within_the_budget_and_ranks_step_together(seed, num_ranks):
+    lengths = draw_lengths(seed)
+    steps = partition(lengths, num_ranks=num_ranks, budget_tokens=BUDGET)
+    assert sorted(i for step in steps for part in step for i in part) == list(range(len(lengths)))
+    assert all(len(step) == num_ranks for step in steps)
+    assert all(load <= BUDGET for step in loads_of(steps, lengths) for load in step)
+
+
+@every_draw
+@every_size
+def test_ranks_have_like_work_in_every_micro_step_and_in_all(seed, num_ranks):
+    lengths = draw_lengths(seed)
+    loads = loads_of(partition(lengths, num_ranks=num_ranks, budget_tokens=BUDGET), lengths)
+    # Filled longest first into the emptiest, no two micro-batches differ by more than the longest document.
+    every = [load for step in loads for load in step]
+    assert max(every) - min(every) <= max(lengths)
+    totals = [sum(step[rank] for step in loads) for rank in range(num_ranks)]
+    assert max(totals) - min(totals) <= max(lengths)
+    # Those of one micro-step are neighbours in size.
+    assert sum(max(step) - min(step) for step in loads) <= max(every) - min(every)
+
+
+def test_many_short_documents_are_level_to_a_few_tokens():
+    lengths = [random.Random(1).randint(1, 30) for _ in range(500)]
+    (loads,) = loads_of(partition(lengths, num_ranks=4, budget_tokens=10_000), lengths)
+    assert max(loads) - min(loads) <= 30
+
+
+@every_draw
+@every_size
+def test_the_micro_steps_are_few(seed, num_ranks):
+    lengths = draw_lengths(seed)
+    steps = partition(lengths, num_ranks=num_ranks, budget_tokens=BUDGET)
+    fewest = -(-sum(lengths) // (num_ranks * BUDGET))
+    # Longest first is never worse than twice the tokens, rounded up.
+    assert fewest <= len(steps) <= max(1, 2 * fewest)
+
+
+@every_draw
+@pytest.mark.parametrize("max_documents", [1, 3])
+def test_a_micro_batch_holds_at_most_so_many_documents(seed, max_documents):
+    lengths = draw_lengths(seed)
+    steps = partition(lengths, num_ranks=2, budget_tokens=BUDGET, max_documents=max_documents)
+    assert sorted(i for step in steps for part in step for i in part) == list(range(len(lengths)))
+    assert all(len(part) <= max_documents for step in steps for part in step)
+    assert all(load <= BUDGET for step in loads_of(steps, lengths) for load in step)
+
+
+def test_one_document_at_a_time_needs_no_more_micro_steps_than_documents():
+    steps = partition([5, 6, 7, 8, 9], num_ranks=2, budget_tokens=BUDGET, max_documents=1)
+    assert [[len(part) for part in step] for step in steps] == [[1, 1], [1, 1], [1, 0]]
+
+
+def test_a_document_of_exactly_the_budget_fits_and_a_longer_one_is_an_error():
+    assert partition([BUDGET, 3], num_ranks=1, budget_tokens=BUDGET) == [[[0]], [[1]]]
+    with pytest.raises(ValueError, match="a document of 101 tokens does not fit into a micro-batch of 100"):
+        partition([3, BUDGET + 1], num_ranks=1, budget_tokens=BUDGET)
+
+
+def test_ranks_without_a_document_still_have_their_micro_step():
+    assert partition([7], num_ranks=4, budget_tokens=BUDGET) == [[[0], [], [], []]]
+
+
+def test_no_documents_need_no_micro_step():
+    assert partition([], num_ranks=2, budget_tokens=BUDGET) == []
+
+
+@every_draw
+def test_the_answer_depends_on_the_lengths_alone(seed):
+    lengths = draw_lengths(seed)
+    first = partition(lengths, num_ranks=3, budget_tokens=BUDGET)
+    assert partition(tuple(lengths), num_ranks=3, budget_tokens=BUDGET) == first
+    assert all(part == sorted(part) for step in first for part in step)

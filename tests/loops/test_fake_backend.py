@@ -66,8 +66,9 @@ def test_a_saved_state_comes_back_with_or_without_the_optimizer(tmp_path):
     whole.load_state(tmp_path, with_optimizer=True)
     weights.load_state(tmp_path, with_optimizer=False)
     assert step(whole) == step(weights) == step(backend)
-    assert step(whole) == step(backend)
-    assert step(weights) != step(backend)
+    with_momentum, without, expected = step(whole), step(weights), step(backend)
+    assert with_momentum == expected
+    assert without != expected
 
 
 def test_an_export_holds_the_weight(tmp_path):

@@ -181,7 +181,7 @@ def test_no_tokens_at_all_give_a_sum_of_zero_and_no_gradient():
     hidden, targets, none = torch.empty(0, HIDDEN), torch.empty(0, dtype=torch.int64), torch.empty(0)
     total, logprobs = weighted_logprob_sum(hidden, weight, None, targets, none, HeadOptions())
     total.backward()
-    assert float(total) == 0.0
+    assert total.item() == 0.0
     assert len(logprobs) == 0
     assert weight.grad is not None
     assert not weight.grad.any()

@@ -23,7 +23,7 @@ def loads_of(steps: Steps, lengths: list[int]) -> list[list[int]]:
     return [[sum(lengths[i] for i in part) for part in step] for step in steps]
 
 
-every_draw = pytest.mark.parametrize("seed", range(40))
+every_draw = pytest.mark.parametrize("seed", range(12))
 every_size = pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
 
 
@@ -52,9 +52,10 @@ def test_ranks_have_like_work_in_every_micro_step_and_in_all(seed, num_ranks):
 
 
 def test_many_short_documents_are_level_to_a_few_tokens():
-    lengths = [random.Random(1).randint(1, 30) for _ in range(500)]
+    draw = random.Random(1)
+    lengths = [draw.randint(1, 30) for _ in range(500)]
     (loads,) = loads_of(partition(lengths, num_ranks=4, budget_tokens=10_000), lengths)
-    assert max(loads) - min(loads) <= 30
+    assert max(loads) - min(loads) <= 1
 
 
 @every_draw

@@ -1,0 +1,149 @@
+"""A global batch becomes packed tensors: every weighted token is asked for once, at the place that predicts it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep.backend.batching import Document, MicroBatch, documents_of, share_of, to_micro_batch
+from lockstep.types import Completion, Datum, LossSpec
+
+GAPS = Datum([10, 11, 12], [Completion([20, 21, 22, 23], [0.0, 1.0, 0.0, 0.5])], "a:1")
+PAIR = Datum([30], [Completion([40, 41], [1.0, 1.0]), Completion([50, 51, 52], [2.0, 0.0, 1.0])], "a:2")
+NOTHING = Datum([60, 61], [Completion([62], [0.0])], "a:3")
+BATCH = [GAPS, PAIR, NOTHING]
+
+
+def pack(documents: tuple[Document, ...], batch: list[Datum], scale: float = 1.0, multiple_of: int = 1) -> MicroBatch:
+    loss = LossSpec(scale=scale, options={"beta": 0.1})
+    return to_micro_batch(documents, batch, loss, torch.device("cpu"), torch.float64, multiple_of)
+
+
+def test_a_completion_is_a_document_with_its_prompt_in_front():
+    documents = documents_of(BATCH)
+    assert [(d.datum, d.completion, d.tokens.tolist()) for d in documents] == [
+        (0, 0, [10, 11, 12, 20, 21, 22, 23]),
+        (1, 0, [30, 40, 41]),
+        (1, 1, [30, 50, 51, 52]),
+        (2, 0, [60, 61, 62]),
+    ]
+
+
+def test_the_place_before_each_weighted_token_is_asked_and_no_other():
+    documents = documents_of(BATCH)
+    assert [d.asked.tolist() for d in documents] == [[3, 5], [0, 1], [0, 2], []]
+    assert [d.weights.tolist() for d in documents] == [[1.0, 0.5], [1.0, 1.0], [2.0, 1.0], []]
+    assert [d.tokens[d.asked + 1].tolist() for d in documents] == [[21, 23], [40, 41], [50, 52], []]
+    # The first token of a completion is predicted by the last of its prompt, also if it alone has a weight.
+    (first,) = documents_of([Datum([7, 8], [Completion([9, 9], [1.0, 0.0])])])
+    assert first.asked.tolist() == [1]
+
+
+def test_offsets_number_the_asked_tokens_of_the_global_batch():
+    assert [d.offset for d in documents_of(BATCH)] == [0, 2, 4, 6]
+
+
+def test_numpy_arrays_and_lists_give_the_same_documents():
+    arrays = Datum(np.array([10, 11, 12]), [Completion(np.array([20, 21]), np.array([0.0, 1.0], np.float32))])
+    lists = Datum([10, 11, 12], [Completion([20, 21], [0.0, 1.0])])
+    (one,), (other,) = documents_of([arrays]), documents_of([lists])
+    assert one.tokens.tolist() == other.tokens.tolist()
+    assert one.asked.tolist() == other.asked.tolist()
+    assert one.weights.dtype == other.weights.dtype == np.float64
+
+
+def test_documents_are_laid_end_to_end_and_positions_start_again():
+    documents = tuple(documents_of(BATCH))
+    found = pack(documents, BATCH, scale=0.25)
+    packed = found.packed
+    assert packed.tokens.tolist() == [10, 11, 12, 20, 21, 22, 23, 30, 40, 41, 30, 50, 51, 52, 60, 61, 62]
+    assert packed.positions.tolist() == [*range(7), *range(3), *range(4), *range(3)]
+    assert packed.lengths == (7, 3, 4, 3)
+    assert packed.asked.tolist() == [3, 5, 7, 8, 10, 12]
+    assert packed.targets.tolist() == [21, 23, 40, 41, 50, 52]
+    assert packed.targets.tolist() == packed.tokens[packed.asked + 1].tolist()
+    assert found.inputs.weights.tolist() == [0.25, 0.125, 0.25, 0.25, 0.5, 0.25]
+    assert found.inputs.options == {"beta": 0.1}
+    assert found.num_tokens == 17
+    assert packed.tokens.dtype == packed.positions.dtype == packed.asked.dtype == packed.targets.dtype == torch.int64
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 7])
+@pytest.mark.parametrize("budget", [7, 10, 100])
+def test_the_shares_of_all_ranks_are_the_batch(num_ranks, budget):
+    documents = documents_of(BATCH)
+    shares = [share_of(documents, rank=r, num_ranks=num_ranks, budget_tokens=budget) for r in range(num_ranks)]
+    found = [d for share in shares for part in share.micro_batches for d in part]
+    assert sorted((d.datum, d.completion) for d in found) == [(0, 0), (1, 0), (1, 1), (2, 0)]
+    assert len({len(share.micro_batches) for share in shares}) == 1
+    assert all(sum(len(d.tokens) for d in part) <= budget for share in shares for part in share.micro_batches)
+    loads = [sum(len(d.tokens) for part in share.micro_batches for d in part) for share in shares]
+    for share in shares:
+        assert (share.num_tokens, share.num_asked, share.longest_share_tokens) == (17, 6, max(loads))
+
+
+def test_a_share_can_be_limited_to_one_document_at_a_time():
+    share = share_of(documents_of(BATCH), rank=0, num_ranks=1, budget_tokens=100, max_documents=1)
+    assert [len(part) for part in share.micro_batches] == [1, 1, 1, 1]
+
+
+def test_an_empty_batch_has_an_empty_share():
+    share = share_of([], rank=1, num_ranks=2, budget_tokens=100)
+    assert share.micro_batches == ()
+    assert (share.num_tokens, share.num_asked, share.longest_share_tokens) == (0, 0, 0)
+
+
+def test_an_empty_micro_batch_runs_the_same_passes_with_a_weight_of_zero():
+    batch = [Datum([1], [Completion([2], [1.0], {"advantages": [3.0]})])]
+    share = share_of(documents_of(batch), rank=1, num_ranks=2, budget_tokens=100)
+    assert share.micro_batches == ((),)
+    found = pack((), batch)
+    assert found.packed.lengths == (2,)
+    assert found.packed.asked.tolist() == [0]
+    assert found.inputs.weights.tolist() == [0.0]
+    assert found.inputs.values["advantages"].tolist() == [0.0]
+    assert [d.datum for d in found.documents] == [-1]
+
+
+@pytest.mark.parametrize("multiple_of", [1, 4, 8, 128])
+def test_filling_reaches_a_multiple_and_nothing_of_it_is_asked(multiple_of):
+    documents = tuple(documents_of(BATCH))
+    plain, filled = pack(documents, BATCH), pack(documents, BATCH, multiple_of=multiple_of)
+    num_filling = -17 % multiple_of
+    assert len(filled.packed.tokens) == sum(filled.packed.lengths) == 17 + num_filling
+    assert filled.packed.lengths == (*plain.packed.lengths, *([num_filling] if num_filling else []))
+    assert filled.packed.tokens[:17].tolist() == plain.packed.tokens.tolist()
+    assert filled.packed.positions[17:].tolist() == list(range(num_filling))
+    assert filled.packed.asked.tolist() == plain.packed.asked.tolist()
+    assert filled.packed.targets.tolist() == plain.packed.targets.tolist()
+    assert filled.inputs.weights.tolist() == plain.inputs.weights.tolist()
+    assert filled.num_tokens == 17
+
+
+def test_the_filling_of_a_single_document_is_its_tail():
+    filled = pack(tuple(documents_of([GAPS])), [GAPS], multiple_of=4)
+    assert filled.packed.lengths == (8,)
+    assert filled.packed.positions.tolist() == list(range(8))
+    assert filled.packed.asked.tolist() == [3, 5]
+
+
+def test_side_values_follow_the_weighted_tokens_of_their_completion():
+    values = {"advantages": [1.0, 2.0, 3.0, 4.0], "behaviour": [5.0, 6.0, 7.0, 8.0]}
+    first = Datum([1, 2], [Completion([3, 4, 5, 6], [0.0, 1.0, 0.0, 1.0], values)])
+    halves = {"advantages": [0.5], "behaviour": [0.25]}
+    second = Datum([1], [Completion([2], [1.0], halves), Completion([3], [1.0], halves)])
+    batch = [first, second]
+    documents = documents_of(batch)
+    found = pack((documents[2], documents[0]), batch)  # in the order of the micro-batch
+    assert found.packed.targets.tolist() == [3, 4, 6]
+    assert {k: v.tolist() for k, v in found.inputs.values.items()} == {
+        "advantages": [0.5, 2.0, 4.0],
+        "behaviour": [0.25, 6.0, 8.0],
+    }
+
+
+def test_a_row_that_lacks_a_side_value_of_the_others_is_named():
+    batch = [Datum([1], [Completion([2], [1.0], {"advantages": [1.0]})], "a:1"), Datum([1], PAIR.completions, "a:2")]
+    with pytest.raises(ValueError, match=r"a:2 has no 'advantages', which other rows of the batch have"):
+        pack(tuple(documents_of(batch)), batch)

@@ -1,0 +1,174 @@
+"""Models from folders: precision that this machine can compute in, sources that are refused, and empty skeletons."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from equivalence.plain import FAMILIES, make_model
+from torch import nn
+
+from lockstep.config import ConfigError, LoraConfig, ModelConfig
+from lockstep.model import load
+from lockstep.model.load import build_model, check_model_source, choose_precision, load_causal_lm, load_hf_config
+
+CPU = torch.device("cpu")
+
+# --- precision ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def probe_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Let a shell script answer in the place of the Python process that times bf16."""
+
+    def install(script: str, *, claims: bool = True) -> Path:
+        program = tmp_path / "probe.sh"
+        program.write_text(f"#!/bin/sh\ntouch {tmp_path}/asked\n{script}\n")
+        program.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(program))
+        monkeypatch.setattr(load, "_cpu_claims_bf16", lambda: claims)
+        return tmp_path / "asked"
+
+    return install
+
+
+@pytest.mark.parametrize("wanted", ["bf16", "fp32", "fp64"])
+def test_a_precision_that_was_asked_for_is_taken_without_looking(wanted, probe_with):
+    asked = probe_with("echo True")
+    assert choose_precision(wanted, CPU) == wanted
+    assert not asked.exists()
+
+
+def test_auto_looks_at_this_machine_and_lives():
+    assert choose_precision("auto", CPU) in ("fp32", "bf16")
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("echo True", "bf16"),
+        ("echo False", "fp32"),
+        ("kill -ILL $$", "fp32"),  # a virtual machine that shows AMX and forbids it
+        ("echo True; kill -SEGV $$", "fp32"),
+        ("echo True; exit 3", "fp32"),
+        ("exit 0", "fp32"),
+    ],
+)
+def test_auto_is_bf16_only_if_another_process_computed_faster_in_it_and_lived(script, expected, probe_with):
+    asked = probe_with(script)
+    assert choose_precision("auto", CPU) == expected
+    assert asked.exists()
+
+
+def test_a_probe_that_does_not_end_means_fp32(probe_with, monkeypatch):
+    probe_with("sleep 60")
+    honest = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda *a, **options: honest(*a, **{**options, "timeout": 0.1}))
+    assert choose_precision("auto", CPU) == "fp32"
+
+
+def test_a_cpu_that_does_not_claim_bf16_is_not_probed(probe_with):
+    asked = probe_with("echo True", claims=False)
+    assert choose_precision("auto", CPU) == "fp32"
+    assert not asked.exists()
+
+
+@pytest.mark.parametrize(("supported", "expected"), [(True, "bf16"), (False, "fp32")])
+def test_on_cuda_auto_asks_the_device_and_does_not_count_emulation(supported, expected, monkeypatch):
+    def answer(including_emulation: bool = True) -> bool:
+        return supported or including_emulation
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", answer)
+    assert choose_precision("auto", torch.device("cuda")) == expected
+
+
+# --- sources --------------------------------------------------------------------------------------------------------
+
+
+def write_folder(folder: Path, *names: str) -> Path:
+    folder.mkdir()
+    for name in names:
+        (folder / name).write_text("{}")
+    return folder
+
+
+def test_a_source_that_cannot_be_a_model_is_refused_in_one_sentence(tmp_path):
+    (tmp_path / "model.zip").write_text("")
+    bad = {
+        tmp_path / "nowhere": "does not exist",
+        tmp_path / "model.zip": "is a file: give a model folder, a .gguf file or a Hub id",
+        write_folder(tmp_path / "empty"): "is not a model folder: it has no config.json",
+        write_folder(tmp_path / "bare", "config.json"): "has no weights (*.safetensors)",
+        write_folder(tmp_path / "pickled", "config.json", "pytorch_model.bin"): (
+            "has only pickled weights (*.bin), which are not loaded: convert them to safetensors"
+        ),
+    }
+    for path, why in bad.items():
+        with pytest.raises(ConfigError) as caught:
+            check_model_source(ModelConfig(path=str(path)))
+        assert str(caught.value) == f"model.path {path} {why}"
+
+
+def test_folders_with_safetensors_gguf_files_and_hub_names_are_let_through(tmp_path):
+    (tmp_path / "model.gguf").write_text("")
+    folder = write_folder(tmp_path / "good", "config.json", "model-00001-of-00002.safetensors", "old.bin")
+    for path in (tmp_path / "model.gguf", folder, "someone/some-model"):
+        check_model_source(ModelConfig(path=str(path)))
+
+
+# --- skeletons ------------------------------------------------------------------------------------------------------
+
+
+def layout_of(model: nn.Module) -> dict[str, Any]:
+    named = dict(model.named_parameters(remove_duplicate=False))
+    ties = defaultdict(set)
+    for name, parameter in named.items():
+        ties[id(parameter)].add(name)
+    return {
+        "parameters": {name: (tuple(p.shape), p.dtype, p.requires_grad) for name, p in named.items()},
+        "buffers": {name: (tuple(b.shape), b.dtype) for name, b in model.named_buffers()},
+        "ties": {frozenset(names) for names in ties.values() if len(names) > 1},
+        "order": [name for name, _ in model.named_parameters()],
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_a_model_without_weights_has_the_names_shapes_and_ties_of_one_with(family, lora, tmp_path):
+    make_model(family, lora=False).save_pretrained(tmp_path)
+    config = ModelConfig(path=str(tmp_path))
+    adapters = LoraConfig(rank=2) if lora else None
+    full = build_model(config, adapters, "fp32", with_weights=True)
+    skeleton = build_model(config, adapters, "fp32", with_weights=False)
+    assert layout_of(skeleton) == layout_of(full)
+    tied = load_hf_config(config).tie_word_embeddings
+    assert bool(layout_of(skeleton)["ties"]) == tied
+
+
+@pytest.mark.parametrize(
+    ("precision", "lora", "trained", "frozen"),
+    [
+        ("bf16", False, torch.float32, None),
+        ("fp32", False, torch.float32, None),
+        ("fp64", False, torch.float64, None),
+        ("bf16", True, torch.float32, torch.bfloat16),
+        ("fp32", True, torch.float32, torch.float32),
+    ],
+)
+def test_what_is_trained_is_never_narrower_than_float32(precision, lora, trained, frozen, tiny_model):
+    adapters = LoraConfig(rank=2) if lora else None
+    model = build_model(ModelConfig(path=str(tiny_model)), adapters, precision, with_weights=True)
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {trained}
+    assert {p.dtype for p in model.parameters() if not p.requires_grad} == ({frozen} if frozen else set())
+
+
+def test_weights_are_those_of_the_folder(tiny_model):
+    loaded = load_causal_lm(ModelConfig(path=str(tiny_model)), torch.float32)
+    for name, tensor in tiny.build_model().state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name

@@ -105,6 +105,7 @@ def to_micro_batch(
     starts = np.cumsum([0, *lengths])
     tokens = np.concatenate([*(d.tokens for d in documents), np.zeros(filling, dtype=np.int64)])
     positions = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
+    positions[len(positions) - filling :] = 0  # never past the places that a model knows
     asked = np.concatenate([d.asked + start for d, start in zip(documents, starts, strict=False)])
     targets = np.concatenate([d.tokens[d.asked + 1] for d in documents])
     weights = np.concatenate([d.weights for d in documents]) * loss.scale

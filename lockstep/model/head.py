@@ -52,9 +52,11 @@ def target_logprobs(
 ) -> Tensor:
     """[N, H] hidden, [V, H] weight, [N] targets -> [N] float log-probs, differentiable."""
     if not torch.is_grad_enabled():
-        chunks = _chunks(len(targets), options.chunk_tokens)
-        logits = (torch.nn.functional.linear(hidden[c], weight, bias) for c in chunks)
-        return torch.cat([_logprobs(x, targets[c], options.transform) for x, c in zip(logits, chunks, strict=True)])
+        logprobs = hidden.new_empty(targets.shape, dtype=_accumulation_dtype(hidden.dtype))
+        for rows in _chunks(len(targets), options.chunk_tokens):
+            logits = torch.nn.functional.linear(hidden[rows], weight, bias)
+            logprobs[rows] = _logprobs(logits, targets[rows], options.transform)
+        return logprobs
     return _TargetLogprobs.apply(hidden, weight, bias, targets, options)
 
 

@@ -19,6 +19,7 @@ def add_lora(model: nn.Module, config: LoraConfig) -> Any:
     import peft
 
     targets = _linear_names(model) if config.targets == "all-linear" else list(config.targets)
+    _refuse_unmatched(model, targets)
     settings = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=config.rank,
@@ -27,15 +28,17 @@ def add_lora(model: nn.Module, config: LoraConfig) -> Any:
         target_modules=targets,
         use_dora=config.dora,
     )
-    try:
-        return peft.get_peft_model(model, settings, autocast_adapter_dtype=True)
-    except ValueError as error:
-        if "not found in the base model" not in str(error):
-            raise
-        raise ValueError(
-            f"lora.targets {targets} match no module of {type(causal_lm(model)).__name__}; "
-            f"its linear layers are {', '.join(_linear_names(model))}"
-        ) from error
+    return peft.get_peft_model(model, settings, autocast_adapter_dtype=True)
+
+
+def _refuse_unmatched(model: nn.Module, targets: list[str]) -> None:
+    names = [name for name, _ in model.named_modules()]
+    for target in targets:
+        if not any(name == target or name.endswith(f".{target}") for name in names):
+            raise ValueError(
+                f"lora.targets {target!r} matches no module of {type(causal_lm(model)).__name__}; "
+                f"its linear layers are {', '.join(_linear_names(model))}"
+            )
 
 
 def speed_up_eager(model: nn.Module) -> None:

@@ -39,8 +39,8 @@ class Policy(nn.Module):
         head = causal.get_output_embeddings()
         if not isinstance(head, nn.Linear):
             raise ValueError(
-                f"the output head of {type(causal).__name__} is {type(head).__name__}, not a linear layer: "
-                "take it out of lora.targets, or use a causal language model"
+                f"the output head of {type(causal).__name__} is a {type(head).__module__}.{type(head).__name__}, "
+                "not a plain linear layer: take it out of lora.targets, or use a causal language model"
             )
         self.head_options = HeadOptions(logit_transform(causal), chunk_tokens)
         self.packs = bool(getattr(causal, "_supports_attention_backend", False))

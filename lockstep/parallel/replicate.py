@@ -43,26 +43,25 @@ class NarrowCopies:
     def __init__(self, module: nn.Module, units: Sequence[nn.Module], dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._units: list[dict[nn.Parameter, list[_Place]]] = []
-        seen: set[nn.Parameter] = set()
+        # A tied parameter hangs at several places, perhaps in several units, and is cast once.
+        places: dict[nn.Parameter, list[_Place]] = {}
+        for parameter, place in _places_of_parameters(module):
+            if parameter.requires_grad and parameter.dtype != dtype:
+                places.setdefault(parameter, []).append(place)
         for unit in (*units, module):
-            places: dict[nn.Parameter, list[_Place]] = {}
-            for parameter, place in _places_of_parameters(unit):
-                # A tied parameter hangs at several places and is cast once.
-                if parameter.requires_grad and parameter.dtype != dtype and parameter not in seen:
-                    places.setdefault(parameter, []).append(place)
-            seen.update(places)
-            if places:
-                self._units.append(places)
+            mine = {parameter: places.pop(parameter) for parameter in unit.parameters() if parameter in places}
+            if mine:
+                self._units.append(mine)
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Until backward is done, because recomputation reads parameters too."""
-        for places in self._units:
-            copies = _Narrowed.apply(self._dtype, *places)
-            for copy, homes in zip(copies, places.values(), strict=True):
-                for registry, name in homes:
-                    registry[name] = copy
         try:
+            for places in self._units:
+                copies = _Narrowed.apply(self._dtype, *places)
+                for copy, homes in zip(copies, places.values(), strict=True):
+                    for registry, name in homes:
+                        registry[name] = copy
             yield
         finally:
             for places in self._units:
@@ -75,15 +74,18 @@ class _Narrowed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, *wide: Tensor) -> tuple[Tensor, ...]:
         ctx.wide_dtype = wide[0].dtype
+        ctx.set_materialize_grads(False)  # a parameter that was not used has no gradient, not a gradient of zeros
         narrow = [torch.empty(w.shape, dtype=dtype, device=w.device) for w in wide]
         torch._foreach_copy_(narrow, list(wide))
         return tuple(narrow)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        wide = [torch.empty(g.shape, dtype=ctx.wide_dtype, device=g.device) for g in gradients]
-        torch._foreach_copy_(wide, list(gradients))
-        return (None, *wide)
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        narrow = [g for g in gradients if g is not None]
+        wide = [torch.empty(g.shape, dtype=ctx.wide_dtype, device=g.device) for g in narrow]
+        torch._foreach_copy_(wide, narrow)
+        rest = iter(wide)
+        return (None, *(None if g is None else next(rest) for g in gradients))
 
 
 _Place = tuple[dict[str, Any], str]

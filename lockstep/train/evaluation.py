@@ -18,6 +18,8 @@ def mean_loss(backend: TrainingBackend, data: Sequence[Datum]) -> float:
             for completion, row in zip(datum.completions, logprobs, strict=True):
                 total -= sum(float(w) * lp for w, lp in zip(completion.weights, row, strict=True))
             weight += datum.total_weight
+    if weight == 0:
+        raise ValueError(f"nothing to measure in {len(data)} validation rows: their weights add up to zero")
     return total / weight
 
 

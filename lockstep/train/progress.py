@@ -67,7 +67,10 @@ class Checkpoints:
             return
         self.wait()
         self._last_step = progress.step
-        written = self._backend.save_state(self._run.begin_checkpoint(progress.step))
+        try:
+            written = self._backend.save_state(self._run.begin_checkpoint(progress.step))
+        except Exception as error:
+            raise self._abandon(error) from error
         extra = {"progress": asdict(progress), "data_digest": self._data_digest}
         score = progress.validation_loss if progress.validation_step == progress.step else None
         self._pending = self._committer.submit(self._finish, written, progress.step, extra, score)
@@ -85,17 +88,20 @@ class Checkpoints:
             return
         try:
             pending.result(timeout=self._timeout_s)
-        except TimeoutError as error:
+        except Exception as error:
+            if pending.done():
+                raise self._abandon(error) from error
             raise CheckpointError(
                 f"the checkpoint of step {self._last_step} was not written within {self._timeout_s:.0f} s"
             ) from error
-        except Exception as error:
-            if self._last_step is not None:
-                self._run.abandon_checkpoint(self._last_step)
-            raise CheckpointError(
-                f"the checkpoint of step {self._last_step} could not be written: {_root_cause(error)}; "
-                + self._run.describe_last_checkpoint()
-            ) from error
+
+    def _abandon(self, error: Exception) -> CheckpointError:
+        assert self._last_step is not None
+        self._run.abandon_checkpoint(self._last_step)
+        return CheckpointError(
+            f"the checkpoint of step {self._last_step} could not be written: {_root_cause(error)}; "
+            + self._run.describe_last_checkpoint()
+        )
 
     def close(self) -> None:
         self._committer.shutdown(wait=False)

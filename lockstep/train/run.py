@@ -57,7 +57,11 @@ def run(run_dir: Path) -> None:
         timeout_s=config.launch.timeout_s,
         last_step=progress.step or None,
     )
-    progress = sft.train(config, backend, data.train, data.validation, run, checkpoints, progress)
+    try:
+        progress = sft.train(config, backend, data.train, data.validation, run, checkpoints, progress)
+    except sft.Diverged:
+        checkpoints.wait()  # one that is being written was made before, and is sound
+        raise
     exported = export(config, backend, run)
     checkpoints.close()
     backend.close()

@@ -69,7 +69,7 @@ def train(
         if evaluates or saves:
             book.restart_clock()
 
-    if progress.step < total:
+    if progress.step < total and book.num_settled:
         run.log_event("early_stop", step=progress.step, best_step=progress.best_step)
     speed = {"tokens_per_s": book.mean_tokens_per_s} if book.mean_tokens_per_s else {}
     run.write_status(step=progress.step, loss=progress.loss, tokens=progress.tokens, **speed)
@@ -90,6 +90,7 @@ class StepBook:
         self._open: tuple[Sequence[Datum], LossResult, OptimResult, dict[str, float]] | None = None
         self._settled_at = time.perf_counter()
         self._tokens, self._seconds = 0, 0.0
+        self.num_settled = 0
 
     def note(self, batch: Sequence[Datum], result: LossResult, optim: OptimResult, learning_rate: float) -> None:
         facts = {
@@ -111,6 +112,7 @@ class StepBook:
         elapsed = time.perf_counter() - self._settled_at
         self._settled_at = time.perf_counter()
         self._tokens, self._seconds = self._tokens + result.num_tokens, self._seconds + elapsed
+        self.num_settled += 1
         self._progress.loss = result.loss
         last = step == self._num_steps
         if last or step % self._config.logging.every_steps == 0:
@@ -153,7 +155,10 @@ def optim_step(config: RunConfig, learning_rate: float) -> OptimStep:
 
 
 def total_weight(batch: Sequence[Datum]) -> float:
-    return sum(datum.total_weight for datum in batch)
+    weight = sum(datum.total_weight for datum in batch)
+    if weight == 0:
+        raise ValueError(f"nothing to learn in a batch of {len(batch)} rows: their weights add up to zero")
+    return weight
 
 
 def stop_if_not_finite(batch: Sequence[Datum], result: LossResult, optim: OptimResult, step: int) -> None:
@@ -162,7 +167,7 @@ def stop_if_not_finite(batch: Sequence[Datum], result: LossResult, optim: OptimR
         return
     what = f"the loss is {result.loss}" if not math.isfinite(result.loss) else f"the gradient norm is {optim.grad_norm}"
     names = result.nonfinite_origins or [datum.origin for datum in batch if datum.origin]
-    rows = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    rows = (", ".join(names[:5]) or "without a name") + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     raise Diverged(
         f"{what} at step {step}, in rows {rows}: lower optim.learning_rate, look at those rows, "
         "or continue from the last checkpoint with --resume"

@@ -114,7 +114,7 @@ def test_filling_reaches_a_multiple_and_nothing_of_it_is_asked(multiple_of):
     assert len(filled.packed.tokens) == sum(filled.packed.lengths) == 17 + num_filling
     assert filled.packed.lengths == (*plain.packed.lengths, *([num_filling] if num_filling else []))
     assert filled.packed.tokens[:17].tolist() == plain.packed.tokens.tolist()
-    assert filled.packed.positions[17:].tolist() == list(range(num_filling))
+    assert filled.packed.positions[17:].tolist() == [0] * num_filling
     assert filled.packed.asked.tolist() == plain.packed.asked.tolist()
     assert filled.packed.targets.tolist() == plain.packed.targets.tolist()
     assert filled.inputs.weights.tolist() == plain.inputs.weights.tolist()
@@ -122,9 +122,11 @@ def test_filling_reaches_a_multiple_and_nothing_of_it_is_asked(multiple_of):
 
 
 def test_the_filling_of_a_single_document_is_its_tail():
-    filled = pack(tuple(documents_of([GAPS])), [GAPS], multiple_of=4)
+    (document,) = documents_of([GAPS])
+    filled = pack((document,), [GAPS], multiple_of=4)
     assert filled.packed.lengths == (8,)
-    assert filled.packed.positions.tolist() == list(range(8))
+    num_filling = 8 - len(document.tokens)
+    assert filled.packed.positions.tolist() == [*range(8 - num_filling), *([0] * num_filling)]
     assert filled.packed.asked.tolist() == [3, 5]
 
 

@@ -261,3 +261,10 @@ def test_chunks_are_of_nearly_equal_size_and_cover_every_row_once(rows, chunk):
     assert max(sizes) <= chunk
     assert max(sizes) - min(sizes) <= 1
     assert len(parts) == -(-rows // chunk)
+
+
+def test_nothing_asked_is_no_log_probs() -> None:
+    hidden, weight = torch.zeros(0, HIDDEN), torch.randn(VOCABULARY, HIDDEN)
+    with torch.no_grad():
+        found = target_logprobs(hidden, weight, None, torch.zeros(0, dtype=torch.long), HeadOptions())
+    assert found.shape == (0,)

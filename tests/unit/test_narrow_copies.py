@@ -175,3 +175,22 @@ def test_without_gradients_the_narrow_copies_compute_too():
     narrow.head.weight = narrow.embedding.weight
     assert found == narrow(TOKENS)
     assert not found.requires_grad
+
+
+def test_a_parameter_tied_across_units_is_narrow_at_every_place() -> None:
+    first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    second.weight = first.weight
+    module = nn.ModuleList([first, second])
+    with NarrowCopies(module, [first, second], torch.bfloat16).in_place():
+        assert first.weight is second.weight
+        assert second.weight.dtype == torch.bfloat16
+    assert isinstance(second.weight, nn.Parameter)
+
+
+def test_a_parameter_that_was_not_used_has_no_gradient() -> None:
+    used, unused = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    module = nn.ModuleList([used, unused])
+    with NarrowCopies(module, [], torch.bfloat16).in_place():
+        used.weight.sum().backward()
+    assert used.weight.grad is not None
+    assert unused.weight.grad is None

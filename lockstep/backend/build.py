@@ -58,6 +58,18 @@ def build_policy(
     return policy.train(), callable_module
 
 
+def settle_dtypes(model: nn.Module, compute: torch.dtype) -> None:
+    """What is trained is held in float32 or wider, what is frozen in the dtype of the computation. In place.
+
+    A model that its owner loaded in bf16 would otherwise be stepped in bf16, where small updates vanish.
+    """
+    wide = torch.promote_types(compute, torch.float32)
+    for parameter in model.parameters():
+        wanted = wide if parameter.requires_grad else compute
+        if parameter.is_floating_point() and parameter.dtype != wanted:
+            parameter.data = parameter.data.to(wanted)
+
+
 def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     return functools.partial(checkpoint, forward, use_reentrant=False)
 

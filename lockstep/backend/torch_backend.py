@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.algorithms.losses import LOSSES
 from lockstep.backend import state
 from lockstep.backend.batching import Document, MicroBatch, Share, documents_of, share_of, to_micro_batch
-from lockstep.backend.build import build_policy
+from lockstep.backend.build import build_policy, settle_dtypes
 from lockstep.backend.probe import check_policy
 from lockstep.config import ParallelConfig
 from lockstep.model.export import save_weights
@@ -56,6 +56,7 @@ class TorchBackend:
         self.micro_batch_tokens = micro_batch_tokens
         self.precision = agree_on_precision(precision, self.group)
         compute_dtype = _narrow_dtype(self.precision)
+        settle_dtypes(model, DTYPES[self.precision])
         self.policy, self._module = build_policy(
             model,
             self.group,
@@ -189,10 +190,12 @@ class TorchBackend:
     @contextlib.contextmanager
     def _evaluation(self) -> Any:
         self.policy.eval()
-        with torch.no_grad(), self._narrowed():
-            yield
-        reshard(self.policy)
-        self.policy.train()
+        try:
+            with torch.no_grad(), self._narrowed():
+                yield
+        finally:
+            reshard(self.policy)
+            self.policy.train()
 
     def _nonfinite_origins(self, suspects: list[tuple[MicroBatch, Tensor]], batch: Sequence[Datum]) -> tuple[str, ...]:
         """Rows whose own log-probs are not finite, over all ranks. All ranks (they all saw the same loss)."""

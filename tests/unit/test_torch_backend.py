@@ -1,0 +1,50 @@
+"""TorchBackend around a model that its user built, in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from equivalence.plain import make_batch, make_model
+
+from lockstep import LossSpec, OptimStep, TorchBackend
+
+
+def test_a_model_loaded_in_bf16_is_trained_in_float32() -> None:
+    model = make_model("llama", lora=False).to(torch.bfloat16)
+    backend = TorchBackend(model, precision="fp32", device="cpu")
+    assert {p.dtype for p in backend.parameters().values()} == {torch.float32}
+    before = {name: p.detach().clone() for name, p in backend.parameters().items()}
+    backend.forward_backward(make_batch(), LossSpec(scale=1e-2))
+    assert backend.optim_step(OptimStep(learning_rate=1e-6)).applied
+    assert all(not torch.equal(p, before[name]) for name, p in backend.parameters().items())
+
+
+def test_what_is_frozen_is_held_in_the_dtype_of_the_computation() -> None:
+    backend = TorchBackend(make_model("qwen3", lora=True).to(torch.bfloat16), precision="fp64", device="cpu")
+    assert {p.dtype for p in backend.policy.parameters()} == {torch.float64}
+
+
+def test_gradients_of_several_batches_add_up_until_the_step() -> None:
+    first, second = make_batch(0), make_batch(1)
+    norms = []
+    for parts in ([first, second], [[*first, *second]]):
+        backend = TorchBackend(make_model("llama", lora=False), precision="fp64", device="cpu")
+        for part in parts:
+            backend.forward_backward(part, LossSpec(scale=1e-2))
+        norms.append(backend.optim_step(OptimStep(learning_rate=1e-3)).grad_norm)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-12)
+
+
+def test_an_error_inside_an_evaluation_leaves_the_model_in_training_mode() -> None:
+    backend = TorchBackend(make_model("llama", lora=False), precision="fp64", device="cpu", micro_batch_tokens=64)
+    batch = make_batch()
+    backend.policy.forward = lambda *_: 1 / 0  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError):
+        backend.forward(batch)
+    assert backend.policy.training
+
+
+def test_an_unknown_loss_and_a_batch_without_weights_are_refused() -> None:
+    backend = TorchBackend(make_model("llama", lora=False), precision="fp64", device="cpu")
+    with pytest.raises(ValueError, match="unknown loss 'nonsense': known are cross_entropy"):
+        backend.forward_backward(make_batch(), LossSpec("nonsense"))

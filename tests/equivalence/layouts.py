@@ -41,6 +41,20 @@ def run_cell(cell: Cell, group: Group) -> dict[str, Any]:
     return found
 
 
+def run_small_batch(parallel: ParallelConfig, out: Path) -> None:
+    """One row for several ranks, as at the end of an epoch: those without a row run along and add nothing."""
+    torch.set_num_threads(1)
+    group = join_group("cpu", parallel, timeout_s=60)
+    backend = TorchBackend(make_model("qwen3", lora=False), micro_batch_tokens=64, precision="fp64", group=group)
+    batch = make_batch(2, rows=1)
+    logprobs = backend.forward(batch)
+    result = backend.forward_backward(batch, LossSpec(scale=scale_of(batch)))
+    gradients = {name: _whole(p.grad) for name, p in backend.parameters().items()}
+    if group.rank == 0:
+        torch.save({"loss": result.loss, "logprobs": logprobs, "gradients": gradients}, out)
+    group.leave()
+
+
 def run_cells(cells: Sequence[Cell], parallel: ParallelConfig, out: Path) -> None:
     """The body of each process: all cells of one layout; rank 0 writes what it found."""
     torch.set_num_threads(1)

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from equivalence.layouts import BUDGETS, Cell, batches, run_cell, run_cells, spawn
-from equivalence.plain import FAMILIES, plain_run
+from equivalence.layouts import BUDGETS, Cell, batches, run_cell, run_cells, run_small_batch, spawn
+from equivalence.plain import FAMILIES, make_batch, plain_run
 
 from lockstep.config import ParallelConfig
 from lockstep.parallel.group import Group
+from lockstep.types import Datum
 
 LAYOUTS = {
     "one": (1, ParallelConfig()),
@@ -48,7 +49,13 @@ def assert_same_step(found: dict[str, Any], expected: dict[str, Any], tolerance:
         for name, tensor in expected[kind].items():
             difference = float((found[kind][name] - tensor).abs().max())
             assert difference <= tolerance * max(1.0, float(tensor.abs().max())), f"{kind} of {name}: {difference:.3g}"
-    for datum, row, plain in zip(batches()[0], found["logprobs"], expected["logprobs"], strict=True):
+    assert_same_logprobs(found, expected, batches()[0], tolerance)
+
+
+def assert_same_logprobs(
+    found: dict[str, Any], expected: dict[str, Any], batch: list[Datum], tolerance: float = TOLERANCE
+) -> None:
+    for datum, row, plain in zip(batch, found["logprobs"], expected["logprobs"], strict=True):
         for completion, ours, theirs in zip(datum.completions, row, plain, strict=True):
             wanted = [p if w else 0.0 for p, w in zip(theirs, completion.weights, strict=True)]
             assert ours == pytest.approx(wanted, rel=tolerance)
@@ -58,6 +65,19 @@ def assert_same_step(found: dict[str, Any], expected: dict[str, Any], tolerance:
 @pytest.mark.parametrize("cell", CELLS, ids=lambda c: f"{c[0]}-{'lora' if c[1] else 'full'}-{c[2]}")
 def test_a_layout_makes_the_same_step(found: dict[Cell, dict[str, Any]], cell: Cell) -> None:
     assert_same_step(found[cell], reference(cell[0], cell[1]))
+
+
+@pytest.mark.parametrize("layout", ["ddp-4", "fsdp-4"])
+def test_ranks_without_a_row_add_nothing(layout: str, tmp_path: Path) -> None:
+    num_ranks, parallel = LAYOUTS[layout]
+    spawn(num_ranks, run_small_batch, parallel, tmp_path / "found.pt")
+    found = torch.load(tmp_path / "found.pt", weights_only=False)
+    batch = make_batch(2, rows=1)
+    expected = plain_run("qwen3", lora=False, batches=[batch])
+    assert found["loss"] == pytest.approx(expected["loss"], rel=TOLERANCE)
+    for name, gradient in expected["gradients"].items():
+        assert float((found["gradients"][name] - gradient).abs().max()) <= TOLERANCE, name
+    assert_same_logprobs(found, expected, batch)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

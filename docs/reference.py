@@ -13,7 +13,7 @@ TARGET = Path(__file__).with_name("configuration.md")
 _OPENING = """\
 # Configuration
 
-<!-- Written by `make docs` from lockstep/config.py. Change the descriptions there, not here. -->
+<!-- Written by `make docs` from lockstep/config/. Change the descriptions there, not here. -->
 
 One YAML file describes a run. What it leaves out has the default below, and `key.path=value` on the command line wins
 over the file:
@@ -29,6 +29,7 @@ lockstep train lockstep.yaml optim.learning_rate=1e-4 data.train=[a.jsonl,b.json
   is trained.
 - The resolved configuration, with every default written out, is kept as `config.yaml` in the run directory.
 """
+_SOURCE_TITLE = "A source: an entry of data.train, data.validation or data.test"
 _BOUNDS = (("exclusiveMinimum", ">"), ("minimum", "≥"), ("exclusiveMaximum", "<"), ("maximum", "≤"))
 _TYPES = {"integer": "integer", "number": "number", "string": "text", "boolean": "true, false"}
 
@@ -42,6 +43,8 @@ def configuration_reference() -> str:
         section = _section(field, schema)
         if section is not None:
             pages.append(_table(f"{name}{_presence(name, field, schema)}", f"{name}.", section))
+        if name == "data":
+            pages.append(_table(_SOURCE_TITLE, "", schema["$defs"]["SourceConfig"]))
     return "\n".join(pages)
 
 
@@ -72,8 +75,12 @@ def _values(field: dict[str, Any]) -> str:
         return ", ".join(dict.fromkeys(_values(choice) for choice in field["anyOf"]))
     if "enum" in field or "const" in field:
         return ", ".join(f"`{_scalar(value)}`" for value in field.get("enum", [field.get("const")]))
+    if "$ref" in field:
+        return "source"
     if field["type"] == "null":
         return "`null`"
+    if field["type"] == "object":
+        return "mapping"
     if field["type"] == "array":
         return f"list of {_values(field['items'])}"
     bounds = " and ".join(f"{sign} {field[key]:g}" for key, sign in _BOUNDS if key in field)

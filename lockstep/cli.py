@@ -90,6 +90,7 @@ def train(
 
 def _load(given: Sequence[str], procs: int | None) -> RunConfig:
     from lockstep.config import ConfigError, load_config
+    from lockstep.config.data import PARTS
 
     named = bool(given) and ("=" not in given[0] or Path(given[0]).is_file())
     path, overrides = (Path(given[0]), list(given[1:])) if named else (DEFAULT_CONFIG, list(given))
@@ -99,10 +100,10 @@ def _load(given: Sequence[str], procs: int | None) -> RunConfig:
         overrides.append(f"launch.procs={procs}")
     settings = load_config(path, overrides)
     settings.parallel.degrees(settings.launch.procs)
-    for key, files in (("train", settings.data.train), ("validation", settings.data.validation)):
-        for file in files:
-            if not Path(file).is_file():
-                raise ConfigError(f"data.{key}: there is no file {file}")
+    for part in PARTS:
+        for source in getattr(settings.data, part):
+            if source.path.startswith("/") and "*" not in source.path and not Path(source.path).exists():
+                raise ConfigError(f"data.{part}: there is no file {source.path}")
     return settings
 
 

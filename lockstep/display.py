@@ -256,7 +256,7 @@ def _step_label(record: Mapping[str, Any]) -> tuple[str, str]:
 def print_header(console: Console, run: RunDir, config: RunConfig, resumed: bool) -> None:
     lora = config.lora
     method = f"LoRA rank {lora.rank}" if lora else "full fine-tuning"
-    data = ", ".join(Path(p).name for p in config.data.train)
+    data = ", ".join(_source_name(source.path) for source in config.data.train)
     console.print(f"[bold]{'resuming' if resumed else 'training'}[/] {escape(config.name)}", highlight=False)
     rows = {
         "model": f"{config.model.path}  ({method})",
@@ -265,6 +265,11 @@ def print_header(console: Console, run: RunDir, config: RunConfig, resumed: bool
         "run": str(run.path),
     }
     _print_pairs(console, rows)
+
+
+def _source_name(path: str) -> str:
+    """The last part of a path; a Hub data set's whole name."""
+    return Path(path).name if path.startswith("/") else path
 
 
 def print_summary(console: Console, run: RunDir) -> None:

@@ -8,10 +8,9 @@ from __future__ import annotations
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from lockstep.config import AlgorithmConfig, RunConfig
+from lockstep.config import AlgorithmConfig, RunConfig, section_of
 
 # What a person must decide. Everything else is shown commented out, with its default.
 ACTIVE: dict[str, Any] = {
@@ -34,7 +33,7 @@ ALGORITHMS: tuple[str, ...] = get_args(AlgorithmConfig.model_fields["kind"].anno
 def starter_yaml(algorithm: str = "sft", file: str = "lockstep.yaml") -> str:
     lines = [_HEADER.format(algorithm=algorithm, file=file)]
     for name, info in RunConfig.model_fields.items():
-        section = _section_of(info.annotation)
+        section = section_of(info.annotation)
         if section is None:
             lines += _setting(name, info, name, "", name in ACTIVE)
             continue
@@ -48,7 +47,9 @@ def starter_yaml(algorithm: str = "sft", file: str = "lockstep.yaml") -> str:
 
 def _setting(dotted: str, info: FieldInfo, key: str, indent: str, active: bool) -> list[str]:
     choices = _choices(info.annotation)
-    comment = " ".join(filter(None, [info.description, f"One of: {', '.join(choices)}." if choices else ""]))
+    comment = " ".join(
+        filter(None, [" ".join((info.description or "").split()), f"One of: {', '.join(choices)}." if choices else ""])
+    )
     value = ACTIVE[dotted] if active else None if info.is_required() else info.get_default(call_default_factory=True)
     lines = [f"{indent}# {comment}"] if comment else []
     return [*lines, f"{indent}{_mark(active)}{key}: {_scalar(value)}"]
@@ -68,8 +69,3 @@ def _choices(annotation: Any) -> list[str]:
     if get_origin(annotation) is Literal and len(get_args(annotation)) > 1:
         return [str(a) for a in get_args(annotation)]
     return []
-
-
-def _section_of(annotation: Any) -> type[BaseModel] | None:
-    candidates = [annotation, *get_args(annotation)]
-    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)

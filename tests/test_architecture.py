@@ -20,7 +20,7 @@ MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 70
 MAX_DOCSTRING_LINES = 5
 
-BASE = {"types", "yamltree", "config", "rundir"}
+BASE = {"types", "config", "rundir"}
 CORE = {"algorithms", "data", "model", "parallel"}
 # What each part of lockstep may import of lockstep besides itself. A part is a folder or a module beside the folders.
 # A new part needs a line here: adding one is a decision.

@@ -33,12 +33,17 @@ _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipyth
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages for a chat template; `learned` are the indices of the assistant turns to learn, in order."""
+    """Messages for a chat template; `learned` are the indices of the assistant turns to learn, in order.
+
+    `label`: whether people liked the answer, in unpaired preference data. `whole`: every token is learned.
+    """
 
     origin: str
     messages: tuple[Message, ...]
     learned: tuple[int, ...]
     tools: list[Any] | None = None
+    label: bool | None = None
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,20 @@ class Passage:
     origin: str
     prompt: str
     answer: str
+    label: bool | None = None
+    whole: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two answers to one prompt, of which people preferred `chosen`."""
+
+    origin: str
+    chosen: Conversation | Passage
+    rejected: Conversation | Passage
+
+
+Content = Conversation | Passage | Pair
 
 
 def recognise_format(row: Row) -> str:

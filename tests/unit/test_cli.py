@@ -254,7 +254,7 @@ def test_init_writes_what_train_reads(folder: Path) -> None:
     assert code == 0
     assert "lockstep train new.yaml" in out
     config = load_config(folder / "new.yaml")
-    assert config.data.train == (str(folder / "train.jsonl"),)
+    assert [source.path for source in config.data.train] == [str(folder / "train.jsonl")]
     assert config.lora is not None
     assert lockstep(folder, "init", "new.yaml", "--force")[0] == 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +16,7 @@ from lockstep.config import (
     ConfigError,
     ParallelConfig,
     RunConfig,
+    SourceConfig,
     known_keys,
     load_config,
     parse_config,
@@ -27,6 +29,10 @@ MINIMAL = "model: org/model\ndata: {train: train.jsonl}\n"
 
 def parse(text: str = MINIMAL, *overrides: str, **options: Any) -> RunConfig:
     return parse_config(text, source="run.yaml", overrides=overrides, **options)
+
+
+def paths(sources: Sequence[SourceConfig]) -> list[str]:
+    return [source.path for source in sources]
 
 
 def explain(text: str = MINIMAL, *overrides: str) -> str:
@@ -84,6 +90,23 @@ def test_one_file_or_several():
     assert len(parse(MINIMAL, "data.train=[x.jsonl, y.jsonl]").data.train) == 2
 
 
+def test_a_source_takes_from_the_data_section_what_it_leaves_out():
+    config = parse(
+        "model: a/b\n"
+        "data:\n"
+        "  train: [x.jsonl, {path: y.csv, weight: 0.5, format: alpaca, columns: {output: reply}}]\n"
+        "  validation: {path: v.jsonl}\n"
+        "  format: text\n"
+        "  roles: {bot: assistant}\n"
+    )
+    first, second = config.data.sources("train")
+    assert (first.format, first.columns, first.roles, first.weight) == ("text", {}, {"bot": "assistant"}, 1.0)
+    assert (second.format, second.columns, second.roles) == ("alpaca", {"output": "reply"}, {"bot": "assistant"})
+    assert second.weight == 0.5
+    assert paths(config.data.sources("validation")) == [config.data.validation[0].path]
+    assert config.data.sources("test") == ()
+
+
 # --- which value wins -----------------------------------------------------------------------------------------------
 
 
@@ -121,14 +144,23 @@ def test_paths_in_the_file_are_relative_to_the_file_and_those_in_overrides_to_he
     monkeypatch.chdir(here)
     config = load_config(folder / "run.yaml")
     assert config.model.path == str(folder / "model")
-    assert config.data.train == (str(folder / "a.jsonl"),)
-    assert config.data.validation == (str(tmp_path / "b.jsonl"),)
+    assert paths(config.data.train) == [str(folder / "a.jsonl")]
+    assert paths(config.data.validation) == [str(tmp_path / "b.jsonl")]
     assert config.data.chat_template == str(folder / "chat.jinja")
     changed = load_config(folder / "run.yaml", ["data.train=c.jsonl", "model=./m", "data.chat_template=none"])
-    assert changed.data.train == (str(here / "c.jsonl"),)
+    assert paths(changed.data.train) == [str(here / "c.jsonl")]
     assert changed.model.path == str(here / "m")
     assert changed.data.chat_template == "none"
     assert changed.data.validation == config.data.validation
+
+
+def test_a_source_that_is_no_path_is_a_hub_data_set(tmp_path):
+    (tmp_path / "rows").mkdir()
+    names = ["a.jsonl", "rows", "b*", "./c", "d.csv.gz", "owner/name", "name"]
+    config = parse(f"model: a/b\ndata: {{train: {names}, test: {{path: rows}}}}\n", directory=tmp_path)
+    local = [str(tmp_path / name) for name in ("a.jsonl", "rows", "b*", "c", "d.csv.gz")]
+    assert paths(config.data.train) == [*local, "owner/name", "name"]
+    assert paths(config.data.test) == [str(tmp_path / "rows")]
 
 
 def test_a_model_that_is_not_on_disk_is_a_hub_id_unless_it_is_written_as_a_path(tmp_path):
@@ -243,6 +275,12 @@ def test_files_that_cannot_be_read(tmp_path):
         (["batch.tokens=1000"], "data.max_length 2048 does not fit into batch.micro_batch_tokens 4096 / batch.tokens"),
         (["data.validation=v.jsonl", "data.validation_fraction=0.1"], "give either validation files or"),
         (["data.train=[]"], "train names no file"),
+        (["data.test=v.jsonl", "data.test_fraction=0.1"], "give either test files or"),
+        (["data.validation_fraction=0.5", "data.test_fraction=0.5"], "leave nothing to train on"),
+        (["data.input_template='{a}'"], "input_template and output_template go together"),
+        (["data.train={path: x, output_template: y}"], "input_template and output_template go together"),
+        (["data.train={path: x, wieght: 2}"], "unknown key 'data.train.wieght'; did you mean data.train.weight?"),
+        (["data.train=[{path: x, weight: 0}]"], "data.train: Input should be greater than 0 (given: 0)"),
         (["checkpoint.export=merged"], "checkpoint.export merged needs a lora section"),
         (["evaluation.patience=2"], "evaluation.patience needs validation data"),
         (["parallel.replicate=auto"], "replicate and shard cannot both be auto"),
@@ -253,7 +291,7 @@ def test_settings_that_contradict_each_other(overrides, message):
 
 
 def test_a_mapping_is_validated_like_a_file():
-    assert validate_config({"model": {"path": "a/b"}, "data": {"train": "x"}}).data.train == ("x",)
+    assert paths(validate_config({"model": {"path": "a/b"}, "data": {"train": "x"}}).data.train) == ["x"]
     with pytest.raises(ConfigError, match="unknown key 'sed'; did you mean seed"):
         validate_config({"model": {"path": "a/b"}, "data": {"train": "x"}, "sed": 1})
 

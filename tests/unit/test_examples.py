@@ -23,7 +23,7 @@ def read_questions(path: Path) -> list[str]:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_every_configuration_loads_and_finds_its_data(path):
     config = load_config(path)
-    for file in (*config.data.train, *config.data.validation):
+    for file in (source.path for source in (*config.data.train, *config.data.validation)):
         assert Path(file).is_file(), file
     config.parallel.degrees(config.launch.procs)
 

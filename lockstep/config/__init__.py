@@ -1,0 +1,48 @@
+"""The run configuration: one YAML file, frozen, validated once at the door."""
+
+from lockstep.config.data import DataConfig, SourceConfig
+from lockstep.config.loading import (
+    known_keys,
+    load_config,
+    parse_config,
+    section_of,
+    settle_config,
+    validate_config,
+)
+from lockstep.config.sections import (
+    AlgorithmConfig,
+    BatchConfig,
+    CheckpointConfig,
+    EvaluationConfig,
+    LaunchConfig,
+    LoggingConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    RunConfig,
+)
+from lockstep.config.yamltree import ConfigError
+
+__all__ = [
+    "AlgorithmConfig",
+    "BatchConfig",
+    "CheckpointConfig",
+    "ConfigError",
+    "DataConfig",
+    "EvaluationConfig",
+    "LaunchConfig",
+    "LoggingConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "ParallelConfig",
+    "RunConfig",
+    "SourceConfig",
+    "known_keys",
+    "load_config",
+    "parse_config",
+    "section_of",
+    "settle_config",
+    "validate_config",
+]

@@ -1,0 +1,212 @@
+"""From a YAML file to a RunConfig: shorthands, paths, overrides, validation, and errors with their place.
+
+Defaults < YAML < `key.path=value`. Relative paths in the file are relative to the file, those in overrides
+to the working directory.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from lockstep.config.data import PARTS, is_local
+from lockstep.config.sections import RunConfig
+from lockstep.config.yamltree import ConfigError, apply_override, lines_of_keys, merge, place_of, refuse_repeated_keys
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read, override, resolve paths, validate. Raises ConfigError with file:line where there is one."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text: {error}") from error
+    return parse_config(text, source=str(path), directory=path.resolve().parent, overrides=overrides)
+
+
+def parse_config(
+    text: str, *, source: str = "<config>", directory: Path | None = None, overrides: Sequence[str] = ()
+) -> RunConfig:
+    try:
+        refuse_repeated_keys(yaml.compose(text), source)
+        tree = yaml.safe_load(text)
+        places = {key: f"{source}:{line}" for key, line in lines_of_keys(yaml.compose(text)).items()}
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{source}:{mark.line + 1}" if mark else source
+        raise ConfigError(f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from error
+    if tree is None:
+        raise ConfigError(f"{source} is empty: it needs at least model and data.train")
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{source}: expected sections (model:, data:, ...), found {type(tree).__name__}")
+    return settle_config(tree, source=source, places=places, directory=directory, overrides=overrides)
+
+
+def settle_config(
+    tree: dict[str, Any],
+    *,
+    source: str = "<config>",
+    places: Mapping[str, str] | None = None,
+    directory: Path | None = None,
+    overrides: Sequence[str] = (),
+) -> RunConfig:
+    """Shorthands, paths, overrides, validation. `places` says where each key was written."""
+    tree = copy.deepcopy(tree)
+    places = dict(places or {})
+    for key in [key for key, value in tree.items() if value is None and key != "lora"]:
+        raise ConfigError(f"{place_of(source, places, key)}: {key} is empty: give it a value, or leave it out")
+    _expand_model(tree)
+    _resolve_paths(tree, directory or Path.cwd())
+    changes: dict[str, Any] = {}
+    for override in overrides:
+        apply_override(changes, override)
+    _expand_model(changes)
+    _resolve_paths(changes, Path.cwd())
+    merge(tree, changes)
+    for override in overrides:
+        parts = override.partition("=")[0].split(".")
+        for depth in range(len(parts), 0, -1):
+            places.setdefault(".".join(parts[:depth]), f"override {override!r}")
+        places[".".join(parts)] = f"override {override!r}"
+    return validate_config(tree, source=source, places=places)
+
+
+def validate_config(
+    tree: Mapping[str, Any], *, source: str = "<config>", places: Mapping[str, str] | None = None
+) -> RunConfig:
+    places = places or {}
+    _refuse_unknown_keys(tree, RunConfig, "", source, places)
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, source, places)) from error
+
+
+def known_keys(section: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
+    """Every dotted key, sections included; not those inside the entries of a list."""
+    keys: list[str] = []
+    for name, info in section.model_fields.items():
+        keys.append(prefix + name)
+        child = section_of(info.annotation)
+        if child is not None:
+            keys += known_keys(child, f"{prefix}{name}.")
+    return keys
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field holds, also where it may be left out."""
+    candidates = [annotation, *getattr(annotation, "__args__", ())]
+    if get_origin(annotation) is tuple:
+        return None
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+
+
+def _entry_of(annotation: Any) -> type[BaseModel] | None:
+    """The section that each entry of a list is."""
+    return section_of(annotation.__args__[0]) if get_origin(annotation) is tuple else None
+
+
+def _refuse_unknown_keys(
+    tree: Mapping[str, Any], section: type[BaseModel], prefix: str, source: str, places: Mapping[str, str]
+) -> None:
+    for key, value in tree.items():
+        dotted = f"{prefix}{key}"
+        info = section.model_fields.get(str(key))
+        if info is None:
+            raise ConfigError(
+                f"{place_of(source, places, dotted)}: unknown key {dotted!r}; {_suggest(dotted, section, prefix)}"
+            )
+        child, entry = section_of(info.annotation), _entry_of(info.annotation)
+        if child is not None and isinstance(value, Mapping):
+            _refuse_unknown_keys(value, child, dotted + ".", source, places)
+        if entry is not None:
+            for item in value if isinstance(value, list) else [value]:
+                if isinstance(item, Mapping):
+                    _refuse_unknown_keys(item, entry, dotted + ".", source, places)
+
+
+def _suggest(dotted: str, section: type[BaseModel], prefix: str) -> str:
+    leaf = dotted.rsplit(".", 1)[-1]
+    siblings = list(section.model_fields)
+    close = difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean {prefix}{close[0]}?"
+    elsewhere = [k for k in known_keys() if k.rsplit(".", 1)[-1] == leaf]
+    if elsewhere:
+        return f"did you mean {elsewhere[0]}?"
+    return f"{prefix.rstrip('.') or 'the top level'} knows {', '.join(siblings)}"
+
+
+def _explain(error: ValidationError, source: str, places: Mapping[str, str]) -> str:
+    """One sentence per problem; union members that did not match are folded into one."""
+    seen: dict[str, str] = {}
+    for problem in error.errors(include_url=False):
+        parts = [str(p) for p in problem["loc"]]
+        known = set(known_keys())
+        while parts and ".".join(parts) not in known:
+            parts.pop()
+        dotted = ".".join(parts)
+        if problem["type"] == "missing":
+            missing = ".".join(str(p) for p in problem["loc"])
+            seen.setdefault(missing, f"{place_of(source, places, dotted)}: {missing} is missing")
+            continue
+        message = problem["msg"].removeprefix("Value error, ")
+        given = problem.get("input")
+        shown = f" (given: {given!r})" if isinstance(given, (str, int, float, bool)) else ""
+        text = f"{dotted or 'configuration'}: {message}{shown}"
+        if dotted in seen:
+            seen[dotted] = seen[dotted].replace(shown, "") + f", or: {message}{shown}"
+        else:
+            seen[dotted] = f"{place_of(source, places, dotted)}: {text}"
+    return "; ".join(seen.values())
+
+
+def _expand_model(tree: dict[str, Any]) -> None:
+    """`model: NAME` is short for `model: {path: NAME}`, `lora: true` for `lora: {}`."""
+    if isinstance(tree.get("model"), str):
+        tree["model"] = {"path": tree["model"]}
+    if tree.get("lora") is True:
+        tree["lora"] = {}
+    elif tree.get("lora") is False:
+        tree["lora"] = None
+
+
+def _resolve_paths(tree: dict[str, Any], directory: Path) -> None:
+    """Make file paths absolute. A model path that names nothing on disk is a Hub id."""
+    model = tree.get("model")
+    if isinstance(model, dict) and isinstance(model.get("path"), str):
+        local = directory / Path(model["path"]).expanduser()
+        if local.exists() or model["path"].startswith((".", "/", "~")) or model["path"].endswith(".gguf"):
+            model["path"] = str(local.resolve())
+    data = tree.get("data")
+    if isinstance(data, dict):
+        for part in PARTS:
+            if part in data:
+                data[part] = _resolve_sources(data[part], directory)
+        template = data.get("chat_template")
+        if isinstance(template, str) and template not in ("auto", "none"):
+            data["chat_template"] = _absolute(template, directory)
+        if isinstance(data.get("cache_dir"), str):
+            data["cache_dir"] = _absolute(data["cache_dir"], directory)
+
+
+def _resolve_sources(value: Any, directory: Path) -> Any:
+    if isinstance(value, str):
+        return _absolute(value, directory) if is_local(value, directory) else value
+    if isinstance(value, list):
+        return [_resolve_sources(source, directory) for source in value]
+    if isinstance(value, dict) and isinstance(value.get("path"), str):
+        return {**value, "path": _resolve_sources(value["path"], directory)}
+    return value
+
+
+def _absolute(path: str, directory: Path) -> str:
+    return str((directory / Path(path).expanduser()).resolve())

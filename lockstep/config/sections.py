@@ -1,0 +1,216 @@
+"""The sections of a run's configuration, frozen: names, types, defaults, and what does not go together.
+
+The text under each field is its description in `lockstep init` and docs/configuration.md.
+Must not know files, torch, nor what the settings do.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import yaml
+from pydantic import Field, model_validator
+
+from lockstep.config.data import DataConfig
+from lockstep.config.section import NonNegativeInt, PositiveInt, Section
+from lockstep.config.yamltree import ConfigError
+
+Degree = PositiveInt | Literal["auto"]
+
+
+class ModelConfig(Section):
+    path: str
+    """Hub id, local folder, or a .gguf file."""
+    revision: str | None = None
+    """Hub branch, tag or commit."""
+    precision: Literal["auto", "bf16", "fp32", "fp64"] = "auto"
+    """What the model computes in. auto: bf16 where this device is fast at it, otherwise fp32."""
+    activation_checkpointing: Literal["none", "full"] = "none"
+    """full recomputes every decoder layer in the backward pass: less memory, about a third more time."""
+    compile: Literal["auto"] | bool = "auto"
+    """torch.compile of decoder layers and head. auto: on CUDA."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for sources you trust."""
+
+
+class LoraConfig(Section):
+    rank: PositiveInt = 16
+    """Width of the adapters: more can learn more."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """Adapters count alpha / rank times."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of an adapter's inputs left out at random. Needs fixed layouts to be repeatable."""
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """all-linear: every linear layer inside the decoder layers, found from the model. Or module name endings."""
+    dora: bool = False
+    """Weight-decomposed LoRA: also learns the magnitude of each output."""
+
+
+class AlgorithmConfig(Section):
+    kind: Literal["sft"] = "sft"
+    """sft: supervised fine-tuning."""
+
+
+class BatchConfig(Section):
+    samples: PositiveInt | None = None
+    """Rows in one optimizer step, over all ranks. Default 16, unless tokens is given."""
+    tokens: PositiveInt | None = None
+    """Instead of samples: as many rows as fit into this many tokens, over all ranks."""
+    micro_batch_tokens: PositiveInt = 4096
+    """Tokens one rank computes at once: the dial for memory. It never changes the numbers."""
+
+    @model_validator(mode="after")
+    def _samples_or_tokens(self) -> BatchConfig:
+        if self.samples is not None and self.tokens is not None:
+            raise ValueError("give either samples or tokens, not both")
+        return self
+
+    @property
+    def samples_per_step(self) -> int | None:
+        return self.samples if self.samples or self.tokens else 16
+
+
+class OptimConfig(Section):
+    learning_rate: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
+    """auto: 2e-4 for LoRA, 2e-5 for full fine-tuning."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the learning rate falls after the warm-up."""
+    warmup_steps: NonNegativeInt | None = None
+    """Default: 3 % of all steps."""
+    min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Where the schedule ends, as a share of learning_rate."""
+    epochs: Annotated[float, Field(gt=0)] = 1.0
+    """Times through the training rows; fractions are allowed."""
+    max_steps: PositiveInt | None = None
+    """Stop here even if epochs would go on."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """AdamW: memory of the gradient's mean."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """AdamW: memory of the gradient's square."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """AdamW: added to the root of the square."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Not applied to norms and biases."""
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Gradients longer than this are shortened to it. null: never."""
+
+
+class ParallelConfig(Section):
+    replicate: Degree = 1
+    """Copies of the whole model that share each batch (DDP)."""
+    shard: Degree = "auto"
+    """Ranks over which one copy's parameters, gradients and optimizer are split (FSDP2). auto: all that are left."""
+
+    @model_validator(mode="after")
+    def _one_auto(self) -> ParallelConfig:
+        if self.replicate == "auto" and self.shard == "auto":
+            raise ValueError("replicate and shard cannot both be auto: give one of them a number")
+        return self
+
+    def degrees(self, num_ranks: int) -> tuple[int, int]:
+        """(replicate, shard), or an error that shows the arithmetic."""
+        replicate = self.replicate if self.replicate != "auto" else max(num_ranks // int(self.shard), 1)
+        shard = self.shard if self.shard != "auto" else max(num_ranks // replicate, 1)
+        if replicate * shard != num_ranks:
+            raise ConfigError(
+                f"parallel: replicate {replicate} x shard {shard} = {replicate * shard} ranks, but the run has "
+                f"{num_ranks}: change launch.procs (--procs) or one of the degrees"
+            )
+        return replicate, shard
+
+
+class CheckpointConfig(Section):
+    every_steps: NonNegativeInt = 100
+    """0: only at the end."""
+    asynchronous: bool = True
+    """Write in the background while training goes on."""
+    keep_last: PositiveInt = 2
+    """The newest checkpoints, kept whatever their loss."""
+    keep_best: NonNegativeInt = 1
+    """Checkpoints with the lowest validation loss that are kept as well."""
+    export: Literal["auto", "adapter", "merged", "none"] = "auto"
+    """What to export at the end. auto: the adapter for LoRA, the model otherwise."""
+
+
+class EvaluationConfig(Section):
+    every_steps: NonNegativeInt = 50
+    """0: only at the end."""
+    at_start: bool = True
+    """Also before the first step."""
+    patience: PositiveInt | None = None
+    """Stop after this many evaluations without improvement. Default: never."""
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
+    """An improvement smaller than this does not count."""
+    metrics: tuple[str, ...] = ()
+    """Answer validation rows and score the answers: exact_match, numeric, rouge, bertscore."""
+    rows: PositiveInt | None = 64
+    """How many validation rows are answered for metrics. null: all of them."""
+    max_tokens: PositiveInt = 256
+    """Longest answer for metrics."""
+    encoder: str | None = None
+    """The model that bertscore compares with: a folder or a Hub id."""
+
+
+class LaunchConfig(Section):
+    procs: PositiveInt = 1
+    """Processes on this machine (one per GPU on CUDA)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA where torch sees it."""
+    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """Deadline of every collective: a rank that waits longer fails and says so."""
+
+
+class LoggingConfig(Section):
+    every_steps: PositiveInt = 1
+    """Steps between records of training metrics."""
+    tensorboard: bool = True
+    """Also write TensorBoard files."""
+
+
+class RunConfig(Section):
+    """Everything a run depends on. The resolved copy in the run directory is all that workers read."""
+
+    name: str = "run"
+    """Begins the name of the run directory."""
+    seed: Annotated[int, Field(ge=0, strict=True)] = 0
+    """Order of rows, new adapters, dropout, the validation split."""
+    model: ModelConfig
+    lora: LoraConfig | None = None
+    data: DataConfig
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    batch: BatchConfig = BatchConfig()
+    optim: OptimConfig = OptimConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    launch: LaunchConfig = LaunchConfig()
+    logging: LoggingConfig = LoggingConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunConfig:
+        longest = self.batch.tokens or self.batch.micro_batch_tokens
+        if self.data.max_length > min(longest, self.batch.micro_batch_tokens):
+            raise ValueError(
+                f"data.max_length {self.data.max_length} does not fit into batch.micro_batch_tokens "
+                f"{self.batch.micro_batch_tokens}"
+                + (f" / batch.tokens {longest}" if self.batch.tokens else "")
+                + ": raise the budget or lower max_length"
+            )
+        if self.checkpoint.export in ("adapter", "merged") and self.lora is None:
+            raise ValueError(
+                f"checkpoint.export {self.checkpoint.export} needs a lora section; full runs export the model"
+            )
+        if self.evaluation.patience and not (self.data.validation or self.data.validation_fraction):
+            raise ValueError(
+                "evaluation.patience needs validation data: set data.validation or data.validation_fraction"
+            )
+        return self
+
+    @property
+    def learning_rate(self) -> float:
+        if self.optim.learning_rate != "auto":
+            return float(self.optim.learning_rate)
+        return 2e-4 if self.lora else 2e-5
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

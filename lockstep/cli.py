@@ -16,6 +16,7 @@ import typer
 
 if TYPE_CHECKING:
     from lockstep.config import RunConfig
+    from lockstep.data import Compiled
     from lockstep.rundir import RunDir
     from lockstep.sampling.local import LocalEngine
 
@@ -30,6 +31,12 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout; all else goes to stderr.")]
+Config = Annotated[
+    str | None, typer.Argument(metavar="CONFIG", help="The YAML file; lockstep.yaml if none is named.")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY.PATH=VALUE", help="Settings that win over the file.")
+]
 Source = Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run directory, a model folder or a Hub id.")]
 MaxTokens = Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)]
 Temperature = Annotated[float, typer.Option(help="0 always takes the likeliest token.", min=0.0)]
@@ -58,12 +65,8 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 @app.command()
 def train(
-    config: Annotated[
-        str | None, typer.Argument(metavar="CONFIG", help="The YAML file; lockstep.yaml if none is named.")
-    ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY.PATH=VALUE", help="Settings that win over the file.")
-    ] = None,
+    config: Config = None,
+    overrides: Overrides = None,
     run_dir: Annotated[
         Path | None, typer.Option(help="Where the run is kept. Default: runs/<name>-<date>-<time>.")
     ] = None,
@@ -187,6 +190,57 @@ def _describe(settings: RunConfig, as_json: bool) -> None:
     typer.echo("".join(f"  {line}\n" for line in settings.to_yaml().splitlines()))
     console.print("[bold]what would be trained[/]")
     print_facts(console, facts)
+
+
+@app.command()
+def data(
+    config: Config = None,
+    overrides: Overrides = None,
+    row: Annotated[
+        list[str] | None, typer.Option(metavar="FILE:LINE", help="Show this row; or its number. Can be repeated.")
+    ] = None,
+    longest: Annotated[int, typer.Option(help="How many of the longest rows to show.", min=0)] = 1,
+    shortest: Annotated[int, typer.Option(help="How many of the shortest rows to show.", min=0)] = 1,
+    random: Annotated[int, typer.Option(help="How many rows to show at random.", min=0)] = 2,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write all of it as one HTML page.")] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with code 1 if there is any warning.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show what would be learned: rows, tokens, masks, lengths, and whatever is wrong with them."""
+    from lockstep.datapage import sheet_page
+    from lockstep.datasheet import Choice, gather, print_sheet
+    from lockstep.display import make_console, quieten_libraries
+
+    settings = _load([a for a in (config, *(overrides or ())) if a is not None], None)
+    quieten_libraries()
+    compiled, tokenizer = _compile(settings)
+    chosen = Choice(tuple(row or ()), longest, shortest, random, settings.seed)
+    sheet = gather(settings, compiled, tokenizer, chosen)
+    if html is not None:
+        html.write_text(sheet_page(sheet), encoding="utf-8")
+    if as_json:
+        typer.echo(json.dumps(sheet.as_json()))
+    else:
+        print_sheet(make_console(), sheet)
+    if html is not None:
+        typer.echo(f"wrote {html}", err=True)
+    if strict and sheet.warnings:
+        typer.echo(f"error: {len(sheet.warnings)} warnings, and --strict", err=True)
+        raise typer.Exit(1)
+
+
+def _compile(settings: RunConfig) -> tuple[Compiled, Any]:
+    """The data and its tokenizer, with a progress bar."""
+    from lockstep.data import compile_data
+    from lockstep.display import data_progress
+    from lockstep.model.load import load_run_tokenizer
+
+    tokenizer = load_run_tokenizer(settings)
+    with data_progress() as show:
+        compiled = compile_data(
+            settings.data, tokenizer, seed=settings.seed, timeout_s=settings.launch.timeout_s, on_progress=show
+        )
+    return compiled, tokenizer
 
 
 @app.command()

@@ -5,6 +5,7 @@ Reads run directories, writes to a rich console; never starts, stops or changes 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections import deque
@@ -25,6 +26,7 @@ from lockstep.config import RunConfig
 from lockstep.rundir import FINISHED_STATES, RunDir
 
 T = TypeVar("T")
+_VALIDATION_KEYS = {"step", "split", "time", "loss", "rows", "time_s"}  # of a record; the rest are scores
 PLAIN_INTERVAL_S = 2.0
 POLL_INTERVAL_S = 0.2
 STATE_STYLES = {"completed": "green", "failed": "red", "cancelled": "yellow", "running": "cyan", "lost": "red"}
@@ -42,6 +44,23 @@ def track_progress(items: Iterable[T], label: str, total: int) -> Iterator[T]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         yield from progress.track(items, total=total, description=label)
+
+
+@contextlib.contextmanager
+def data_progress() -> Iterator[Callable[[Any], None]]:
+    """A bar on stderr for `compile_data`: give it what this yields as `on_progress`."""
+    console = make_console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[rows]:,} rows"))
+    bar = Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)
+    with bar:
+        task = bar.add_task("reading data", total=None, rows=0)
+
+        def show(progress: Any) -> None:
+            label = f"{progress.phase} {progress.part}"
+            bar.update(task, completed=progress.done_bytes, total=progress.total_bytes, rows=progress.rows)
+            bar.update(task, description=label)
+
+        yield show
 
 
 def quieten_libraries() -> None:
@@ -163,6 +182,8 @@ class RunDisplay:
         if loss < self._best and self._best != float("inf"):
             line.append("  best so far", style="green")
         self._best = min(self._best, loss)
+        scores = {k: v for k, v in record.items() if k not in _VALIDATION_KEYS and isinstance(v, float)}
+        line.append("".join(f"  {name} {value:.3f}" for name, value in scores.items()), style="dim")
         return line
 
     def _facts(self, train: Mapping[str, Any], plain: bool = False) -> list[tuple[str, str]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,11 @@ from lockstep.backend.probe import check_policy
 from lockstep.config import ParallelConfig
 from lockstep.model.export import save_weights
 from lockstep.model.load import DTYPES, choose_precision
-from lockstep.model.policy import decoder_layers
+from lockstep.model.policy import causal_lm, decoder_layers
 from lockstep.parallel.gradients import clip, gradient_norm
 from lockstep.parallel.group import Group, choose_device, join, peak_memory_gib
 from lockstep.parallel.replicate import NarrowCopies
-from lockstep.parallel.shard import reshard
+from lockstep.parallel.shard import reshard, unsharded
 from lockstep.types import Datum, Logprobs, LossResult, LossSpec, LossValues, OptimResult, OptimStep, Pending
 
 
@@ -150,6 +150,19 @@ class TorchBackend:
             save_weights(self.policy.model, full, path)
         self.group.barrier()
 
+    @contextlib.contextmanager
+    def lend_model(self) -> Iterator[Any]:
+        """The model as its owner knows it, with its own attention, to generate with. All ranks; all must call it alike."""
+        causal = causal_lm(self.policy.model)
+        generation, use_cache = causal.generation_config, causal.config.use_cache
+        # Compiled layers are made for packed training batches: generating step by step would compile them again.
+        with self._evaluation(), self.policy.own_attention(), unsharded(self.policy), _eagerly():
+            causal.config.use_cache = True
+            try:
+                yield self.policy.model
+            finally:
+                causal.generation_config, causal.config.use_cache = generation, use_cache
+
     def close(self) -> None:
         self.policy.stop_packing()  # the model is its owner's again, also for generating
         self.group.leave()
@@ -236,6 +249,10 @@ def read_later(values: Tensor) -> Pending[list[float]]:
 def agree_on_precision(wanted: str, group: Group) -> str:
     """Rank 0 looks at its device, all follow. All ranks."""
     return group.broadcast_object(choose_precision(wanted, group.device) if group.rank == 0 else None)
+
+
+def _eagerly() -> contextlib.AbstractContextManager[None]:
+    return torch.compiler.set_stance("force_eager")
 
 
 def _narrow_dtype(precision: str) -> torch.dtype | None:

@@ -141,8 +141,8 @@ class EvaluationConfig(Section):
     """Stop after this many evaluations without improvement. Default: never."""
     min_delta: Annotated[float, Field(ge=0)] = 0.0
     """An improvement smaller than this does not count."""
-    metrics: tuple[str, ...] = ()
-    """Answer validation rows and score the answers: exact_match, numeric, rouge, bertscore."""
+    metrics: tuple[Literal["exact_match", "numeric", "rouge", "bertscore"], ...] = ()
+    """Also answer validation rows, and score the answers."""
     rows: PositiveInt | None = 64
     """How many validation rows are answered for metrics. null: all of them."""
     max_tokens: PositiveInt = 256
@@ -200,10 +200,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"checkpoint.export {self.checkpoint.export} needs a lora section; full runs export the model"
             )
-        if self.evaluation.patience and not (self.data.validation or self.data.validation_fraction):
-            raise ValueError(
-                "evaluation.patience needs validation data: set data.validation or data.validation_fraction"
-            )
+        for key in ("patience", "metrics"):
+            if getattr(self.evaluation, key) and not (self.data.validation or self.data.validation_fraction):
+                raise ValueError(
+                    f"evaluation.{key} needs validation data: set data.validation or data.validation_fraction"
+                )
         return self
 
     @property

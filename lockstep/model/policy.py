@@ -6,6 +6,8 @@ this module from outside. Must not know batches, losses, ranks or files.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +62,19 @@ class Policy(nn.Module):
         if self.packs:
             causal_lm(self.model).set_attn_implementation(self._own_attention)
         self.packs = self.variable_length = False
+
+    @contextlib.contextmanager
+    def own_attention(self) -> Iterator[None]:
+        """For a while, the model as its owner built it."""
+        if not self.packs:
+            yield
+            return
+        causal = causal_lm(self.model)
+        causal.set_attn_implementation(self._own_attention)
+        try:
+            yield
+        finally:
+            causal.set_attn_implementation(attention.PACKED)
 
     def forward(self, packed: PackedTokens, slopes: Tensor | None = None, reference: bool = False) -> Any:
         """[N] log-probs; with `slopes` (sum of slopes * log-probs, log-probs without gradient).

@@ -43,6 +43,14 @@ class Group:
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's value, in the order of ranks. All ranks."""
+        if self.num_ranks == 1:
+            return [value]
+        values: list[Any] = [None] * self.num_ranks
+        dist.all_gather_object(values, value)
+        return values
+
     def barrier(self) -> None:
         if self.num_ranks > 1:
             dist.barrier()

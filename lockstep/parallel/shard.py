@@ -5,7 +5,8 @@ Must not know models, losses or data: it is given a module and the layers inside
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -40,3 +41,16 @@ def reshard(module: nn.Module) -> None:
         for part in module.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()
+
+
+@contextlib.contextmanager
+def unsharded(module: nn.Module) -> Iterator[None]:
+    """The root unit whole, for callers that go past the root into the modules below it. All ranks."""
+    if not isinstance(module, FSDPModule):
+        yield
+        return
+    module.unshard()
+    try:
+        yield
+    finally:
+        module.reshard()

@@ -20,9 +20,11 @@ Message = Mapping[str, Any]
 
 
 class LocalEngine:
-    def __init__(self, model: Any, tokenizer: Any, batch_size: int = 8) -> None:
+    def __init__(self, model: Any, tokenizer: Any, batch_size: int = 8, *, sharded: bool = False) -> None:
+        """`sharded`: several processes hold the model together, and must take the same number of steps."""
         self.tokenizer = tokenizer
         self.batch_size = batch_size
+        self._sharded = sharded
         self.version = 0
         self._use(model)
 
@@ -115,6 +117,7 @@ class LocalEngine:
             generation_config=self._generation_config(num_new, params),
             streamer=streamer,
             tokenizer=self.tokenizer if params.stop else None,
+            synced_gpus=self._sharded,
         )
         new_bt = output.sequences[:, width:]
         logprobs_bt = _logprobs(output.logits, new_bt) if params.logprobs else None

@@ -31,12 +31,13 @@ class MetricsLog:
             fields = {k: record[k] for k in ("epoch", "learning_rate", "tokens_per_s", "memory_gib") if k in record}
             self._run.write_status(step=step, loss=progress.loss, tokens=progress.tokens, **fields)
 
-    def validation(self, progress: Progress, record: dict[str, Any]) -> None:
-        self._write(progress.step, "validation", record)
+    def validation(self, progress: Progress, record: dict[str, Any], scores: dict[str, float]) -> None:
+        self._write(progress.step, "validation", {**record, **scores})
         self._run.write_status(
             validation_loss=progress.validation_loss,
             best_validation_loss=progress.best_validation_loss,
             best_step=progress.best_step,
+            **({"validation_scores": scores} if scores else {}),
         )
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from lockstep.config import ConfigError, RunConfig
 from lockstep.data.dataset import Compiled, compile_data
 from lockstep.data.order import Batches
 from lockstep.data.packing import partition
+from lockstep.evaluation import metrics
 from lockstep.model.export import export_run
 from lockstep.model.load import (
     build_model,
@@ -26,11 +28,12 @@ from lockstep.model.load import (
     choose_precision,
     load_hf_config,
     load_run_tokenizer,
-    load_tokenizer,
 )
 from lockstep.parallel.group import Group, choose_device
 from lockstep.rundir import RunDir
+from lockstep.sampling.borrowed import BorrowedEngine
 from lockstep.train import sft
+from lockstep.train.evaluation import AnswerScores, last_answer
 from lockstep.train.progress import Checkpoints, Progress
 
 
@@ -42,7 +45,8 @@ def run(run_dir: Path) -> None:
     config.parallel.degrees(num_ranks)
     run.write_status(state="preparing", phase="reading data", error=None, started_at=time.time(), ranks=num_ranks)
     run.sweep()
-    data = prepare_data(config, run, num_ranks)
+    tokenizer = load_run_tokenizer(config)
+    data = prepare_data(config, tokenizer, run, num_ranks)
 
     run.write_status(phase="joining the other ranks" if num_ranks > 1 else "loading the model")
     group = join_group(config.launch.device, config.parallel, config.launch.timeout_s)
@@ -58,7 +62,8 @@ def run(run_dir: Path) -> None:
         last_step=progress.step or None,
     )
     try:
-        progress = sft.train(config, backend, data.train, data.validation, run, checkpoints, progress)
+        answers = answer_scores(config, backend, data, tokenizer, run)
+        progress = sft.train(config, backend, data.train, data.validation, run, checkpoints, progress, answers)
     except sft.Diverged:
         checkpoints.wait()  # one that is being written was made before, and is sound
         raise
@@ -70,16 +75,60 @@ def run(run_dir: Path) -> None:
     run.write_status(state="completed", phase="done", export=exported, completed_at=time.time(), step=progress.step)
 
 
-def prepare_data(config: RunConfig, run: RunDir, num_ranks: int) -> Compiled:
-    data = compile_data(config.data, load_tokenizer(config.model), seed=config.seed)
+def prepare_data(config: RunConfig, tokenizer: Any, run: RunDir, num_ranks: int) -> Compiled:
+    def show(progress: Any) -> None:
+        run.write_status(phase=f"{progress.phase} {progress.part}: {progress.rows:,} rows")
+
+    data = compile_data(
+        config.data, tokenizer, seed=config.seed, timeout_s=config.launch.timeout_s, on_progress=show
+    )
     for message in data.report.warnings():
         run.log_event("warning", message=message)
     run.log_event("data", **asdict(data.report))
-    check_sizes(config, data, num_ranks)
+    check_data(config, data, num_ranks)
+    if config.evaluation.metrics:
+        metrics.check_metrics(config.evaluation.metrics)  # a missing package shows before the model is loaded
     return data
 
 
-def check_sizes(config: RunConfig, data: Compiled, num_ranks: int) -> None:
+def answer_scores(
+    config: RunConfig, backend: TorchBackend, data: Compiled, tokenizer: Any, run: RunDir
+) -> AnswerScores | None:
+    """For evaluation.metrics: the first validation rows as questions to the model in training."""
+    wanted = config.evaluation
+    if not wanted.metrics or not data.validation:
+        return None
+    questions = [last_answer(datum) for datum in data.validation[: wanted.rows]]
+    references = [tokenizer.decode(answer, skip_special_tokens=True) for _, answer in questions]
+    metrics.check_references(wanted.metrics, references, [datum.origin for datum in data.validation[: wanted.rows]])
+    replicas, shards = config.parallel.degrees(backend.group.num_ranks)
+    engine = BorrowedEngine(
+        backend.lend_model,
+        tokenizer,
+        backend.group.gather_objects,
+        rank=backend.group.rank,
+        replicas=replicas,
+        shards=shards,
+    )
+
+    def score(answers: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for name in wanted.metrics if run.owner else ():  # only the owner writes: the others need no encoder
+            settings = {"encoder": wanted.encoder} if name == "bertscore" and wanted.encoder else {}
+            found |= metrics.mean_scores(metrics.METRICS[name](answers, references, **settings))
+        return found
+
+    prompts = [prompt for prompt, _ in questions]
+    return AnswerScores(prompts, references, engine.sample, score, wanted.max_tokens)
+
+
+def check_data(config: RunConfig, data: Compiled, num_ranks: int) -> None:
+    if data.kind != "answers":
+        what = {"pairs": "preference pairs", "labelled": "answers with a label (unpaired preferences)"}[data.kind]
+        raise ConfigError(
+            f"data.train holds {what}, and algorithm.kind sft learns answers: to learn only the preferred ones, set "
+            "data.format to prompt_completion and data.columns to {completion: chosen}"
+        )
     rows = config.batch.samples_per_step
     if rows is not None and rows < num_ranks:
         raise ConfigError(f"batch.samples {rows} is less than the {num_ranks} ranks: some would never have a row")
@@ -147,15 +196,17 @@ def merge(run: RunDir) -> str:
     return result["path"]
 
 
-def describe(config: RunConfig) -> dict[str, Any]:
+def describe(config: RunConfig, on_progress: Callable[[Any], None] | None = None) -> dict[str, Any]:
     """Everything that can be checked and said without training: the effective batch, steps, data, model."""
     check_model_source(config.model)
     choose_device(config.launch.device)
     num_ranks = config.launch.procs
     replicas, shards = config.parallel.degrees(num_ranks)
     architecture = load_hf_config(config.model)
-    data = compile_data(config.data, load_tokenizer(config.model), seed=config.seed)
-    check_sizes(config, data, num_ranks)
+    data = compile_data(
+        config.data, load_run_tokenizer(config), seed=config.seed, timeout_s=config.launch.timeout_s, on_progress=on_progress
+    )
+    check_data(config, data, num_ranks)
     batches = Batches(data.train, config.batch, seed=config.seed, shuffle=config.data.shuffle)
     batch, _ = batches.batch_at(0)
     lengths = [datum.num_tokens for datum in batch]
@@ -175,7 +226,7 @@ def describe(config: RunConfig) -> dict[str, Any]:
         "learning_rate": config.learning_rate,
         "train_rows": len(data.train),
         "validation_rows": len(data.validation),
-        "train_tokens": sum(datum.num_tokens for datum in data.train),
+        "train_tokens": int(data.train.lengths.sum()),
         "prompts_cut": data.report.prompts_cut,
         "answers_cut": data.report.answers_cut,
         "warnings": data.report.warnings(),

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from lockstep.config import RunConfig
 from lockstep.data.order import Batches
 from lockstep.rundir import RunDir
-from lockstep.train.evaluation import mean_loss
+from lockstep.train.evaluation import AnswerScores, mean_loss
 from lockstep.train.metrics import MetricsLog
 from lockstep.train.progress import Checkpoints, Progress
 from lockstep.train.schedule import learning_rate_at
@@ -33,6 +33,7 @@ def train(
     run: RunDir,
     checkpoints: Checkpoints,
     progress: Progress,
+    answers: AnswerScores | None = None,
 ) -> Progress:
     """From `progress` to the end. What must survive a kill is in checkpoints and in `progress`, nowhere else."""
     batches = Batches(data, config.batch, seed=config.seed, shuffle=config.data.shuffle)
@@ -41,7 +42,7 @@ def train(
     run.write_status(state="running", phase="training", step=progress.step, total_steps=total)
 
     if validation and config.evaluation.at_start and progress.step == 0:
-        evaluate(config, backend, validation, metrics, progress)
+        evaluate(config, backend, validation, metrics, progress, answers)
 
     book = StepBook(config, metrics, progress, num_rows=len(data), num_steps=total)
     # Patience is part of the condition: a run resumed from the checkpoint at which it stopped has nothing left to do.
@@ -62,7 +63,7 @@ def train(
         if evaluates or saves or last:
             book.settle()
         if evaluates:
-            evaluate(config, backend, validation, metrics, progress)
+            evaluate(config, backend, validation, metrics, progress, answers)
             saves |= bool(config.checkpoint.keep_best) and progress.best_step == progress.step
         if saves:
             checkpoints.save(progress)
@@ -139,14 +140,21 @@ class StepBook:
 
 
 def evaluate(
-    config: RunConfig, backend: TrainingBackend, data: Sequence[Datum], metrics: MetricsLog, progress: Progress
+    config: RunConfig,
+    backend: TrainingBackend,
+    data: Sequence[Datum],
+    metrics: MetricsLog,
+    progress: Progress,
+    answers: AnswerScores | None,
 ) -> None:
     started = time.perf_counter()
     loss = mean_loss(backend, data)
     if not math.isfinite(loss):
         raise Diverged(f"the validation loss is {loss} after step {progress.step}")
     progress.note_validation(loss, config.evaluation.min_delta)
-    metrics.validation(progress, {"loss": loss, "rows": len(data), "time_s": time.perf_counter() - started})
+    scores = answers.measure() if answers is not None else {}
+    record = {"loss": loss, "rows": len(data), "time_s": time.perf_counter() - started}
+    metrics.validation(progress, record, scores)
 
 
 def optim_step(config: RunConfig, learning_rate: float) -> OptimStep:

@@ -283,6 +283,7 @@ def test_files_that_cannot_be_read(tmp_path):
         (["data.train=[{path: x, weight: 0}]"], "data.train: Input should be greater than 0 (given: 0)"),
         (["checkpoint.export=merged"], "checkpoint.export merged needs a lora section"),
         (["evaluation.patience=2"], "evaluation.patience needs validation data"),
+        (["evaluation.metrics=[rouge]"], "evaluation.metrics needs validation data"),
         (["parallel.replicate=auto"], "replicate and shard cannot both be auto"),
     ],
 )

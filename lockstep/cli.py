@@ -31,9 +31,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout; all else goes to stderr.")]
-Config = Annotated[
-    str | None, typer.Argument(metavar="CONFIG", help="The YAML file; lockstep.yaml if none is named.")
-]
+Config = Annotated[str | None, typer.Argument(metavar="CONFIG", help="The YAML file; lockstep.yaml if none is named.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY.PATH=VALUE", help="Settings that win over the file.")
 ]

@@ -57,7 +57,8 @@ def _facts(facts: dict[str, Any]) -> str:
 def _files(files: Sequence[dict[str, Any]]) -> str:
     names = ("file", "part", "format", "rows", "tokens", "learned", "prompts cut", "answers cut", "dropped", "skipped")
     head = "".join(f"<th>{name}</th>" for name in names)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(map(_file, files))}</tbody></table></div>'
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(map(_file, files))}</tbody></table>"
+    return f'<div class="scroll">{table}</div>'
 
 
 def _file(file: dict[str, Any]) -> str:
@@ -71,10 +72,12 @@ def _file(file: dict[str, Any]) -> str:
 
 def _bars(bars: Sequence[Bar]) -> str:
     most = max(bar.rows for bar in bars)
-    cells = [
-        f'<span>{bar.first:,} – {bar.last:,}</span><i style="width:{100 * bar.rows / most:.2f}%"></i><span>{bar.rows:,}</span>'
-        for bar in bars
-    ]
+    cells = []
+    for bar in bars:
+        width = f"{100 * bar.rows / most:.2f}%"
+        cells.append(
+            f'<span>{bar.first:,} to {bar.last:,}</span><i style="width:{width}"></i><span>{bar.rows:,}</span>'
+        )
     return f'<div class="bars">{"".join(cells)}</div>'
 
 

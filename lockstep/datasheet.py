@@ -255,7 +255,9 @@ def _files_table(files: Sequence[dict[str, Any]]) -> Table:
 def describe(sheet: Sheet) -> dict[str, str]:
     """The summary in words."""
     s = sheet.summary
-    held_out = [f"{s[key]:,} {name}" for name, key in (("validation", "validation_rows"), ("test", "test_rows")) if s[key]]
+    held_out = [
+        f"{s[key]:,} {name}" for name, key in (("validation", "validation_rows"), ("test", "test_rows")) if s[key]
+    ]
     return {
         "rows": f"{s['train_rows']:,}" + (f"; held out: {', '.join(held_out)}" if held_out else ""),
         "tokens": f"{s['train_tokens']:,}, of which {s['supervised_share']:.1%} are learned",

@@ -44,7 +44,7 @@ def build_policy(
         speed_up_eager(model)
     policy.use_variable_length(group.device, compute_dtype or next(model.parameters()).dtype)
     weights = _full_weights(policy) if group.rank == 0 else None
-    sharded = group.mesh is not None and group.mesh["shard"].size() > 1
+    sharded = group.degrees.shard > 1
     if sharded:
         assert group.mesh is not None
         shard(policy, layers, group.mesh, compute_dtype)

@@ -64,7 +64,7 @@ class TorchBackend:
             activation_checkpointing=activation_checkpointing,
             compile_layers=self.device.type == "cuda" if compile == "auto" else bool(compile),
         )
-        sharded = self.group.mesh is not None and self.group.mesh["shard"].size() > 1
+        sharded = self.group.degrees.shard > 1
         self._narrow: NarrowCopies | None = None
         if compute_dtype is not None and not sharded:  # FSDP2 casts by itself
             self._narrow = NarrowCopies(self.policy, decoder_layers(model), compute_dtype)
@@ -152,7 +152,7 @@ class TorchBackend:
 
     @contextlib.contextmanager
     def lend_model(self) -> Iterator[Any]:
-        """The model as its owner knows it, with its own attention, to generate with. All ranks; all must call it alike."""
+        """The model as its owner knows it, to generate with. All ranks, and all must call it alike."""
         causal = causal_lm(self.policy.model)
         generation, use_cache = causal.generation_config, causal.config.use_cache
         # Compiled layers are made for packed training batches: generating step by step would compile them again.
@@ -170,8 +170,8 @@ class TorchBackend:
     def _share(self, documents: Sequence[Document]) -> Share:
         return share_of(
             documents,
-            rank=self.group.rank,
-            num_ranks=self.group.num_ranks,
+            rank=self.group.data_rank,
+            num_ranks=self.group.degrees.data,
             budget_tokens=self.micro_batch_tokens,
             max_documents=None if self.policy.packs else 1,
         )
@@ -226,8 +226,8 @@ class TorchBackend:
 
 def join_group(device: str, parallel: ParallelConfig, timeout_s: float) -> Group:
     """Meet the other processes of this run, if torchrun started any."""
-    replicas, shards = parallel.degrees(int(os.environ.get("WORLD_SIZE", "1")))
-    return join(choose_device(device), replicate=replicas, shard=shards, timeout_s=timeout_s)
+    degrees = parallel.degrees(int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
+    return join(choose_device(device), degrees, timeout_s=timeout_s)
 
 
 def read_later(values: Tensor) -> Pending[list[float]]:

@@ -9,6 +9,7 @@ from lockstep.config.loading import (
     settle_config,
     validate_config,
 )
+from lockstep.config.parallel import Degrees, ParallelConfig
 from lockstep.config.sections import (
     AlgorithmConfig,
     BatchConfig,
@@ -19,7 +20,6 @@ from lockstep.config.sections import (
     LoraConfig,
     ModelConfig,
     OptimConfig,
-    ParallelConfig,
     RunConfig,
 )
 from lockstep.config.yamltree import ConfigError
@@ -30,6 +30,7 @@ __all__ = [
     "CheckpointConfig",
     "ConfigError",
     "DataConfig",
+    "Degrees",
     "EvaluationConfig",
     "LaunchConfig",
     "LoggingConfig",

@@ -12,10 +12,8 @@ import yaml
 from pydantic import Field, model_validator
 
 from lockstep.config.data import DataConfig
+from lockstep.config.parallel import ParallelConfig
 from lockstep.config.section import NonNegativeInt, PositiveInt, Section
-from lockstep.config.yamltree import ConfigError
-
-Degree = PositiveInt | Literal["auto"]
 
 
 class ModelConfig(Section):
@@ -93,30 +91,6 @@ class OptimConfig(Section):
     """Not applied to norms and biases."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Gradients longer than this are shortened to it. null: never."""
-
-
-class ParallelConfig(Section):
-    replicate: Degree = 1
-    """Copies of the whole model that share each batch (DDP)."""
-    shard: Degree = "auto"
-    """Ranks over which one copy's parameters, gradients and optimizer are split (FSDP2). auto: all that are left."""
-
-    @model_validator(mode="after")
-    def _one_auto(self) -> ParallelConfig:
-        if self.replicate == "auto" and self.shard == "auto":
-            raise ValueError("replicate and shard cannot both be auto: give one of them a number")
-        return self
-
-    def degrees(self, num_ranks: int) -> tuple[int, int]:
-        """(replicate, shard), or an error that shows the arithmetic."""
-        replicate = self.replicate if self.replicate != "auto" else max(num_ranks // int(self.shard), 1)
-        shard = self.shard if self.shard != "auto" else max(num_ranks // replicate, 1)
-        if replicate * shard != num_ranks:
-            raise ConfigError(
-                f"parallel: replicate {replicate} x shard {shard} = {replicate * shard} ranks, but the run has "
-                f"{num_ranks}: change launch.procs (--procs) or one of the degrees"
-            )
-        return replicate, shard
 
 
 class CheckpointConfig(Section):

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lockstep.config.parallel import AXES, ONE_RANK, Degrees
+
 
 @dataclass(frozen=True)
 class Group:
@@ -25,9 +27,19 @@ class Group:
     rank: int
     num_ranks: int
     device: torch.device
+    degrees: Degrees = ONE_RANK
     mesh: DeviceMesh | None = None
     background: dist.ProcessGroup | None = None
     """A gloo group of its own for checkpoint writers, which run beside the training thread."""
+
+    def place(self, axis: str) -> int:
+        """This rank's number along an axis."""
+        return 0 if self.mesh is None else self.mesh.get_local_rank(axis)
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of a batch this rank has; the ranks of the other axes have the same one."""
+        return self.place("replicate") * self.degrees.shard + self.place("shard")
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum over all ranks, in place. All ranks."""
@@ -73,7 +85,7 @@ def choose_device(wanted: str = "auto") -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def join(device: torch.device, *, replicate: int = 1, shard: int = 1, timeout_s: float = 600.0) -> Group:
+def join(device: torch.device, degrees: Degrees, *, timeout_s: float = 600.0) -> Group:
     """Meet the other processes (torchrun's environment), with a deadline on every later collective."""
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if device.type == "cuda":
@@ -92,11 +104,11 @@ def join(device: torch.device, *, replicate: int = 1, shard: int = 1, timeout_s:
                 f"rank {rank} waited {waited:.0f} s at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} "
                 f"for all {num_ranks} ranks to join, and they did not: is every process started?"
             ) from error
-    mesh = init_device_mesh(device.type, (replicate, shard), mesh_dim_names=("replicate", "shard"))
-    for axis in ("replicate", "shard"):
+    mesh = init_device_mesh(device.type, tuple(getattr(degrees, axis) for axis in AXES), mesh_dim_names=AXES)
+    for axis in AXES:
         # A mesh gives its groups torch's own deadline; there is no public way to pass ours (torch 2.13).
         dist.distributed_c10d._set_pg_timeout(timeout, mesh.get_group(axis))
-    return Group(rank, num_ranks, device, mesh, dist.new_group(backend="gloo", timeout=timeout))
+    return Group(rank, num_ranks, device, degrees, mesh, dist.new_group(backend="gloo", timeout=timeout))
 
 
 def peak_memory_gib(device: torch.device) -> float:

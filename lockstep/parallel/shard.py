@@ -19,9 +19,9 @@ def shard(
 ) -> nn.Module:
     """Each layer is a unit; what is left (embedding, final norm, head) is the root unit. Gradients are sums.
 
-    `mesh` is (replicate, shard); with one replica only the shard axis is used.
+    With one replica only the shard axis of `mesh` is used.
     """
-    axes = mesh if mesh["replicate"].size() > 1 else mesh["shard"]
+    axes = mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
     policy = MixedPrecisionPolicy()
     if compute_dtype is not None:
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)

@@ -79,9 +79,7 @@ def prepare_data(config: RunConfig, tokenizer: Any, run: RunDir, num_ranks: int)
     def show(progress: Any) -> None:
         run.write_status(phase=f"{progress.phase} {progress.part}: {progress.rows:,} rows")
 
-    data = compile_data(
-        config.data, tokenizer, seed=config.seed, timeout_s=config.launch.timeout_s, on_progress=show
-    )
+    data = compile_data(config.data, tokenizer, seed=config.seed, timeout_s=config.launch.timeout_s, on_progress=show)
     for message in data.report.warnings():
         run.log_event("warning", message=message)
     run.log_event("data", **asdict(data.report))
@@ -101,14 +99,13 @@ def answer_scores(
     questions = [last_answer(datum) for datum in data.validation[: wanted.rows]]
     references = [tokenizer.decode(answer, skip_special_tokens=True) for _, answer in questions]
     metrics.check_references(wanted.metrics, references, [datum.origin for datum in data.validation[: wanted.rows]])
-    replicas, shards = config.parallel.degrees(backend.group.num_ranks)
     engine = BorrowedEngine(
         backend.lend_model,
         tokenizer,
         backend.group.gather_objects,
         rank=backend.group.rank,
-        replicas=replicas,
-        shards=shards,
+        replicas=backend.group.degrees.replicate,
+        shards=backend.group.degrees.shard,
     )
 
     def score(answers: Sequence[str], references: Sequence[str]) -> dict[str, float]:
@@ -201,10 +198,14 @@ def describe(config: RunConfig, on_progress: Callable[[Any], None] | None = None
     check_model_source(config.model)
     choose_device(config.launch.device)
     num_ranks = config.launch.procs
-    replicas, shards = config.parallel.degrees(num_ranks)
+    degrees = config.parallel.degrees(num_ranks)
     architecture = load_hf_config(config.model)
     data = compile_data(
-        config.data, load_run_tokenizer(config), seed=config.seed, timeout_s=config.launch.timeout_s, on_progress=on_progress
+        config.data,
+        load_run_tokenizer(config),
+        seed=config.seed,
+        timeout_s=config.launch.timeout_s,
+        on_progress=on_progress,
     )
     check_data(config, data, num_ranks)
     batches = Batches(data.train, config.batch, seed=config.seed, shuffle=config.data.shuffle)
@@ -216,7 +217,7 @@ def describe(config: RunConfig, on_progress: Callable[[Any], None] | None = None
         "training": "LoRA" if config.lora is not None else "full",
         "precision": choose_precision(config.model.precision, choose_device(config.launch.device)),
         "ranks": num_ranks,
-        "layout": f"replicate {replicas} x shard {shards}",
+        "layout": " x ".join(f"{axis} {size}" for axis, size in degrees._asdict().items() if size > 1) or "one rank",
         "steps": sft.num_steps(config, batches),
         "samples": len(batch),
         "tokens": sum(lengths),

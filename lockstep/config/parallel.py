@@ -1,0 +1,94 @@
+"""The parallel section: how ranks share the work. One global batch gives one gradient, whatever is said here."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+from pydantic import model_validator
+
+from lockstep.config.section import PositiveInt, Section
+from lockstep.config.yamltree import ConfigError
+
+Degree = PositiveInt | Literal["auto"]
+# From the axis whose ranks talk least to the one whose ranks talk most: neighbours in rank share a machine.
+AXES = ("pipeline", "replicate", "shard", "context", "tensor")
+# What FSDP's older interface calls the strategies.
+_OLDER_NAMES = {"FULL_SHARD": "full", "SHARD_GRAD_OP": "grad_op", "NO_SHARD": "none", "HYBRID_SHARD": "hybrid"}
+_STRATEGIES: dict[str, dict[str, Any]] = {
+    "full": {"shard": "auto", "keep_parameters": False},
+    "grad_op": {"shard": "auto", "keep_parameters": True},
+    "none": {"replicate": "auto", "shard": 1},
+    "hybrid": {"replicate": "auto", "shard": "machine"},
+}
+
+
+class Degrees(NamedTuple):
+    """How many ranks each axis has."""
+
+    replicate: int = 1
+    shard: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+
+    @property
+    def data(self) -> int:
+        """Ranks that have rows of their own."""
+        return self.replicate * self.shard
+
+    @property
+    def num_ranks(self) -> int:
+        return self.replicate * self.shard * self.tensor * self.pipeline * self.context
+
+
+ONE_RANK = Degrees()
+
+
+class ParallelConfig(Section):
+    replicate: Degree = 1
+    """Copies of the whole model that share each batch (DDP)."""
+    shard: Degree | Literal["machine"] = "auto"
+    """Ranks over which one copy's parameters, gradients and optimizer are split (FSDP2). auto: all that are left;
+    machine: those of one machine. The words full, grad_op, none and hybrid say it in one go."""
+    tensor: PositiveInt = 1
+    """Ranks over which each matrix is split."""
+    pipeline: PositiveInt = 1
+    """Ranks over which the layers are dealt out, in stages."""
+    context: PositiveInt = 1
+    """Ranks over which the tokens of each micro-batch are split."""
+    keep_parameters: bool = False
+    """With shard: keep gathered parameters from forward to backward. Less traffic, more memory."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_strategy(cls, given: Any) -> Any:
+        """`shard: grad_op` is short for what it means."""
+        if not isinstance(given, dict) or not isinstance(given.get("shard"), str):
+            return given
+        name = _OLDER_NAMES.get(given["shard"], given["shard"])
+        return {**given, **_STRATEGIES[name]} if name in _STRATEGIES else given
+
+    @model_validator(mode="after")
+    def _one_auto(self) -> ParallelConfig:
+        if self.replicate == "auto" and self.shard == "auto":
+            raise ValueError("replicate and shard cannot both be auto: give one of them a number")
+        return self
+
+    def degrees(self, num_ranks: int, ranks_per_machine: int | None = None) -> Degrees:
+        """The size of every axis, or an error that shows the arithmetic."""
+        rest = max(num_ranks // (self.tensor * self.pipeline * self.context), 1)
+        fixed_shard = (ranks_per_machine or num_ranks) if self.shard == "machine" else self.shard
+        if self.shard == "machine":
+            fixed_shard = max(int(fixed_shard) // (self.tensor * self.context), 1)
+        replicate = self.replicate if self.replicate != "auto" else max(rest // int(fixed_shard), 1)
+        shard = fixed_shard if fixed_shard != "auto" else max(rest // replicate, 1)
+        found = Degrees(int(replicate), int(shard), self.tensor, self.pipeline, self.context)
+        if found.num_ranks != num_ranks:
+            others = "".join(
+                f" x {axis} {getattr(found, axis)}" for axis in found._fields[2:] if getattr(found, axis) > 1
+            )
+            raise ConfigError(
+                f"parallel: replicate {replicate} x shard {shard}{others} = {found.num_ranks} ranks, but the run has "
+                f"{num_ranks}: change launch.procs (--procs) or one of the degrees"
+            )
+        return found

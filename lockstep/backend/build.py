@@ -1,5 +1,5 @@
 """From a plain model to one that trains on this group, in one fixed order:
-activation checkpointing, compile, sharding or replication, weights.
+tensor parallelism, activation checkpointing, compile, sharding or replication, weights.
 
 The only place where parallelism meets the model. All ranks call it together.
 """
@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.model.lora import speed_up_eager
-from lockstep.model.policy import Policy, causal_lm, decoder_layers
+from lockstep.model.policy import Policy, causal_lm, decoder_layers, tensor_plan
+from lockstep.parallel import tensor
 from lockstep.parallel.group import Group
 from lockstep.parallel.replicate import replicate
 from lockstep.parallel.shard import shard
@@ -35,17 +36,19 @@ def build_policy(
     chunk_tokens = 4096 if group.device.type == "cuda" else 512
     policy = Policy(model, chunk_tokens=chunk_tokens)
     layers = decoder_layers(model)
+    # Taken before anything is split: the whole tensors are what every rank gets its part of.
+    weights = _full_weights(policy) if group.rank == 0 else None
+    if group.degrees.tensor > 1:
+        split_tensors(policy, group)
     for layer in layers:
         if activation_checkpointing:
             layer.forward = _recomputed(layer.forward)
         if compile_layers:
             layer.forward = torch.compile(layer.forward, dynamic=True)
-    if not compile_layers:
+    if not compile_layers and group.degrees.tensor == 1:
         speed_up_eager(model)
     policy.use_variable_length(group.device, compute_dtype or next(model.parameters()).dtype)
-    weights = _full_weights(policy) if group.rank == 0 else None
-    sharded = group.degrees.shard > 1
-    if sharded:
+    if group.degrees.sharded:
         assert group.mesh is not None
         shard(policy, layers, group.mesh, compute_dtype)
     policy.to(group.device)
@@ -53,9 +56,26 @@ def build_policy(
         _distribute_weights(policy, weights, group)
     causal_lm(model).config.use_cache = False
     callable_module: nn.Module = policy
-    if group.num_ranks > 1 and not sharded:
+    if group.degrees.replicate > 1 and not group.degrees.sharded:
         callable_module = replicate(policy, group.device)
     return policy.train(), callable_module
+
+
+def split_tensors(policy: Policy, group: Group) -> None:
+    assert group.mesh is not None
+    plan = tensor_plan(policy.model)
+    _check_heads(policy, group.degrees.tensor)
+    tensor.split(plan, group.mesh["tensor"])
+    head = causal_lm(policy.model).get_output_embeddings()
+    policy.split_vocabulary(tensor.SplitVocabulary(head.weight, group.mesh["tensor"]))
+
+
+def _check_heads(policy: Policy, degree: int) -> None:
+    config = causal_lm(policy.model).config.get_text_config()
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, name, None)
+        if heads is not None and heads % degree:
+            raise ValueError(f"parallel.tensor {degree} does not divide the model's {name} {heads}")
 
 
 def settle_dtypes(model: nn.Module, compute: torch.dtype) -> None:
@@ -75,7 +95,7 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _full_weights(module: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach() for name, tensor in _all_tensors(module)}
+    return {name: whole.detach() for name, whole in _all_tensors(module)}
 
 
 def _all_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -86,17 +106,17 @@ def _all_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 def _distribute_weights(module: nn.Module, weights: dict[str, Tensor] | None, group: Group) -> None:
     """Give every rank its part of rank 0's parameters and buffers, one tensor at a time."""
     tensors = _all_tensors(module)
-    layout = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors]
+    layout = [(name, tuple(target.shape), target.dtype) for name, target in tensors]
     if layout != group.broadcast_object(layout):
         raise ValueError(f"rank {group.rank} built another model than rank 0: give every rank the same")
-    for name, tensor in tensors:
+    for name, target in tensors:
         if weights is not None:
-            full = weights.pop(name).to(group.device, tensor.dtype)
+            full = weights.pop(name).to(group.device, target.dtype)
         else:
-            full = torch.empty(tensor.shape, dtype=tensor.dtype, device=group.device)
-        if isinstance(tensor, DTensor):
-            part = distribute_tensor(full, tensor.device_mesh, tensor.placements)
-            tensor.to_local().copy_(part.to_local())
+            full = torch.empty(target.shape, dtype=target.dtype, device=group.device)
+        dist.broadcast(full, src=0)
+        if isinstance(target, DTensor):
+            part = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
+            target.to_local().copy_(part.to_local())
         else:
-            dist.broadcast(full, src=0)
-            tensor.copy_(full)
+            target.copy_(full)

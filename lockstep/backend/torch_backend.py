@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.algorithms.losses import LOSSES
@@ -64,14 +65,14 @@ class TorchBackend:
             activation_checkpointing=activation_checkpointing,
             compile_layers=self.device.type == "cuda" if compile == "auto" else bool(compile),
         )
-        sharded = self.group.degrees.shard > 1
+        sharded = self.group.degrees.sharded
         self._narrow: NarrowCopies | None = None
         if compute_dtype is not None and not sharded:  # FSDP2 casts by itself
             self._narrow = NarrowCopies(self.policy, decoder_layers(model), compute_dtype)
         self._skips_on_device = self.device.type == "cuda" and not sharded
         self.warnings = check_policy(self.policy, self._evaluation(), self.device, self.precision)
         self._optimizer = _build_optimizer(self.parameters(), self.device)
-        state.seed_rank(seed, self.group.rank)
+        state.seed_rank(seed, self.group.data_rank)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """What is trained, by the names that the model itself uses."""
@@ -85,7 +86,7 @@ class TorchBackend:
             for part in share.micro_batches:
                 micro_batch = self._micro_batch(part, batch, LossSpec())
                 logprobs = self._module(micro_batch.packed).double()
-                if part:
+                if part and self.group.counts:
                     # Every rank fills its own places and the rest is zero: the sum puts the batch together exactly.
                     found[_places(micro_batch)] = logprobs
         return _spread(self.group.sum(found).tolist(), documents, batch)
@@ -106,7 +107,7 @@ class TorchBackend:
                 sums[name] = sums.get(name, zero) + value.detach().double()
             suspects.append((micro_batch, logprobs))
         names = sorted(sums)
-        totals = self.group.sum(torch.stack([sums[n] for n in names]))
+        totals = self.group.sum(torch.stack([sums[n] for n in names]) * self.group.counts)
         numbers = read_later(totals)
 
         def read() -> LossValues:
@@ -119,7 +120,7 @@ class TorchBackend:
 
     def optim_step(self, step: OptimStep) -> OptimResult:
         parameters = list(self.parameters().values())
-        norm = gradient_norm(parameters)
+        norm = gradient_norm(parameters, self.group)
         numbers = read_later(norm.reshape(1))
         if step.max_grad_norm is not None:
             clip(parameters, norm, step.max_grad_norm)
@@ -262,10 +263,13 @@ def _narrow_dtype(precision: str) -> torch.dtype | None:
 
 def _build_optimizer(parameters: dict[str, nn.Parameter], device: torch.device) -> torch.optim.AdamW:
     """Norms and biases (one-dimensional parameters) do not decay."""
-    matrices = [p for p in parameters.values() if p.ndim >= 2]
-    vectors = [p for p in parameters.values() if p.ndim < 2]
-    groups = [{"params": matrices, "decays": True}, {"params": vectors, "decays": False}]
-    return torch.optim.AdamW([g for g in groups if g["params"]], fused=device.type == "cuda")
+    groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
+    for p in parameters.values():
+        # One kernel cannot take parameters of several layouts at once.
+        layout = (p.device_mesh, p.placements) if isinstance(p, DTensor) else None
+        groups.setdefault((p.ndim >= 2, layout), []).append(p)
+    listed = [{"params": members, "decays": decays} for (decays, _), members in groups.items()]
+    return torch.optim.AdamW(listed, fused=device.type == "cuda")
 
 
 def _places(micro_batch: MicroBatch) -> Tensor:

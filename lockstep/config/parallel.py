@@ -37,6 +37,11 @@ class Degrees(NamedTuple):
         return self.replicate * self.shard
 
     @property
+    def sharded(self) -> bool:
+        """Whether FSDP2 holds the parameters. It also sums gradients over replicas of a model that is split otherwise."""
+        return self.shard * self.context > 1 or (self.replicate > 1 and self.tensor * self.pipeline > 1)
+
+    @property
     def num_ranks(self) -> int:
         return self.replicate * self.shard * self.tensor * self.pipeline * self.context
 

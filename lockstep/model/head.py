@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -41,21 +41,38 @@ class LogitTransform:
         return self.scale * (1 - (transformed / self.softcap) ** 2)
 
 
+class Vocabulary(Protocol):
+    """Where the head's rows lie on several ranks: the first row here, and results over all of them."""
+
+    first: int
+
+    def enter(self, hidden: Tensor) -> Tensor: ...
+
+    def sum(self, values: Tensor) -> Tensor: ...
+
+    def max(self, values: Tensor) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class HeadOptions:
+    """`vocabulary`: None where the whole head is here."""
+
     transform: LogitTransform = LogitTransform()
     chunk_tokens: int = 1024
+    vocabulary: Vocabulary | None = None
 
 
 def target_logprobs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: HeadOptions
 ) -> Tensor:
     """[N, H] hidden, [V, H] weight, [N] targets -> [N] float log-probs, differentiable."""
+    if options.vocabulary is not None:
+        hidden = options.vocabulary.enter(hidden)
     if not torch.is_grad_enabled():
         logprobs = hidden.new_empty(targets.shape, dtype=_accumulation_dtype(hidden.dtype))
         for rows in _chunks(len(targets), options.chunk_tokens):
             logits = torch.nn.functional.linear(hidden[rows], weight, bias)
-            logprobs[rows] = _logprobs(logits, targets[rows], options.transform)
+            logprobs[rows] = _logprobs(logits, targets[rows], options)
         return logprobs
     return _TargetLogprobs.apply(hidden, weight, bias, targets, options)
 
@@ -67,6 +84,8 @@ def weighted_logprob_sum(
 
     Gradients are computed in the forward pass, chunk by chunk, so logits are computed once.
     """
+    if options.vocabulary is not None:
+        hidden = options.vocabulary.enter(hidden)
     return _WeightedLogprobSum.apply(hidden, weight, bias, targets, slopes, options)
 
 
@@ -82,9 +101,9 @@ class _TargetLogprobs(torch.autograd.Function):
         for rows in _chunks(len(targets), options.chunk_tokens):
             logits = torch.nn.functional.linear(hidden[rows], weight, bias)
             if unit is None:
-                logprobs[rows] = _logprobs(logits, targets[rows], options.transform)
+                logprobs[rows] = _logprobs(logits, targets[rows], options)
             else:
-                logprobs[rows], d_logits = _logprobs_and_gradient(logits, targets[rows], ones[rows], options.transform)
+                logprobs[rows], d_logits = _logprobs_and_gradient(logits, targets[rows], ones[rows], options)
                 torch.mm(d_logits, weight, out=unit[rows])
         ctx.options, ctx.frozen = options, frozen
         ctx.save_for_backward(unit) if unit is not None else ctx.save_for_backward(hidden, weight, bias, targets)
@@ -100,7 +119,7 @@ class _TargetLogprobs(torch.autograd.Function):
         gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
         for rows in _chunks(len(targets), ctx.options.chunk_tokens):
             logits = torch.nn.functional.linear(hidden[rows], weight, bias)
-            _, d_logits = _logprobs_and_gradient(logits, targets[rows], grad[rows], ctx.options.transform)
+            _, d_logits = _logprobs_and_gradient(logits, targets[rows], grad[rows], ctx.options)
             gradients.add(rows, d_logits)
         return gradients.hidden, gradients.weight, gradients.bias, None, None
 
@@ -120,7 +139,7 @@ class _WeightedLogprobSum(torch.autograd.Function):
         gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
         for rows in _chunks(len(targets), options.chunk_tokens):
             logits = torch.nn.functional.linear(hidden[rows], weight, bias)
-            logprobs[rows], d_logits = _logprobs_and_gradient(logits, targets[rows], slopes[rows], options.transform)
+            logprobs[rows], d_logits = _logprobs_and_gradient(logits, targets[rows], slopes[rows], options)
             gradients.add(rows, d_logits)
         ctx.save_for_backward(gradients.hidden, gradients.weight, gradients.bias)
         ctx.mark_non_differentiable(logprobs)
@@ -152,8 +171,11 @@ class _Gradients:
             self.bias += d_logits.sum(0)
 
 
-def _logprobs(logits: Tensor, targets: Tensor, transform: LogitTransform) -> Tensor:
+def _logprobs(logits: Tensor, targets: Tensor, options: HeadOptions) -> Tensor:
     """Log-probs of one chunk."""
+    transform = options.transform
+    if options.vocabulary is not None:
+        return _split_log_probabilities(logits, targets, options)[1]
     if _has_kernel(logits):
         from lockstep.model.head_kernel import logprobs_of
 
@@ -163,22 +185,52 @@ def _logprobs(logits: Tensor, targets: Tensor, transform: LogitTransform) -> Ten
 
 
 def _logprobs_and_gradient(
-    logits: Tensor, targets: Tensor, slopes: Tensor, transform: LogitTransform
+    logits: Tensor, targets: Tensor, slopes: Tensor, options: HeadOptions
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of one chunk, and d(sum slopes * log-prob) / d logits in the logits' dtype. The logits are used up."""
-    if _has_kernel(logits):
+    transform, vocabulary = options.transform, options.vocabulary
+    if vocabulary is None and _has_kernel(logits):
         from lockstep.model.head_kernel import logprobs_and_gradient
 
         return logprobs_and_gradient(logits, targets, slopes, transform.scale, transform.softcap)
-    wide = transform.apply(logits.to(_accumulation_dtype(logits.dtype)))
-    slope = transform.slope(wide)
-    log_probabilities = torch.log_softmax(wide, dim=1)
-    chosen = log_probabilities.gather(1, targets[:, None])[:, 0]
+    if vocabulary is not None:
+        log_probabilities, chosen, slope = _split_log_probabilities(logits, targets, options)
+        here, mine = _in_this_part(targets, logits.shape[1], vocabulary)
+        bump = slopes * mine.to(slopes.dtype)
+    else:
+        wide = transform.apply(logits.to(_accumulation_dtype(logits.dtype)))
+        slope = transform.slope(wide)
+        log_probabilities = torch.log_softmax(wide, dim=1)
+        chosen = log_probabilities.gather(1, targets[:, None])[:, 0]
+        here, bump = targets, slopes
     gradient = log_probabilities.exp_().mul_(-slopes[:, None])
-    gradient.scatter_add_(1, targets[:, None], slopes[:, None].to(gradient.dtype))
+    if gradient.shape[1]:
+        gradient.scatter_add_(1, here[:, None], bump[:, None].to(gradient.dtype))
     if isinstance(slope, Tensor) or slope != 1.0:
         gradient.mul_(slope)
     return chosen, gradient.to(logits.dtype)
+
+
+def _split_log_probabilities(
+    logits: Tensor, targets: Tensor, options: HeadOptions
+) -> tuple[Tensor, Tensor, Tensor | float]:
+    """(log-probabilities of this part's tokens, log-probs of the targets, slope of the transform)."""
+    vocabulary = options.vocabulary
+    assert vocabulary is not None
+    wide = options.transform.apply(logits.to(_accumulation_dtype(logits.dtype)))
+    lowest = wide.new_full((len(wide),), -torch.inf)
+    top = vocabulary.max(wide.amax(dim=1) if wide.shape[1] else lowest)
+    total = vocabulary.sum(torch.exp(wide - top[:, None]).sum(dim=1))
+    log_probabilities = wide - (top + torch.log(total))[:, None]
+    here, mine = _in_this_part(targets, wide.shape[1], vocabulary)
+    chosen = log_probabilities.gather(1, here[:, None])[:, 0] * mine if wide.shape[1] else torch.zeros_like(top)
+    return log_probabilities, vocabulary.sum(chosen), options.transform.slope(wide)
+
+
+def _in_this_part(targets: Tensor, size: int, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
+    """(place of each target in this part, clamped into it; whether it is really there)."""
+    here = targets - vocabulary.first
+    return here.clamp(0, max(size - 1, 0)), (here >= 0) & (here < size)
 
 
 def _has_kernel(logits: Tensor) -> bool:

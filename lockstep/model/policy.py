@@ -7,16 +7,18 @@ this module from outside. Must not know batches, losses, ranks or files.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lockstep.model import attention
-from lockstep.model.head import HeadOptions, LogitTransform, target_logprobs, weighted_logprob_sum
+from lockstep.model.head import HeadOptions, LogitTransform, Vocabulary, target_logprobs, weighted_logprob_sum
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,10 @@ class Policy(nn.Module):
             problem = attention.variable_length_problem(device, dtype, head_dim(causal_lm(self.model)))
             self.variable_length = problem is None
 
+    def split_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """The head's rows lie on several ranks from now on."""
+        self.head_options = replace(self.head_options, vocabulary=vocabulary)
+
     def stop_packing(self) -> None:
         """Give the model its own attention back; from now on it takes one document at a time."""
         if self.packs:
@@ -89,7 +95,8 @@ class Policy(nn.Module):
             return torch.log_softmax(logits, dim=-1).gather(1, packed.targets[:, None])[:, 0]
         hidden = causal.base_model(**inputs).last_hidden_state[0]
         head = causal.get_output_embeddings()
-        arguments = (hidden.index_select(0, packed.asked), head.weight, head.bias, packed.targets)
+        weight, bias = _local(head.weight), _local(head.bias)
+        arguments = (hidden.index_select(0, packed.asked), weight, bias, packed.targets)
         if slopes is None:
             return target_logprobs(*arguments, self.head_options)
         return weighted_logprob_sum(*arguments, slopes, self.head_options)
@@ -108,6 +115,25 @@ class Policy(nn.Module):
         bounds[: len(packed.lengths) + 1] = np.cumsum([0, *packed.lengths])
         boundaries = torch.from_numpy(bounds).to(packed.tokens.device, non_blocking=True)
         return {"packed_boundaries": boundaries, "packed_max_length": longest, **equal}
+
+
+def _local(tensor: Any) -> Any:
+    """This rank's rows of a split head."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def tensor_plan(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Which modules are split over ranks and how, as the model itself says: name -> (module, style)."""
+    causal = causal_lm(model)
+    plan: dict[str, str] = getattr(causal, "_tp_plan", None) or {}
+    if not any(".*." in pattern for pattern in plan):
+        raise ValueError(f"{type(causal).__name__} has no plan for tensor parallelism: set parallel.tensor to 1")
+    found = {}
+    for name, module in causal.named_modules():
+        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+        if style is not None:
+            found[name] = (module, style)
+    return found
 
 
 def causal_lm(model: nn.Module) -> Any:

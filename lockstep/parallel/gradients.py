@@ -8,16 +8,42 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lockstep.parallel.group import Group
 
-def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
+
+def gradient_norm(parameters: Sequence[nn.Parameter], group: Group) -> Tensor:
     """2-norm over all gradients, the same on every rank. All ranks."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    kinds: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    for p in parameters:
+        if p.grad is not None:
+            kinds.setdefault(_split_over(p.grad), []).append(_local(p.grad))
+    total = torch.zeros((), dtype=torch.float64, device=group.device)
+    # In one order on every rank: which gradients a rank has may differ, the kinds do not.
+    for groups in sorted(kinds, key=lambda groups: [g.group_name for g in groups]):
+        square = torch.stack(torch._foreach_norm(kinds[groups])).double().square().sum()
+        for process_group in groups:
+            dist.all_reduce(square, group=process_group)
+        total += square
+    return total.sqrt()
 
 
 def clip(parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    gradients = [_local(p.grad) for p in parameters if p.grad is not None]
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _split_over(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """The groups whose ranks hold different pieces of the tensor."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    mesh = tensor.device_mesh
+    return tuple(mesh.get_group(i) for i, place in enumerate(tensor.placements) if not place.is_replicate())

@@ -41,6 +41,11 @@ class Group:
         """Which share of a batch this rank has; the ranks of the other axes have the same one."""
         return self.place("replicate") * self.degrees.shard + self.place("shard")
 
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's results are counted: the ranks of the tensor axis all compute the same."""
+        return self.place("tensor") == 0
+
     def sum(self, values: Tensor) -> Tensor:
         """Sum over all ranks, in place. All ranks."""
         if self.num_ranks > 1:

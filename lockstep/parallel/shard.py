@@ -19,9 +19,14 @@ def shard(
 ) -> nn.Module:
     """Each layer is a unit; what is left (embedding, final norm, head) is the root unit. Gradients are sums.
 
-    With one replica only the shard axis of `mesh` is used.
+    Ranks that split the tokens of a micro-batch have parts of its gradient, like ranks with rows of their own: they
+    count as shards.
     """
-    axes = mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
+    name = "shard"
+    if mesh["context"].size() > 1:
+        name = "shard_context"
+        mesh["shard", "context"]._flatten(name)
+    axes = mesh["replicate", name] if mesh["replicate"].size() > 1 else mesh[name]
     policy = MixedPrecisionPolicy()
     if compute_dtype is not None:
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)

@@ -22,6 +22,8 @@ LAYOUTS = {
     "ddp-4": (4, ParallelConfig(replicate=4, shard=1)),
     "fsdp-4": (4, ParallelConfig(shard=4)),
     "hybrid-2x2": (4, ParallelConfig(replicate=2, shard=2)),
+    "tensor-2": (2, ParallelConfig(tensor=2)),
+    "shard-2-tensor-2": (4, ParallelConfig(shard=2, tensor=2)),
 }
 CELLS: list[Cell] = [(family, lora, b) for family in ("llama", "qwen3") for lora in (False, True) for b in BUDGETS]
 TOLERANCE = 1e-10

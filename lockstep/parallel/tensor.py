@@ -1,0 +1,254 @@
+"""Matrices split over ranks, after the model's own plan: which module is split, and how.
+
+Parameters become DTensors, so that sharding, checkpoints and norms know the whole; modules compute with their local
+part, and the collectives between them are written out here. Must not know models: it is given modules and styles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+Forward = Callable[[Tensor], Tensor]
+
+
+def split(modules: Mapping[str, tuple[nn.Module, str]], mesh: DeviceMesh) -> None:
+    """Split every module (by name: module, style) over the ranks of `mesh`, in place. All ranks."""
+    done: dict[nn.Parameter, nn.Parameter] = {}
+    for name, (module, style) in modules.items():
+        if style not in _STYLES:
+            raise ValueError(f"{name} is to be split as {style!r}, which is not known: known are {', '.join(_STYLES)}")
+        _STYLES[style](_Splitter(name, mesh, done), module)
+
+
+class _Splitter:
+    """Splits parameters, each once, however many modules share it."""
+
+    def __init__(self, name: str, mesh: DeviceMesh, done: dict[nn.Parameter, nn.Parameter]) -> None:
+        self.name, self.mesh, self._done = name, mesh, done
+
+    def parameter(self, module: nn.Module, key: str, dim: int, *, even: bool = True) -> None:
+        old = getattr(module, key, None)
+        if old is None:
+            return
+        size = old.shape[dim]
+        if even and size % self.mesh.size():
+            raise ValueError(
+                f"{self.name}.{key} has {size} {'columns' if dim else 'rows'}, which do not split over "
+                f"{self.mesh.size()} ranks: parallel.tensor must divide them"
+            )
+        if old not in self._done:
+            # Every rank cuts its own part: which values there are is settled later, from rank 0.
+            whole = old.detach()
+            part = distribute_tensor(whole, self.mesh, [Shard(dim)], src_data_rank=None)
+            self._done[old] = nn.Parameter(part, requires_grad=old.requires_grad)
+        setattr(module, key, self._done[old])
+
+
+# --- styles ---------------------------------------------------------------------------------------------------------
+
+
+def _split_columns(splitter: _Splitter, module: nn.Module) -> None:
+    """Each rank computes some of the outputs, from all of the inputs."""
+    for linear in _linears(splitter, module, "lora_B"):
+        splitter.parameter(linear, "weight", 0)
+        splitter.parameter(linear, "bias", 0)
+        linear.forward = _columns(linear, splitter.mesh)
+
+
+def _split_rows(splitter: _Splitter, module: nn.Module) -> None:
+    """Each rank has some of the inputs; outputs are sums over ranks."""
+    for linear in _linears(splitter, module, "lora_A"):
+        splitter.parameter(linear, "weight", 1)
+        linear.forward = _rows(linear, splitter.mesh)
+
+
+def _split_columns_and_gather(splitter: _Splitter, module: nn.Module) -> None:
+    for linear in _linears(splitter, module, "lora_B"):
+        splitter.parameter(linear, "weight", 0, even=False)
+        splitter.parameter(linear, "bias", 0, even=False)
+        columns, width = _columns(linear, splitter.mesh), linear.weight.shape[0]
+        linear.forward = _then(columns, lambda x, width=width: _Gather.apply(x, splitter.mesh, width))
+
+
+def _split_rows_and_inputs(splitter: _Splitter, module: nn.Module) -> None:
+    for linear in _linears(splitter, module, "lora_A"):
+        splitter.parameter(linear, "weight", 1)
+        linear.forward = _then(lambda x: _Cut.apply(x, splitter.mesh), _rows(linear, splitter.mesh))
+
+
+def _split_vocabulary(splitter: _Splitter, module: nn.Module) -> None:
+    if type(module).forward is not nn.Embedding.forward:
+        raise ValueError(f"{splitter.name} is a {type(module).__name__}, whose rows cannot be split over ranks")
+    splitter.parameter(module, "weight", 0, even=False)
+    module.forward = _lookup(module, splitter.mesh)
+
+
+def _sum_gradients(splitter: _Splitter, module: nn.Module) -> None:
+    """Every rank has the parameters, and sees only its own heads: gradients are sums over ranks."""
+    forward, registry = module.forward, module._parameters
+
+    def summing(*arguments: Any, **options: Any) -> Any:
+        own = dict(registry)
+        try:
+            registry.update({key: p if p is None else _Enter.apply(p, splitter.mesh) for key, p in own.items()})
+            return forward(*arguments, **options)
+        finally:
+            registry.update(own)
+
+    module.forward = summing
+
+
+_STYLES: dict[str, Callable[[_Splitter, Any], None]] = {
+    "colwise": _split_columns,
+    "rowwise": _split_rows,
+    "colwise_gather_output": _split_columns_and_gather,
+    "rowwise_split_input": _split_rows_and_inputs,
+    "embedding_rowwise": _split_vocabulary,
+    "replicated_with_grad_allreduce": _sum_gradients,
+}
+
+
+def _linears(splitter: _Splitter, module: nn.Module, adapter: str) -> list[Any]:
+    """The linear layer itself; under LoRA the base layer and the half of each adapter that lies on the split side."""
+    base = getattr(module, "base_layer", module)
+    if not isinstance(base, nn.Linear):
+        raise ValueError(f"{splitter.name} is a {type(base).__name__}, which cannot be split over ranks")
+    if getattr(module, "lora_variant", None):
+        raise ValueError(f"{splitter.name} has DoRA adapters, which cannot be split over ranks: set lora.dora to false")
+    return [base, *getattr(module, adapter, {}).values()]
+
+
+def _columns(linear: Any, mesh: DeviceMesh) -> Forward:
+    return lambda x: F.linear(_Enter.apply(x, mesh), local(linear.weight), local(linear.bias))
+
+
+def _rows(linear: Any, mesh: DeviceMesh) -> Forward:
+    def forward(x: Tensor) -> Tensor:
+        total = _Leave.apply(F.linear(x, local(linear.weight)), mesh)
+        return total if linear.bias is None else total + linear.bias
+
+    return forward
+
+
+def _lookup(module: Any, mesh: DeviceMesh) -> Forward:
+    def forward(ids: Tensor) -> Tensor:
+        rows = local(module.weight)
+        here = ids - first_row(module.weight)
+        mine = (here >= 0) & (here < len(rows))
+        found = F.embedding(here.clamp(0, max(len(rows) - 1, 0)), rows) * mine[..., None].to(rows.dtype)
+        return _Leave.apply(found, mesh)
+
+    return forward
+
+
+def _then(first: Forward, second: Forward) -> Forward:
+    return lambda x: second(first(x))
+
+
+# --- the vocabulary -------------------------------------------------------------------------------------------------
+
+
+class SplitVocabulary:
+    """What a head needs whose rows lie on several ranks: where its part starts, and sums over the ranks."""
+
+    def __init__(self, weight: DTensor, mesh: DeviceMesh) -> None:
+        self.first = first_row(weight)
+        self._mesh = mesh
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        """The same on every rank; its gradient is a sum over them."""
+        return _Enter.apply(hidden, self._mesh)
+
+    def sum(self, values: Tensor) -> Tensor:
+        return _reduce(values, self._mesh)
+
+    def max(self, values: Tensor) -> Tensor:
+        return _reduce(values, self._mesh, dist.ReduceOp.MAX)
+
+
+def local(tensor: Any) -> Any:
+    """This rank's part; the gradient goes back to the whole."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def first_row(weight: DTensor) -> int:
+    """Of this rank's part: DTensor deals rows out in equal pieces, the last ones may be short or empty."""
+    mesh = weight.device_mesh
+    piece = -(-weight.shape[0] // mesh["tensor"].size())
+    return min(mesh.get_local_rank("tensor") * piece, weight.shape[0])
+
+
+# --- collectives with their gradients -------------------------------------------------------------------------------
+
+
+class _Enter(torch.autograd.Function):
+    """Where a value that all ranks have goes separate ways: backward, the ways are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        ctx.mesh = mesh
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _reduce(gradients[0], ctx.mesh), None
+
+
+class _Leave(torch.autograd.Function):
+    """Where the ways meet: forward a sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        return _reduce(x, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+class _Gather(torch.autograd.Function):
+    """Everybody's columns side by side; the gradient of what all then compute alike is this rank's cut of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, width: int) -> Tensor:
+        piece = -(-width // mesh.size())
+        ctx.start, ctx.size = min(mesh.get_local_rank() * piece, width), x.shape[-1]
+        filled = F.pad(x, (0, piece - x.shape[-1]))
+        return _side_by_side(filled, mesh)[..., :width]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return gradients[0].narrow(-1, ctx.start, ctx.size), None, None
+
+
+class _Cut(torch.autograd.Function):
+    """This rank's columns of what all have."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        ctx.mesh = mesh
+        return x.chunk(mesh.size(), dim=-1)[mesh.get_local_rank()].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _side_by_side(gradients[0], ctx.mesh), None
+
+
+def _reduce(x: Tensor, mesh: DeviceMesh, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, how, group=mesh.get_group())
+    return total
+
+
+def _side_by_side(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    gathered = x.new_empty((mesh.size() * x.shape[0], *x.shape[1:]))
+    dist.all_gather_into_tensor(gathered, x.contiguous(), group=mesh.get_group())
+    return torch.cat(gathered.chunk(mesh.size(), dim=0), dim=-1)

@@ -33,13 +33,12 @@ class Document:
 
 @dataclass(frozen=True)
 class MicroBatch:
+    """Tensors of one pass. For each asked token: where it stands among those of the global batch, and in which row."""
+
     packed: PackedTokens
     inputs: LossInputs
-    documents: tuple[Document, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(d.tokens) for d in self.documents)
+    places: Tensor
+    rows: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -89,8 +88,9 @@ def to_micro_batch(
     device: torch.device,
     dtype: torch.dtype,
     multiple_of: int = 1,
+    part: tuple[int, int] = (0, 1),
 ) -> MicroBatch:
-    """Lay documents end to end, and fill up to a multiple with tokens of which nothing is asked.
+    """Lay documents end to end, fill up to a multiple with tokens of which nothing is asked, take (place, of how many).
 
     The filling is a document of its own, or the tail of a single one, which cannot see what follows it.
     No documents: two tokens whose weight is zero, so that every rank runs the same passes.
@@ -109,13 +109,28 @@ def to_micro_batch(
     asked = np.concatenate([d.asked + start for d, start in zip(documents, starts, strict=False)])
     targets = np.concatenate([d.tokens[d.asked + 1] for d in documents])
     weights = np.concatenate([d.weights for d in documents]) * loss.scale
+    places = np.concatenate([d.offset + np.arange(len(d.asked)) for d in documents])
+    rows = np.concatenate([np.full(len(d.asked), d.datum) for d in documents])
+    here, mine = _part_of(len(tokens), asked, part)
 
     def put(array: np.ndarray, kind: torch.dtype = torch.int64) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(kind).to(device, non_blocking=True)
 
-    packed = PackedTokens(put(tokens), put(positions), lengths, put(asked), put(targets))
-    values = {name: put(_side_values(documents, batch, name), dtype) for name in _value_names(batch)}
-    return MicroBatch(packed, LossInputs(put(weights, dtype), values, loss.options), documents)
+    packed = PackedTokens(
+        put(tokens[here]), put(positions[here]), lengths, put(asked[mine] - here.start), put(targets[mine])
+    )
+    values = {name: put(_side_values(documents, batch, name)[mine], dtype) for name in _value_names(batch)}
+    inputs = LossInputs(put(weights[mine], dtype), values, loss.options)
+    return MicroBatch(packed, inputs, put(places[mine]), rows[mine])
+
+
+def _part_of(num_tokens: int, asked: np.ndarray, part: tuple[int, int]) -> tuple[slice, np.ndarray]:
+    """(the tokens of one of several equal parts, which of the asked ones lie in it)."""
+    place, parts = part
+    assert num_tokens % parts == 0, "filled up to a multiple of the parts"
+    size = num_tokens // parts
+    here = slice(place * size, (place + 1) * size)
+    return here, (asked >= here.start) & (asked < here.stop)
 
 
 def _value_names(batch: Sequence[Datum]) -> list[str]:

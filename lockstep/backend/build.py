@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from lockstep.model.lora import speed_up_eager
 from lockstep.model.policy import Policy, causal_lm, decoder_layers, tensor_plan
 from lockstep.parallel import tensor
+from lockstep.parallel.context import SplitTokens
 from lockstep.parallel.group import Group
 from lockstep.parallel.replicate import replicate
 from lockstep.parallel.shard import shard
@@ -68,6 +69,15 @@ def split_tensors(policy: Policy, group: Group) -> None:
     tensor.split(plan, group.mesh["tensor"])
     head = causal_lm(policy.model).get_output_embeddings()
     policy.split_vocabulary(tensor.SplitVocabulary(head.weight, group.mesh["tensor"]))
+
+
+def split_tokens(policy: Policy, group: Group) -> None:
+    """From now on each of the context ranks computes a part of every micro-batch's tokens."""
+    assert group.mesh is not None
+    if not policy.packs:
+        name = type(causal_lm(policy.model)).__name__
+        raise ValueError(f"{name} does not take packed attention, which parallel.context needs: set it to 1")
+    policy.split_tokens = SplitTokens(group.mesh["context"])
 
 
 def _check_heads(policy: Policy, degree: int) -> None:

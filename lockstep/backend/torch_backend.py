@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -22,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.algorithms.losses import LOSSES
 from lockstep.backend import state
 from lockstep.backend.batching import Document, MicroBatch, Share, documents_of, share_of, to_micro_batch
-from lockstep.backend.build import build_policy, settle_dtypes
+from lockstep.backend.build import build_policy, settle_dtypes, split_tokens
 from lockstep.backend.probe import check_policy
 from lockstep.config import ParallelConfig
 from lockstep.model.export import save_weights
@@ -71,6 +72,8 @@ class TorchBackend:
             self._narrow = NarrowCopies(self.policy, decoder_layers(model), compute_dtype)
         self._skips_on_device = self.device.type == "cuda" and not sharded
         self.warnings = check_policy(self.policy, self._evaluation(), self.device, self.precision)
+        if self.group.degrees.context > 1:
+            split_tokens(self.policy, self.group)
         self._optimizer = _build_optimizer(self.parameters(), self.device)
         state.seed_rank(seed, self.group.data_rank)
 
@@ -88,7 +91,7 @@ class TorchBackend:
                 logprobs = self._module(micro_batch.packed).double()
                 if part and self.group.counts:
                     # Every rank fills its own places and the rest is zero: the sum puts the batch together exactly.
-                    found[_places(micro_batch)] = logprobs
+                    found[micro_batch.places] = logprobs
         return _spread(self.group.sum(found).tolist(), documents, batch)
 
     def forward_backward(self, batch: Sequence[Datum], loss: LossSpec) -> LossResult:
@@ -173,7 +176,7 @@ class TorchBackend:
             documents,
             rank=self.group.data_rank,
             num_ranks=self.group.degrees.data,
-            budget_tokens=self.micro_batch_tokens,
+            budget_tokens=self.micro_batch_tokens * self.group.degrees.context,
             max_documents=None if self.policy.packs else 1,
         )
 
@@ -181,7 +184,8 @@ class TorchBackend:
         dtype = torch.float64 if self.precision == "fp64" else torch.float32
         # Whole tiles for matrix kernels and fewer shapes for compiled ones; a budget between multiples is overstepped.
         multiple_of = 128 if self.device.type == "cuda" and self.policy.packs else 1
-        return to_micro_batch(part, batch, loss, self.device, dtype, multiple_of)
+        context = (self.group.place("context"), self.group.degrees.context)
+        return to_micro_batch(part, batch, loss, self.device, dtype, multiple_of * context[1], context)
 
     def _backward(self, micro_batch: MicroBatch, loss: LossSpec, *, last: bool) -> tuple[dict[str, Tensor], Tensor]:
         """One pass. DDP communicates in the last of a batch, FSDP2 each time, to keep gradients sharded."""
@@ -215,12 +219,8 @@ class TorchBackend:
         """Rows whose own log-probs are not finite, over all ranks. All ranks (they all saw the same loss)."""
         guilty = torch.zeros(len(batch), device=self.device)
         for micro_batch, logprobs in suspects:
-            place = 0
-            for document in micro_batch.documents:
-                end = place + len(document.asked)
-                if document.datum >= 0 and not bool(torch.isfinite(logprobs[place:end]).all()):
-                    guilty[document.datum] = 1
-                place = end
+            broken = ~torch.isfinite(logprobs).cpu().numpy() & (micro_batch.rows >= 0)
+            guilty[torch.from_numpy(np.unique(micro_batch.rows[broken]))] = 1
         flags = self.group.sum(guilty).tolist()
         return tuple(datum.origin or f"row {i} of the batch" for i, datum in enumerate(batch) if flags[i])
 
@@ -270,11 +270,6 @@ def _build_optimizer(parameters: dict[str, nn.Parameter], device: torch.device) 
         groups.setdefault((p.ndim >= 2, layout), []).append(p)
     listed = [{"params": members, "decays": decays} for (decays, _), members in groups.items()]
     return torch.optim.AdamW(listed, fused=device.type == "cuda")
-
-
-def _places(micro_batch: MicroBatch) -> Tensor:
-    spans = [torch.arange(d.offset, d.offset + len(d.asked)) for d in micro_batch.documents]
-    return torch.cat(spans).to(micro_batch.packed.tokens.device)
 
 
 def _spread(values: list[float], documents: Sequence[Document], batch: Sequence[Datum]) -> list[Logprobs]:

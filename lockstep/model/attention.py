@@ -7,7 +7,7 @@ can use it. Must not know batches, losses or ranks: it is told where documents b
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,17 @@ _FASTEST_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBac
 _GROUPED_HEADS: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )
+
+
+class SplitTokens(Protocol):
+    """Ranks that each have some of the tokens: all tokens of some heads, and back."""
+
+    size: int
+    place: int
+
+    def gather(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def scatter(self, attended: Tensor) -> Tensor: ...
 
 
 def register() -> None:
@@ -46,9 +57,13 @@ def packed_attention(
     packed_boundaries: Tensor | None = None,
     packed_max_length: int | None = None,
     packed_equal_length: int | None = None,
+    packed_split: SplitTokens | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention signature; returns [1, tokens, heads, head_dim]."""
+    """transformers' attention signature; returns [1, tokens, heads, head_dim].
+
+    `packed_split`: the tokens here are this rank's part of those that the lengths speak of.
+    """
     for name in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
             raise ValueError(
@@ -58,6 +73,23 @@ def packed_attention(
         raise ValueError(f"{type(module).__name__} builds its own attention mask, which packed attention cannot honour")
     if not getattr(module, "is_causal", True):
         raise ValueError(f"{type(module).__name__} is not causal")
+    if packed_split is not None:
+        query, key, value = packed_split.gather(query, key, value)
+        whole, _ = packed_attention(
+            module,
+            query,
+            key,
+            value,
+            None,
+            scaling=scaling,
+            dropout=dropout,
+            sliding_window=sliding_window,
+            packed_lengths=packed_lengths,
+            packed_boundaries=packed_boundaries,
+            packed_max_length=packed_max_length,
+            packed_equal_length=packed_equal_length,
+        )
+        return packed_split.scatter(whole), None
     if packed_equal_length is not None and sliding_window is None:
         return _equal_length(query, key, value, scaling, dropout, packed_equal_length), None
     if packed_boundaries is not None and packed_max_length is not None:

@@ -23,11 +23,14 @@ from lockstep.model.head import HeadOptions, LogitTransform, Vocabulary, target_
 
 @dataclass(frozen=True)
 class PackedTokens:
-    """Documents laid end to end, and the positions whose next token is asked for."""
+    """Documents laid end to end, and the positions whose next token is asked for.
+
+    Where tokens are split over ranks, everything but `lengths` is of this rank's part.
+    """
 
     tokens: Tensor  # [T] int64
     positions: Tensor  # [T] place within the document
-    lengths: tuple[int, ...]  # of the documents, sum T
+    lengths: tuple[int, ...]  # of the documents, sum T over all parts
     asked: Tensor  # [N] indices into T: the hidden state there predicts the target
     targets: Tensor  # [N] int64
 
@@ -49,6 +52,7 @@ class Policy(nn.Module):
         self.head_options = HeadOptions(logit_transform(causal), chunk_tokens)
         self.packs = bool(getattr(causal, "_supports_attention_backend", False))
         self.variable_length = False  # the fused kernel takes boundaries as a tensor instead of lengths
+        self.split_tokens: attention.SplitTokens | None = None
         self._own_attention = causal.config._attn_implementation
         if self.packs:
             causal.set_attn_implementation(attention.PACKED)
@@ -87,26 +91,34 @@ class Policy(nn.Module):
 
         `reference` takes the model's own full forward and its own logits: slow, for checking the fast path.
         """
-        causal = causal_lm(self.model)
-        inputs: dict[str, Any] = {"input_ids": packed.tokens[None], "position_ids": packed.positions[None]}
-        inputs |= {"use_cache": False, **self._attention_arguments(packed)}
+        causal, inputs = causal_lm(self.model), {"input_ids": packed.tokens[None]}
         if reference:
-            logits = causal(**inputs).logits[0, packed.asked].double()
+            logits = causal(**inputs, **self._arguments(packed)).logits[0, packed.asked].double()
             return torch.log_softmax(logits, dim=-1).gather(1, packed.targets[:, None])[:, 0]
-        hidden = causal.base_model(**inputs).last_hidden_state[0]
-        head = causal.get_output_embeddings()
+        return self.apply_head(self.run_layers(causal.base_model, packed, inputs)[0], packed, slopes)
+
+    def run_layers(self, body: nn.Module, packed: PackedTokens, inputs: dict[str, Tensor]) -> Tensor:
+        """[1, T, H] hidden states of a model without its head."""
+        return body(**inputs, **self._arguments(packed)).last_hidden_state
+
+    def apply_head(self, hidden: Tensor, packed: PackedTokens, slopes: Tensor | None) -> Any:
+        head = causal_lm(self.model).get_output_embeddings()
         weight, bias = _local(head.weight), _local(head.bias)
         arguments = (hidden.index_select(0, packed.asked), weight, bias, packed.targets)
         if slopes is None:
             return target_logprobs(*arguments, self.head_options)
         return weighted_logprob_sum(*arguments, slopes, self.head_options)
 
+    def _arguments(self, packed: PackedTokens) -> dict[str, Any]:
+        return {"position_ids": packed.positions[None], "use_cache": False, **self._attention_arguments(packed)}
+
     def _attention_arguments(self, packed: PackedTokens) -> dict[str, Any]:
         if not self.packs:
             assert len(packed.lengths) == 1, "a model without packed attention takes one document at a time"
             return {}
+        split = {} if self.split_tokens is None else {"packed_split": self.split_tokens}
         if not self.variable_length:
-            return {"packed_lengths": packed.lengths}
+            return {"packed_lengths": packed.lengths, **split}
         equal = {"packed_equal_length": packed.lengths[0]} if len(set(packed.lengths)) == 1 else {}
         # Rounded up, so that compiled layers see few different shapes: documents of no length at the end cost nothing.
         longest = -(-max(packed.lengths) // 128) * 128
@@ -114,7 +126,7 @@ class Policy(nn.Module):
         bounds = np.full(num_boundaries, sum(packed.lengths), dtype=np.int32)
         bounds[: len(packed.lengths) + 1] = np.cumsum([0, *packed.lengths])
         boundaries = torch.from_numpy(bounds).to(packed.tokens.device, non_blocking=True)
-        return {"packed_boundaries": boundaries, "packed_max_length": longest, **equal}
+        return {"packed_boundaries": boundaries, "packed_max_length": longest, **equal, **split}
 
 
 def _local(tensor: Any) -> Any:

@@ -28,10 +28,14 @@ LossFn = Callable[[Tensor, LossInputs], tuple[Tensor, TensorMetrics]]
 
 @dataclass(frozen=True)
 class Loss:
-    """`linear`: the loss is -sum(weights * logprobs), so its gradient is known before the forward pass."""
+    """`linear`: the loss is -sum(weights * logprobs), so its gradient is known before the forward pass.
+
+    `metrics` are the names that `fn` gives: ranks that do not compute the loss must know them too.
+    """
 
     fn: LossFn
     linear: bool = False
+    metrics: tuple[str, ...] = ()
 
 
 def cross_entropy(logprobs: Tensor, inputs: LossInputs) -> tuple[Tensor, TensorMetrics]:

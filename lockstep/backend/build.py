@@ -1,5 +1,5 @@
 """From a plain model to one that trains on this group, in one fixed order:
-tensor parallelism, activation checkpointing, compile, sharding or replication, weights.
+tensor parallelism, pipeline stages, activation checkpointing, compile, sharding or replication, weights.
 
 The only place where parallelism meets the model. All ranks call it together.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,11 +19,22 @@ from torch.utils.checkpoint import checkpoint
 
 from lockstep.model.lora import speed_up_eager
 from lockstep.model.policy import Policy, causal_lm, decoder_layers, tensor_plan
-from lockstep.parallel import tensor
+from lockstep.model.stages import PassThrough, Stage, check_divisible, keep_layers, layer_costs
+from lockstep.parallel import pipeline, tensor
 from lockstep.parallel.context import SplitTokens
 from lockstep.parallel.group import Group
 from lockstep.parallel.replicate import replicate
 from lockstep.parallel.shard import shard
+
+
+@dataclass(frozen=True)
+class Built:
+    """`module` is what is called: the policy or its DDP wrapper; with pipeline parallelism `stages` are, by number."""
+
+    policy: Policy
+    module: nn.Module
+    stages: dict[int, Stage]
+    num_stages: int
 
 
 def build_policy(
@@ -32,15 +44,18 @@ def build_policy(
     compute_dtype: torch.dtype | None,
     activation_checkpointing: bool,
     compile_layers: bool,
-) -> tuple[Policy, nn.Module]:
-    """(the policy, the module to call: the policy itself or its DDP wrapper). Rank 0's weights win."""
+    schedule: str = "1f1b",
+    keep_parameters: bool = False,
+) -> Built:
+    """Rank 0's weights win."""
     chunk_tokens = 4096 if group.device.type == "cuda" else 512
     policy = Policy(model, chunk_tokens=chunk_tokens)
-    layers = decoder_layers(model)
     # Taken before anything is split: the whole tensors are what every rank gets its part of.
     weights = _full_weights(policy) if group.rank == 0 else None
     if group.degrees.tensor > 1:
         split_tensors(policy, group)
+    stages, num_stages = cut_stages(policy, group, schedule)
+    layers = [layer for layer in decoder_layers(model) if not isinstance(layer, PassThrough)]
     for layer in layers:
         if activation_checkpointing:
             layer.forward = _recomputed(layer.forward)
@@ -51,15 +66,30 @@ def build_policy(
     policy.use_variable_length(group.device, compute_dtype or next(model.parameters()).dtype)
     if group.degrees.sharded:
         assert group.mesh is not None
-        shard(policy, layers, group.mesh, compute_dtype)
+        roots = list(stages.values()) or [policy]
+        shard(roots, layers, group.mesh, compute_dtype, keep_parameters=keep_parameters)
     policy.to(group.device)
     if group.num_ranks > 1:
         _distribute_weights(policy, weights, group)
     causal_lm(model).config.use_cache = False
-    callable_module: nn.Module = policy
+    module: nn.Module = policy
     if group.degrees.replicate > 1 and not group.degrees.sharded:
-        callable_module = replicate(policy, group.device)
-    return policy.train(), callable_module
+        module = replicate(policy, group.device)
+    return Built(policy.train(), module, stages, num_stages)
+
+
+def cut_stages(policy: Policy, group: Group, schedule: str) -> tuple[dict[int, Stage], int]:
+    """This rank's stages, by number, and how many there are; none without pipeline parallelism."""
+    num_ranks = group.degrees.pipeline
+    if num_ranks == 1:
+        return {}, 0
+    check_divisible(policy)
+    num_stages = num_ranks * pipeline.stages_per_rank(schedule)
+    costs, head_cost = layer_costs(policy)
+    cuts = pipeline.cut(costs, head_cost, num_stages)
+    mine = pipeline.stages_of(group.place("pipeline"), num_ranks, num_stages)
+    keep_layers(policy, [cuts[i] for i in mine], len(costs))
+    return {i: Stage(policy, cuts[i], len(costs)) for i in mine}, num_stages
 
 
 def split_tensors(policy: Policy, group: Group) -> None:
@@ -115,18 +145,21 @@ def _all_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 @torch.no_grad()
 def _distribute_weights(module: nn.Module, weights: dict[str, Tensor] | None, group: Group) -> None:
     """Give every rank its part of rank 0's parameters and buffers, one tensor at a time."""
-    tensors = _all_tensors(module)
-    layout = [(name, tuple(target.shape), target.dtype) for name, target in tensors]
-    if layout != group.broadcast_object(layout):
+    mine = dict(_all_tensors(module))
+    layout = None if weights is None else [(name, w.shape, w.dtype) for name, w in weights.items()]
+    layout = group.broadcast_object(layout)
+    known = {name: tuple(shape) for name, shape, _ in layout}
+    if any(known.get(name) != tuple(target.shape) for name, target in mine.items()):
         raise ValueError(f"rank {group.rank} built another model than rank 0: give every rank the same")
-    for name, target in tensors:
+    for name, shape, dtype in layout:
+        target = mine.get(name)
         if weights is not None:
-            full = weights.pop(name).to(group.device, target.dtype)
+            full = weights.pop(name).to(group.device, dtype)
         else:
-            full = torch.empty(target.shape, dtype=target.dtype, device=group.device)
+            full = torch.empty(shape, dtype=dtype, device=group.device)
         dist.broadcast(full, src=0)
         if isinstance(target, DTensor):
-            part = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
+            part = distribute_tensor(full.to(target.dtype), target.device_mesh, target.placements, src_data_rank=None)
             target.to_local().copy_(part.to_local())
-        else:
+        elif target is not None:
             target.copy_(full)

@@ -14,6 +14,10 @@ from torch import Tensor
 from lockstep.model.policy import PackedTokens, Policy, causal_lm
 
 # Largest difference of log-probs that rounding explains, by what the model computes in.
+_UNKNOWN_HEAD = (
+    "{name} changes its logits after the output head in a way Lockstep does not know "
+    "(log-probs differ by {difference:.3g}): this model cannot be trained yet"
+)
 _ROUNDING = {"fp64": 1e-6, "fp32": 1e-3, "bf16": 0.3}
 
 
@@ -34,11 +38,42 @@ def check_policy(
         raise ValueError(f"{name} gives log-probs that are not numbers: its weights hold nan or inf, or overflow")
     difference = float((fast - plain).abs().max())
     if not difference <= _ROUNDING[precision]:
-        raise ValueError(
-            f"{name} changes its logits after the output head in a way Lockstep does not know "
-            f"(log-probs differ by {difference:.3g}): this model cannot be trained yet"
-        )
+        raise ValueError(_UNKNOWN_HEAD.format(name=name, difference=difference))
     return warnings
+
+
+def check_stages(
+    policy: Policy, evaluation: AbstractContextManager[None], device: torch.device, precision: str
+) -> list[str]:
+    """The same questions to a model of which only some layers are here, with hidden states instead of tokens."""
+    causal = causal_lm(policy.model)
+    name, rounding = type(causal).__name__, _ROUNDING[precision]
+    config = causal.config.get_text_config()
+    dtype = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    packed = _pack([_tokens(policy, 1, 10), _tokens(policy, 3, 9)], device)
+
+    def hidden(seed: int) -> Tensor:
+        wave = torch.arange(19 * config.hidden_size, device=device, dtype=torch.float64).view(1, 19, -1)
+        first = torch.sin(wave[:, :10] * (seed + 0.7))
+        return torch.cat([first, torch.sin(wave[:, 10:] * 1.3)], dim=1).to(dtype)
+
+    with evaluation, torch.compiler.set_stance("force_eager"):
+        inputs = [{"inputs_embeds": hidden(seed)} for seed in (1, 2)]
+        seen = [policy.run_layers(causal.base_model, packed, given)[0, 10:].double() for given in inputs]
+        if float((seen[0] - seen[1]).abs().max()) > rounding / 100:
+            raise ValueError(f"{name} does not keep packed documents apart: set parallel.pipeline to 1")
+        if isinstance(causal.get_output_embeddings(), torch.nn.Linear):
+            _check_head(policy, packed, inputs[0], rounding)
+    return []
+
+
+def _check_head(policy: Policy, packed: PackedTokens, inputs: dict[str, Tensor], rounding: float) -> None:
+    causal = causal_lm(policy.model)
+    hidden = policy.run_layers(causal.base_model, packed, inputs)[0]
+    fast = policy.apply_head(hidden, packed, None).double()
+    difference = float((fast - policy.own_logprobs(packed, inputs)).abs().max())
+    if not difference <= rounding:
+        raise ValueError(_UNKNOWN_HEAD.format(name=type(causal).__name__, difference=difference))
 
 
 def _isolates(policy: Policy, device: torch.device, rounding: float) -> bool:

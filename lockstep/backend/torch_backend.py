@@ -7,10 +7,12 @@ calls with the same global batch. Must not know files beyond the paths it is giv
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,8 @@ from lockstep.algorithms.losses import LOSSES
 from lockstep.backend import state
 from lockstep.backend.batching import Document, MicroBatch, Share, documents_of, share_of, to_micro_batch
 from lockstep.backend.build import build_policy, settle_dtypes, split_tokens
-from lockstep.backend.probe import check_policy
+from lockstep.backend.pipelined import PipelinedPasses
+from lockstep.backend.probe import check_policy, check_stages
 from lockstep.config import ParallelConfig
 from lockstep.model.export import save_weights
 from lockstep.model.load import DTYPES, choose_precision
@@ -48,6 +51,8 @@ class TorchBackend:
         precision: str = "auto",
         activation_checkpointing: bool = False,
         compile: bool | str = "auto",
+        schedule: str = "1f1b",
+        keep_parameters: bool = False,
         device: str = "auto",
         seed: int = 0,
         timeout_s: float = 600.0,
@@ -59,19 +64,24 @@ class TorchBackend:
         self.precision = agree_on_precision(precision, self.group)
         compute_dtype = _narrow_dtype(self.precision)
         settle_dtypes(model, DTYPES[self.precision])
-        self.policy, self._module = build_policy(
+        built = build_policy(
             model,
             self.group,
             compute_dtype=compute_dtype,
             activation_checkpointing=activation_checkpointing,
             compile_layers=self.device.type == "cuda" if compile == "auto" else bool(compile),
+            schedule=schedule,
+            keep_parameters=keep_parameters,
         )
+        self.policy, self._module = built.policy, built.module
+        self._pipelined = PipelinedPasses(built, self.group, schedule) if built.stages else None
         sharded = self.group.degrees.sharded
         self._narrow: NarrowCopies | None = None
         if compute_dtype is not None and not sharded:  # FSDP2 casts by itself
             self._narrow = NarrowCopies(self.policy, decoder_layers(model), compute_dtype)
         self._skips_on_device = self.device.type == "cuda" and not sharded
-        self.warnings = check_policy(self.policy, self._evaluation(), self.device, self.precision)
+        check = check_policy if self._pipelined is None else check_stages
+        self.warnings = check(self.policy, self._evaluation(), self.device, self.precision)
         if self.group.degrees.context > 1:
             split_tokens(self.policy, self.group)
         self._optimizer = _build_optimizer(self.parameters(), self.device)
@@ -85,13 +95,20 @@ class TorchBackend:
         documents = documents_of(batch)
         share = self._share(documents)
         found = torch.zeros(share.num_asked, dtype=torch.float64, device=self.device)
+        micro_batches = self._micro_batches(share, batch, LossSpec())
+
+        def keep(micro_batch: MicroBatch, logprobs: Tensor) -> None:
+            # Every rank fills its own places and the rest is zero: the sum puts the batch together exactly.
+            real = torch.from_numpy(micro_batch.rows >= 0).to(self.device)
+            if self.group.counts:
+                found[micro_batch.places[real]] = logprobs.double()[real]
+
         with self._evaluation():
-            for part in share.micro_batches:
-                micro_batch = self._micro_batch(part, batch, LossSpec())
-                logprobs = self._module(micro_batch.packed).double()
-                if part and self.group.counts:
-                    # Every rank fills its own places and the rest is zero: the sum puts the batch together exactly.
-                    found[micro_batch.places] = logprobs
+            if self._pipelined is None:
+                for micro_batch in micro_batches:
+                    keep(micro_batch, self._module(micro_batch.packed))
+            else:
+                self._forward_stages(micro_batches, keep)
         return _spread(self.group.sum(found).tolist(), documents, batch)
 
     def forward_backward(self, batch: Sequence[Datum], loss: LossSpec) -> LossResult:
@@ -100,17 +117,18 @@ class TorchBackend:
         share = self._share(documents_of(batch))
         if share.num_asked == 0:
             raise ValueError(f"nothing to learn in this batch of {len(batch)} rows: every weight is zero")
-        zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        sums: dict[str, Tensor] = {}
-        suspects: list[tuple[MicroBatch, Tensor]] = []
-        for i, part in enumerate(share.micro_batches):
-            micro_batch = self._micro_batch(part, batch, loss)
-            metrics, logprobs = self._backward(micro_batch, loss, last=i + 1 == len(share.micro_batches))
-            for name, value in metrics.items():
-                sums[name] = sums.get(name, zero) + value.detach().double()
-            suspects.append((micro_batch, logprobs))
-        names = sorted(sums)
-        totals = self.group.sum(torch.stack([sums[n] for n in names]) * self.group.counts)
+        micro_batches = self._micro_batches(share, batch, loss)
+        if self._pipelined is None:
+            last = len(micro_batches) - 1
+            passes = [self._backward(m, loss, last=i == last) for i, m in enumerate(micro_batches)]
+        else:
+            passes = self._backward_stages(micro_batches, loss)
+        names = sorted(["loss", *LOSSES[loss.kind].metrics])
+        sums = torch.zeros(len(names), dtype=torch.float64, device=self.device)
+        for metrics, _ in passes:
+            sums += torch.stack([metrics[name].detach().double() for name in names])
+        suspects = list(zip(micro_batches, (logprobs for _, logprobs in passes)))
+        totals = self.group.sum(sums * self.group.counts)
         numbers = read_later(totals)
 
         def read() -> LossValues:
@@ -123,7 +141,8 @@ class TorchBackend:
 
     def optim_step(self, step: OptimStep) -> OptimResult:
         parameters = list(self.parameters().values())
-        norm = gradient_norm(parameters, self.group)
+        counted = parameters if self._pipelined is None else self._pipelined.own_parameters(parameters)
+        norm = gradient_norm(counted, self.group)
         numbers = read_later(norm.reshape(1))
         if step.max_grad_norm is not None:
             clip(parameters, norm, step.max_grad_norm)
@@ -172,35 +191,69 @@ class TorchBackend:
         self.group.leave()
 
     def _share(self, documents: Sequence[Document]) -> Share:
-        return share_of(
+        share = share_of(
             documents,
             rank=self.group.data_rank,
             num_ranks=self.group.degrees.data,
             budget_tokens=self.micro_batch_tokens * self.group.degrees.context,
             max_documents=None if self.policy.packs else 1,
         )
+        if self._pipelined is None:
+            return share
+        missing = self._pipelined.num_micro_batches(len(share.micro_batches)) - len(share.micro_batches)
+        return replace(share, micro_batches=(*share.micro_batches, *([()] * missing)))
 
-    def _micro_batch(self, part: tuple[Document, ...], batch: Sequence[Datum], loss: LossSpec) -> MicroBatch:
+    def _micro_batches(self, share: Share, batch: Sequence[Datum], loss: LossSpec) -> list[MicroBatch]:
         dtype = torch.float64 if self.precision == "fp64" else torch.float32
         # Whole tiles for matrix kernels and fewer shapes for compiled ones; a budget between multiples is overstepped.
         multiple_of = 128 if self.device.type == "cuda" and self.policy.packs else 1
         context = (self.group.place("context"), self.group.degrees.context)
-        return to_micro_batch(part, batch, loss, self.device, dtype, multiple_of * context[1], context)
+        multiple_of *= context[1]
+        if self._pipelined is not None:  # what passes between stages has one size
+            longest = max(sum(len(d.tokens) for d in part) for part in share.micro_batches)
+            multiple_of *= -(-max(longest, 2) // multiple_of)
+        return [
+            to_micro_batch(part, batch, loss, self.device, dtype, multiple_of, context) for part in share.micro_batches
+        ]
 
     def _backward(self, micro_batch: MicroBatch, loss: LossSpec, *, last: bool) -> tuple[dict[str, Tensor], Tensor]:
         """One pass. DDP communicates in the last of a batch, FSDP2 each time, to keep gradients sharded."""
         waits = isinstance(self._module, DistributedDataParallel) and not last
         quiet = self._module.no_sync() if waits else contextlib.nullcontext()  # type: ignore[operator]
-        rule = LOSSES[loss.kind]
         with quiet, self._narrowed():
-            if rule.linear:
-                total, logprobs = self._module(micro_batch.packed, -micro_batch.inputs.weights)
-                metrics: dict[str, Tensor] = {}
-            else:
-                logprobs = self._module(micro_batch.packed)
-                total, metrics = rule.fn(logprobs, micro_batch.inputs)
-            total.backward()
-        return {**metrics, "loss": total}, logprobs.detach()
+            metrics, logprobs = _losses(micro_batch, loss, lambda slopes: self._module(micro_batch.packed, slopes))
+            metrics["loss"].backward()
+        return metrics, logprobs.detach()
+
+    def _backward_stages(self, micro_batches: list[MicroBatch], loss: LossSpec) -> list[tuple[dict[str, Tensor], Tensor]]:
+        """What `_backward` gives for each micro-batch, on the ranks of the last stage; nothing on the others."""
+        assert self._pipelined is not None
+        found: dict[int, tuple[dict[str, Tensor], Tensor]] = {}
+
+        def finish(number: int, hidden: Tensor) -> Tensor:
+            packed = micro_batches[number].packed
+            apply = functools.partial(self.policy.apply_head, hidden, packed)
+            metrics, logprobs = _losses(micro_batches[number], loss, apply)
+            found[number] = ({k: v.detach() for k, v in metrics.items()}, logprobs.detach())
+            return metrics["loss"]
+
+        with self._narrowed():
+            self._pipelined.forward_backward(micro_batches, self._hidden_dtype, finish)
+        return [found[i] for i in sorted(found)]
+
+    def _forward_stages(self, micro_batches: list[MicroBatch], keep: Callable[[MicroBatch, Tensor], None]) -> None:
+        assert self._pipelined is not None
+
+        def finish(number: int, hidden: Tensor) -> Tensor:
+            logprobs = self.policy.apply_head(hidden, micro_batches[number].packed, None)
+            keep(micro_batches[number], logprobs)
+            return logprobs
+
+        self._pipelined.forward(micro_batches, self._hidden_dtype, finish)
+
+    @property
+    def _hidden_dtype(self) -> torch.dtype:
+        return DTYPES[self.precision]
 
     def _narrowed(self) -> contextlib.AbstractContextManager[None]:
         return self._narrow.in_place() if self._narrow is not None else contextlib.nullcontext()
@@ -223,6 +276,19 @@ class TorchBackend:
             guilty[torch.from_numpy(np.unique(micro_batch.rows[broken]))] = 1
         flags = self.group.sum(guilty).tolist()
         return tuple(datum.origin or f"row {i} of the batch" for i, datum in enumerate(batch) if flags[i])
+
+
+def _losses(
+    micro_batch: MicroBatch, loss: LossSpec, logprobs_of: Callable[[Tensor | None], Any]
+) -> tuple[dict[str, Tensor], Tensor]:
+    """({"loss": ..., metrics}, log-probs), from a function of slopes: with them it also gives their weighted sum."""
+    rule = LOSSES[loss.kind]
+    if rule.linear:
+        total, logprobs = logprobs_of(-micro_batch.inputs.weights)
+        return {"loss": total}, logprobs
+    logprobs = logprobs_of(None)
+    total, metrics = rule.fn(logprobs, micro_batch.inputs)
+    return {**metrics, "loss": total}, logprobs
 
 
 def join_group(device: str, parallel: ParallelConfig, timeout_s: float) -> Group:

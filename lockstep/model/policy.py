@@ -91,11 +91,16 @@ class Policy(nn.Module):
 
         `reference` takes the model's own full forward and its own logits: slow, for checking the fast path.
         """
-        causal, inputs = causal_lm(self.model), {"input_ids": packed.tokens[None]}
+        inputs = {"input_ids": packed.tokens[None]}
         if reference:
-            logits = causal(**inputs, **self._arguments(packed)).logits[0, packed.asked].double()
-            return torch.log_softmax(logits, dim=-1).gather(1, packed.targets[:, None])[:, 0]
-        return self.apply_head(self.run_layers(causal.base_model, packed, inputs)[0], packed, slopes)
+            return self.own_logprobs(packed, inputs)
+        hidden = self.run_layers(causal_lm(self.model).base_model, packed, inputs)
+        return self.apply_head(hidden[0], packed, slopes)
+
+    def own_logprobs(self, packed: PackedTokens, inputs: dict[str, Tensor]) -> Tensor:
+        """From the logits that the model itself gives."""
+        logits = causal_lm(self.model)(**inputs, **self._arguments(packed)).logits[0, packed.asked].double()
+        return torch.log_softmax(logits, dim=-1).gather(1, packed.targets[:, None])[:, 0]
 
     def run_layers(self, body: nn.Module, packed: PackedTokens, inputs: dict[str, Tensor]) -> Tensor:
         """[1, T, H] hidden states of a model without its head."""

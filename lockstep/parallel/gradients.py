@@ -16,7 +16,7 @@ from lockstep.parallel.group import Group
 
 
 def gradient_norm(parameters: Sequence[nn.Parameter], group: Group) -> Tensor:
-    """2-norm over all gradients, the same on every rank. All ranks."""
+    """2-norm over all gradients, the same on every rank. All ranks; a parameter of two stages is given by one."""
     kinds: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     for p in parameters:
         if p.grad is not None:
@@ -28,11 +28,16 @@ def gradient_norm(parameters: Sequence[nn.Parameter], group: Group) -> Tensor:
         for process_group in groups:
             dist.all_reduce(square, group=process_group)
         total += square
+    if group.degrees.pipeline > 1:
+        assert group.mesh is not None
+        dist.all_reduce(total, group=group.mesh.get_group("pipeline"))
     return total.sqrt()
 
 
 def clip(parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: float) -> None:
     gradients = [_local(p.grad) for p in parameters if p.grad is not None]
+    if not gradients:
+        return
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
 

@@ -43,8 +43,8 @@ class Group:
 
     @property
     def counts(self) -> bool:
-        """Whether this rank's results are counted: the ranks of the tensor axis all compute the same."""
-        return self.place("tensor") == 0
+        """Whether this rank's results are: those of the tensor axis all compute the same, and the last stage has them."""
+        return self.place("tensor") == 0 and self.place("pipeline") == self.degrees.pipeline - 1
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum over all ranks, in place. All ranks."""

@@ -15,9 +15,16 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 
 def shard(
-    module: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh, compute_dtype: torch.dtype | None
-) -> nn.Module:
-    """Each layer is a unit; what is left (embedding, final norm, head) is the root unit. Gradients are sums.
+    roots: Sequence[nn.Module],
+    layers: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    compute_dtype: torch.dtype | None,
+    *,
+    keep_parameters: bool = False,
+) -> None:
+    """Each layer is a unit; what is left in a root (embedding, final norm, head) is its unit. Gradients are sums.
+
+    `keep_parameters`: what was gathered for forward stays for backward.
 
     Ranks that split the tokens of a micro-batch have parts of its gradient, like ranks with rows of their own: they
     count as shards.
@@ -31,21 +38,20 @@ def shard(
     if compute_dtype is not None:
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for layer in layers:
-        fully_shard(layer, mesh=axes, mp_policy=policy)
-    fully_shard(module, mesh=axes, mp_policy=policy)
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.set_gradient_divide_factor(1.0)
-            part.set_force_sum_reduction_for_comms(True)  # the alternative, a scaled sum, exists in NCCL alone
-    return module
+        fully_shard(layer, mesh=axes, mp_policy=policy, reshard_after_forward=not keep_parameters)
+    for root in roots:
+        fully_shard(root, mesh=axes, mp_policy=policy, reshard_after_forward=False)
+        for part in root.modules():
+            if isinstance(part, FSDPModule):
+                part.set_gradient_divide_factor(1.0)
+                part.set_force_sum_reduction_for_comms(True)  # the alternative, a scaled sum, exists in NCCL alone
 
 
 def reshard(module: nn.Module) -> None:
     """After a pass without backward, FSDP2 keeps the root unit whole, and that copy is not what is trained."""
-    if isinstance(module, FSDPModule):
-        for part in module.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 @contextlib.contextmanager

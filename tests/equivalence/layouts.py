@@ -32,12 +32,22 @@ def run_cell(cell: Cell, group: Group) -> dict[str, Any]:
     first, second = batches()
     found: dict[str, Any] = {"logprobs": backend.forward(first), "warnings": backend.warnings}
     found["loss"] = backend.forward_backward(first, LossSpec(scale=scale_of(first))).loss
-    found["gradients"] = {name: _whole(p.grad) for name, p in backend.parameters().items()}
+    found["gradients"] = everywhere({name: _whole(p.grad) for name, p in backend.parameters().items()}, group)
     found["norm"] = backend.optim_step(STEP).grad_norm
     backend.forward(second)  # an evaluation between steps must not disturb them
     backend.forward_backward(second, LossSpec(scale=scale_of(second)))
     backend.optim_step(STEP)
-    found["weights"] = {name: _whole(p.detach()) for name, p in backend.parameters().items()}
+    found["weights"] = everywhere({name: _whole(p.detach()) for name, p in backend.parameters().items()}, group)
+    return found
+
+
+def everywhere(tensors: dict[str, torch.Tensor], group: Group) -> dict[str, torch.Tensor]:
+    """What all ranks have between them: stages have different parameters, and what several have must be the same."""
+    found: dict[str, torch.Tensor] = {}
+    for part in group.gather_objects(tensors):
+        for name, tensor in part.items():
+            assert name not in found or torch.equal(found[name], tensor), f"ranks disagree about {name}"
+            found.setdefault(name, tensor)
     return found
 
 

@@ -27,6 +27,9 @@ LAYOUTS = {
     "shard-2-context-2": (4, ParallelConfig(shard=2, context=2)),
     "tensor-2-context-2": (4, ParallelConfig(tensor=2, context=2)),
     "replicate-2-tensor-2": (4, ParallelConfig(replicate=2, shard=1, tensor=2)),
+    "pipeline-2": (2, ParallelConfig(pipeline=2)),
+    "shard-2-pipeline-2": (4, ParallelConfig(shard=2, pipeline=2)),
+    "tensor-2-pipeline-2": (4, ParallelConfig(tensor=2, pipeline=2)),
     "shard-2-tensor-2": (4, ParallelConfig(shard=2, tensor=2)),
 }
 CELLS: list[Cell] = [(family, lora, b) for family in ("llama", "qwen3") for lora in (False, True) for b in BUDGETS]

@@ -103,7 +103,7 @@ def test_an_empty_micro_batch_runs_the_same_passes_with_a_weight_of_zero():
     assert found.packed.asked.tolist() == [0]
     assert found.inputs.weights.tolist() == [0.0]
     assert found.inputs.values["advantages"].tolist() == [0.0]
-    assert [d.datum for d in found.documents] == [-1]
+    assert found.rows.tolist() == [-1]
 
 
 @pytest.mark.parametrize("multiple_of", [1, 4, 8, 128])

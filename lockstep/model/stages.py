@@ -1,0 +1,132 @@
+"""A model cut into stages of consecutive layers, for ranks that each have some of them.
+
+Layers that lie elsewhere become pass-throughs, so every parameter keeps its name. Found from the model's own pipeline
+plan; a model whose forward does more than its layers is refused. Must not know ranks or schedules.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.model.policy import PackedTokens, Policy, causal_lm
+
+
+class PassThrough(nn.Module):
+    """Stands for a module of another stage. It has the plain attributes of that module, which models look at."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        plain = {k: v for k, v in vars(original).items() if isinstance(v, (bool, int, float, str)) and k != "training"}
+        self.__dict__.update(plain)
+
+    def forward(self, hidden_states: Any, *arguments: Any, **options: Any) -> Any:
+        return hidden_states
+
+
+class Stage(nn.Module):
+    """Consecutive layers of a policy: the first stage also embeds, the last also has norm and head.
+
+    Parameters are shared with the policy. Before a pass, `work` says what each micro-batch is, by number, and `finish`
+    what the last stage makes of its hidden states.
+    """
+
+    def __init__(self, policy: Policy, layers: range, num_layers: int) -> None:
+        super().__init__()
+        self.layers = layers
+        self.is_first, self.is_last = layers.start == 0, layers.stop == num_layers
+        self.body = _body_of(policy, layers, num_layers)
+        self.head = causal_lm(policy.model).get_output_embeddings() if self.is_last else None
+        self._policy = [policy]  # in a list, so that it is no submodule
+        self.work: Sequence[PackedTokens] = ()
+        self.finish: Callable[[int, Tensor], Tensor] | None = None
+
+    def forward(self, hidden: Tensor, number: Tensor) -> Tensor:
+        """[1, T, H] hidden states in and out; the first stage ignores what it is given, the last one finishes."""
+        (policy,) = self._policy
+        packed = self.work[int(number)]
+        inputs = {"input_ids": packed.tokens[None]} if self.is_first else {"inputs_embeds": hidden}
+        hidden = policy.run_layers(self.body, packed, inputs)
+        if not self.is_last:
+            return hidden
+        assert self.finish is not None
+        return self.finish(int(number), hidden[0])
+
+
+def keep_layers(policy: Policy, kept: Sequence[range], num_layers: int) -> None:
+    """Leave only the layers in `kept` on this rank, and embedding and head where a first or last stage is."""
+    causal = causal_lm(policy.model)
+    base, names = causal.base_model, _names(causal)
+    tied = causal.get_output_embeddings().weight is causal.get_input_embeddings().weight
+    mine = {i for layers in kept for i in layers}
+    layers = getattr(base, names["layers"])
+    for i, layer in enumerate(layers):
+        if i not in mine:
+            layers[i] = PassThrough(layer)
+    # A tied embedding stays beside the head: it has the name under which both are saved.
+    if 0 not in mine and not (tied and num_layers - 1 in mine):
+        setattr(base, names["embedding"], PassThrough(getattr(base, names["embedding"])))
+    if num_layers - 1 not in mine:
+        setattr(base, names["norm"], PassThrough(getattr(base, names["norm"])))
+        causal.set_output_embeddings(PassThrough(causal.get_output_embeddings()))
+
+
+def layer_costs(policy: Policy) -> tuple[list[float], float]:
+    """(of each layer, of the head), in parameters, which is what a token costs to compute."""
+    causal = causal_lm(policy.model)
+    layers = getattr(causal.base_model, _names(causal)["layers"])
+    costs = [float(sum(p.numel() for p in layer.parameters())) for layer in layers]
+    return costs, float(causal.get_output_embeddings().weight.numel())
+
+
+@torch.no_grad()
+def check_divisible(policy: Policy) -> None:
+    """With every layer passed through, the model must give back what it was given: nothing happens between layers."""
+    causal = causal_lm(policy.model)
+    names = _names(causal)
+    body = _body_of(policy, range(0), len(getattr(causal.base_model, names["layers"])))
+    device = next(p.device for p in causal.parameters())
+    size = causal.config.get_text_config().hidden_size
+    given = torch.linspace(-1, 1, 4 * size, device=device, dtype=next(causal.parameters()).dtype).view(1, 4, size)
+    positions = torch.arange(4, device=device)
+    packed = PackedTokens(positions, positions, (4,), positions[:0], positions[:0])
+    if not torch.equal(policy.run_layers(body, packed, {"inputs_embeds": given}), given):
+        raise ValueError(
+            f"{type(causal).__name__} changes hidden states outside its layers, so it cannot be cut into stages: "
+            "set parallel.pipeline to 1"
+        )
+
+
+def _body_of(policy: Policy, layers: range, num_layers: int) -> nn.Module:
+    """The model without its head, sharing modules, with pass-throughs for what is not in `layers`."""
+    causal = causal_lm(policy.model)
+    base, names = causal.base_model, _names(causal)
+    body: Any = copy.copy(base)
+    body._modules = dict(base._modules)
+    own = getattr(base, names["layers"])
+    body._modules[names["layers"]] = nn.ModuleList(
+        layer if i in layers else PassThrough(layer) for i, layer in enumerate(own)
+    )
+    if layers.start != 0 or not len(layers):
+        body._modules[names["embedding"]] = PassThrough(getattr(base, names["embedding"]))
+    if layers.stop != num_layers or not len(layers):
+        body._modules[names["norm"]] = PassThrough(getattr(base, names["norm"]))
+    return body
+
+
+def _names(causal: Any) -> dict[str, str]:
+    """What the model calls its embedding, layers and final norm, from its own plan."""
+    plan = getattr(causal, "_pp_plan", None) or {}
+    prefix = causal.base_model_prefix + "."
+    inner = [name.removeprefix(prefix) for name in plan if name.startswith(prefix)]
+    lists = [name for name in inner if isinstance(getattr(causal.base_model, name, None), nn.ModuleList)]
+    others = [name for name in inner if name not in lists]
+    if len(lists) != 1 or len(others) != 2:
+        raise ValueError(f"{type(causal).__name__} has no plan for pipeline parallelism: set parallel.pipeline to 1")
+    embedding = causal.get_input_embeddings()
+    first = next((name for name in others if getattr(causal.base_model, name) is embedding), others[0])
+    return {"layers": lists[0], "embedding": first, "norm": next(name for name in others if name != first)}

@@ -80,8 +80,12 @@ class TorchBackend:
         if compute_dtype is not None and not sharded:  # FSDP2 casts by itself
             self._narrow = NarrowCopies(self.policy, decoder_layers(model), compute_dtype)
         self._skips_on_device = self.device.type == "cuda" and not sharded
-        check = check_policy if self._pipelined is None else check_stages
-        self.warnings = check(self.policy, self._evaluation(), self.device, self.precision)
+        self._roots: list[nn.Module] = [self.policy, *built.stages.values()]
+        if self._pipelined is None:
+            self.warnings = check_policy(self.policy, self._evaluation(), self.device, self.precision)
+        else:
+            stages = built.stages.values()
+            self.warnings = check_stages(self.policy, stages, self._evaluation(), self.device, self.precision)
         if self.group.degrees.context > 1:
             split_tokens(self.policy, self.group)
         self._optimizer = _build_optimizer(self.parameters(), self.device)
@@ -265,7 +269,8 @@ class TorchBackend:
             with torch.no_grad(), self._narrowed():
                 yield
         finally:
-            reshard(self.policy)
+            for root in self._roots:
+                reshard(root)
             self.policy.train()
 
     def _nonfinite_origins(self, suspects: list[tuple[MicroBatch, Tensor]], batch: Sequence[Datum]) -> tuple[str, ...]:

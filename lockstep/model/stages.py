@@ -40,7 +40,10 @@ class Stage(nn.Module):
         self.layers = layers
         self.is_first, self.is_last = layers.start == 0, layers.stop == num_layers
         self.body = _body_of(policy, layers, num_layers)
-        self.head = causal_lm(policy.model).get_output_embeddings() if self.is_last else None
+        causal = causal_lm(policy.model)
+        self.head = causal.get_output_embeddings() if self.is_last else None
+        # Beside a head that shares its matrix, so that whoever replaces the one replaces the other.
+        self.tied = causal.get_input_embeddings() if self.is_last and _is_tied(causal) else None
         self._policy = [policy]  # in a list, so that it is no submodule
         self.work: Sequence[PackedTokens] = ()
         self.finish: Callable[[int, Tensor], Tensor] | None = None
@@ -61,7 +64,7 @@ def keep_layers(policy: Policy, kept: Sequence[range], num_layers: int) -> None:
     """Leave only the layers in `kept` on this rank, and embedding and head where a first or last stage is."""
     causal = causal_lm(policy.model)
     base, names = causal.base_model, _names(causal)
-    tied = causal.get_output_embeddings().weight is causal.get_input_embeddings().weight
+    tied = _is_tied(causal)
     mine = {i for layers in kept for i in layers}
     layers = getattr(base, names["layers"])
     for i, layer in enumerate(layers):
@@ -81,6 +84,15 @@ def layer_costs(policy: Policy) -> tuple[list[float], float]:
     layers = getattr(causal.base_model, _names(causal)["layers"])
     costs = [float(sum(p.numel() for p in layer.parameters())) for layer in layers]
     return costs, float(causal.get_output_embeddings().weight.numel())
+
+
+def head_alone(policy: Policy) -> Any:
+    """The model with every layer passed through: its head, and whatever it does to logits after that."""
+    causal = causal_lm(policy.model)
+    alone: Any = copy.copy(causal)
+    num_layers = len(getattr(causal.base_model, _names(causal)["layers"]))
+    alone._modules = {**causal._modules, causal.base_model_prefix: _body_of(policy, range(0), num_layers)}
+    return alone
 
 
 @torch.no_grad()
@@ -116,6 +128,11 @@ def _body_of(policy: Policy, layers: range, num_layers: int) -> nn.Module:
     if layers.stop != num_layers or not len(layers):
         body._modules[names["norm"]] = PassThrough(getattr(base, names["norm"]))
     return body
+
+
+def _is_tied(causal: Any) -> bool:
+    head, embedding = (getattr(m, "weight", None) for m in (causal.get_output_embeddings(), causal.get_input_embeddings()))
+    return head is not None and head is embedding
 
 
 def _names(causal: Any) -> dict[str, str]:

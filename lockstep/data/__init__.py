@@ -1,12 +1,14 @@
-"""Data: sources → conversations → text with spans → tokens with weights → order → packed batches.
+"""Data: sources → conversations → text with spans → tokens with weights → columns on disk → order → packed batches.
 
 Must not know torch, transformers or ranks; the tokenizer is passed in.
 """
 
-from lockstep.data.dataset import Compiled, DataReport, FileReport, compile_data, digest_data, split_rows
+from lockstep.data.dataset import Compiled, Progress, compile_data, mix_rows, split_rows
 from lockstep.data.order import Batches, epoch_order, fill_batches
 from lockstep.data.rendering import Tokenizer
+from lockstep.data.report import DataReport, FileReport
 from lockstep.data.source import DataError
+from lockstep.data.store import Rows
 
 __all__ = [
     "Batches",
@@ -14,10 +16,12 @@ __all__ = [
     "DataError",
     "DataReport",
     "FileReport",
+    "Progress",
+    "Rows",
     "Tokenizer",
     "compile_data",
-    "digest_data",
     "epoch_order",
     "fill_batches",
+    "mix_rows",
     "split_rows",
 ]

@@ -1,192 +1,235 @@
-"""Files to compiled data: what a run trains on, what it validates on, and a report of both.
+"""Sources to compiled data: what a run trains on, validates on and is tested on, and a report of it all.
 
-The one entry of the package: reads, recognises, renders, tokenises, splits.
-Must not know the order of training, nor ranks: every rank compiles the same.
+The one entry of the package: compiles each part or opens what was compiled before, splits, mixes.
+Must not know the order of training, nor ranks: every rank calls it alike, and one of them does the work.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from lockstep.config import DataConfig
-from lockstep.data.conversation import ignored_keys, read_row, recognise_format
+from lockstep.config.data import PARTS, DataConfig
+from lockstep.data.cache import Entry, Patience, cache_folder, obtain
+from lockstep.data.chunk import Compiling
+from lockstep.data.fingerprint import digest_tokenizer, fingerprint
+from lockstep.data.lock import Holder
 from lockstep.data.order import Indices, hashed_order
-from lockstep.data.rendering import Template, Tokenizer, load_template, render
-from lockstep.data.source import DataError, Row, read_rows
-from lockstep.data.tokens import Encoded, Encoder
-from lockstep.types import Datum
+from lockstep.data.part import SKIPPED_FILE, Done, Kind, PartFile, compile_part, list_files, mixed_kinds
+from lockstep.data.rendering import Template, Tokenizer, load_template
+from lockstep.data.report import DataReport, FileReport, count_duplicates, find_leaks, from_manifest
+from lockstep.data.source import DataError
+from lockstep.data.store import Columns, Rows
 
-_ROWS_AT_ONCE = 1000
-_SPLIT_STREAM = 0x53504C4954  # "SPLIT": keeps the held-out rows independent of every epoch's order
-
-
-@dataclass
-class FileReport:
-    """What one file gave. `num_split` rows had to be tokenised in pieces at an answer's start.
-
-    `num_unclosed` answers end without an end-of-turn token; `ignored_keys` are fields nothing reads.
-    """
-
-    path: str
-    part: Literal["train", "validation"]
-    format: str
-    num_rows: int = 0
-    num_tokens: int = 0
-    num_supervised: int = 0
-    prompts_cut: int = 0
-    answers_cut: int = 0
-    num_split: int = 0
-    num_unclosed: int = 0
-    longest_row: int = 0
-    longest_origin: str = ""
-    ignored_keys: list[str] = field(default_factory=list)
-
-    def add(self, encoded: Encoded) -> None:
-        datum = encoded.datum
-        self.num_rows += 1
-        self.num_tokens += datum.num_tokens
-        self.num_supervised += sum(int(np.count_nonzero(c.weights)) for c in datum.completions)
-        self.prompts_cut += encoded.prompt_cut
-        self.answers_cut += encoded.answer_cut
-        self.num_split += encoded.split
-        self.num_unclosed += encoded.num_unclosed
-        if encoded.num_uncut > self.longest_row:
-            self.longest_row, self.longest_origin = encoded.num_uncut, datum.origin
+# They keep what is held out, and what a weight chooses, independent of every epoch's order.
+_SPLIT_STREAM = 0x53504C4954  # "SPLIT"
+_MIX_STREAM = 0x4D4958  # "MIX"
 
 
 @dataclass(frozen=True)
-class DataReport:
-    """What was compiled, for people and events: `dataclasses.asdict` of it is JSON.
+class Progress:
+    """How far a part is. `done_bytes` is an estimate; `phase` says what happens, also whom it waits for."""
 
-    Numbers of tokens are as trained, after cutting; a `longest_row` is as found, before it.
-    """
-
-    files: tuple[FileReport, ...]
-    num_train: int
-    num_validation: int
-    max_length: int
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(file.num_tokens for file in self.files)
-
-    @property
-    def num_supervised(self) -> int:
-        return sum(file.num_supervised for file in self.files)
-
-    @property
-    def prompts_cut(self) -> int:
-        return sum(file.prompts_cut for file in self.files)
-
-    @property
-    def answers_cut(self) -> int:
-        return sum(file.answers_cut for file in self.files)
-
-    @property
-    def longest_row(self) -> int:
-        return max(file.longest_row for file in self.files)
-
-    def warnings(self) -> list[str]:
-        """A sentence for each thing that a user should know before the first step."""
-        found = []
-        for file in self.files:
-            raise_length = f"raise data.max_length (the longest row has {file.longest_row} tokens)"
-            if file.answers_cut:
-                found.append(f"{file.path}: {file.answers_cut} answers do not fit and lose their end: {raise_length}")
-            if file.prompts_cut:
-                found.append(f"{file.path}: {file.prompts_cut} prompts were cut from the left: {raise_length}")
-            if file.num_unclosed:
-                found.append(
-                    f"{file.path}: {file.num_unclosed} answers end without a special token, so the model does not "
-                    "learn to stop there: end assistant turns with the EOS token in the chat template"
-                )
-            if file.ignored_keys:
-                found.append(f"{file.path}: rows of format {file.format} do not use {', '.join(file.ignored_keys)}")
-        return found
+    part: str
+    rows: int
+    done_bytes: int
+    total_bytes: int
+    phase: str
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """Data ready to train on. `digest` names both parts: a resumed run must find the same."""
+    """Data ready to train on. `digest` names train and validation: a resumed run must find the same."""
 
-    train: Sequence[Datum]
-    validation: Sequence[Datum]
+    train: Rows
+    validation: Rows
+    test: Rows
     report: DataReport
     digest: str
+    kind: Kind
 
 
-def compile_data(config: DataConfig, tokenizer: Tokenizer, *, seed: int) -> Compiled:
-    """Read, tokenise and split. Every error names the file and line."""
-    encoder = Encoder(tokenizer, max_length=config.max_length)
-    template = load_template(tokenizer, config.chat_template)
-    files: list[FileReport] = []
-    train: list[Datum] = []
-    validation: list[Datum] = []
-    parts: tuple[tuple[Literal["train", "validation"], tuple[str, ...], list[Datum]], ...] = (
-        ("train", config.train, train),
-        ("validation", config.validation, validation),
+@dataclass(frozen=True)
+class _Part:
+    """All rows of the sources of one part, before splitting and mixing."""
+
+    name: str
+    rows: Rows
+    kind: Kind
+    files: tuple[FileReport, ...]
+    source_of_file: Indices
+    skipped_file: str | None
+    note: str | None
+
+
+def compile_data(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    seed: int,
+    timeout_s: float = 600.0,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> Compiled:
+    """Read, tokenise and split, or open what an earlier run compiled. Every error names the file and line.
+
+    `timeout_s` bounds the wait for another process that compiles the same and gets nowhere.
+    """
+    template = load_template(tokenizer, config.chat_template, config.template_options)
+    tokenizer_digest = digest_tokenizer(tokenizer)
+    parts: dict[str, _Part] = {}
+    for name in PARTS:
+        if files := list_files(config.sources(name)):
+            teller = _Teller(name, files, on_progress)
+            key = fingerprint(config, [(file.source, file.file) for file in files], tokenizer_digest, template)
+            entry = _obtain(key, files, config, tokenizer, template, timeout_s, teller)
+            parts[name] = _open_part(name, files, entry)
+    for part in parts.values():
+        if part.kind != parts["train"].kind:
+            raise mixed_kinds("data.train", parts["train"].kind, f"data.{part.name}", part.kind)
+    return _arrange(config, parts, seed)
+
+
+class _Teller:
+    """Passes on how far one part is."""
+
+    def __init__(self, part: str, files: Sequence[PartFile], on_progress: Callable[[Progress], None] | None) -> None:
+        self._part = part
+        self._on_progress = on_progress
+        self._total_bytes = sum(file.state[0] for file in files)
+        self._done = Done(0, 0)
+        self.say("reading")
+
+    def say(self, phase: str) -> None:
+        if self._on_progress is not None:
+            num_bytes = min(self._done.num_bytes, self._total_bytes)
+            self._on_progress(Progress(self._part, self._done.rows, num_bytes, self._total_bytes, phase))
+
+    def advance(self, done: Done) -> None:
+        self._done = done
+        self.say("tokenising")
+
+    def wait(self, holder: Holder) -> None:
+        self._done = Done(holder.rows, 0)
+        self.say(f"waiting for {holder.host} (process {holder.pid}) to prepare")
+
+
+def _obtain(
+    key: str,
+    files: Sequence[PartFile],
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    template: Template | None,
+    timeout_s: float,
+    teller: _Teller,
+) -> Entry:
+    def build(folder: Path, tell: Callable[[int], None]) -> dict[str, object]:
+        def on_done(done: Done) -> None:
+            tell(done.rows)
+            teller.advance(done)
+
+        compiling = Compiling(
+            tokenizer, config.chat_template, config.template_options, config.max_length, config.truncate
+        )
+        return compile_part(
+            folder,
+            files,
+            config,
+            compiling,
+            has_template=template is not None,
+            timeout_s=timeout_s,
+            on_done=on_done,
+        )
+
+    patience = Patience(stuck_s=timeout_s)
+    return obtain(cache_folder(config.cache_dir), key, build, patience=patience, on_wait=teller.wait)
+
+
+def _open_part(name: str, files: Sequence[PartFile], entry: Entry) -> _Part:
+    manifest = entry.manifest
+    # Files as they were found now: the same bytes under the same name may have been compiled from elsewhere.
+    named = [file.file for file in files]
+    columns = Columns(entry.path, manifest["num_rows"], manifest["width"], manifest["digest"], named)
+    reports = tuple(
+        from_manifest(values, part=name, weight=file.source.weight)
+        for values, file in zip(manifest["reports"], files, strict=True)
     )
-    for part, paths, data in parts:
-        for path in paths:
-            rows = read_rows(path)
-            first = next(rows)  # read_rows raises where a file has none
-            report = FileReport(path, part, recognise_format(first) if config.format == "auto" else config.format)
-            data.extend(_compile_rows(first, rows, template, encoder, report))
-            files.append(report)
-    if config.validation_fraction:
-        kept, held_out = split_rows(len(train), config.validation_fraction, seed=seed)
-        train, validation = [train[i] for i in kept], [train[i] for i in held_out]
-    report_all = DataReport(tuple(files), len(train), len(validation), config.max_length)
-    return Compiled(train, validation, report_all, digest_data(train, validation))
+    return _Part(
+        name,
+        Rows(columns),
+        manifest["kind"],
+        reports,
+        np.array([file.source_number for file in files], dtype=np.int64),
+        str(entry.path / SKIPPED_FILE) if manifest["skipped"] else None,
+        entry.warning,
+    )
 
 
-def split_rows(num_rows: int, fraction: float, *, seed: int) -> tuple[Indices, Indices]:
-    """(training, validation) row numbers, both ascending: a pure function of its arguments."""
-    if num_rows < 2:
-        raise DataError(f"data.validation_fraction {fraction} cannot split {num_rows} row: add rows or set it to 0")
-    num_held_out = min(max(round(num_rows * fraction), 1), num_rows - 1)
+def _arrange(config: DataConfig, parts: dict[str, _Part], seed: int) -> Compiled:
+    train = parts["train"].rows
+    nothing = train.select(np.empty(0, dtype=np.int64))
+    validation, test = (parts[name].rows if name in parts else nothing for name in ("validation", "test"))
+    if config.validation_fraction or config.test_fraction:
+        fractions = {"validation": config.validation_fraction, "test": config.test_fraction}
+        kept, for_validation, for_test = split_rows(len(train), fractions, seed=seed)
+        validation = train.select(for_validation) if config.validation_fraction else validation
+        test = train.select(for_test) if config.test_fraction else test
+        train = train.select(kept)
+    weights = [source.weight for source in config.train]
+    mixed = mix_rows(parts["train"].source_of_file[train.column("files")], weights, seed=seed)
+    report = DataReport(
+        files=tuple(file for part in parts.values() for file in part.files),
+        num_train=len(train) if mixed is None else len(mixed),
+        num_validation=len(validation),
+        num_test=len(test),
+        max_length=config.max_length,
+        duplicates=count_duplicates(train),
+        leaked=find_leaks(train, [("validation", validation), ("test", test)]),
+        skipped_files=tuple(part.skipped_file for part in parts.values() if part.skipped_file),
+        notes=tuple(dict.fromkeys(part.note for part in parts.values() if part.note)),
+    )
+    train = train if mixed is None else train.select(mixed)
+    digest = hashlib.sha256(f"{train.digest} {validation.digest}".encode()).hexdigest()
+    return Compiled(train, validation, test, report, digest, parts["train"].kind)
+
+
+def split_rows(num_rows: int, fractions: dict[str, float], *, seed: int) -> tuple[Indices, Indices, Indices]:
+    """(training, validation, test) row numbers, each ascending: a pure function of its arguments.
+
+    Each fraction that is not zero gets at least a row, and so does training. What is held out for validation does
+    not depend on the test fraction, as long as there are rows enough.
+    """
+    asked = {name: fraction for name, fraction in fractions.items() if fraction}
+    if num_rows <= len(asked):
+        settings = " and ".join(f"data.{name}_fraction {fraction}" for name, fraction in asked.items())
+        rows = "1 row" if num_rows == 1 else f"{num_rows} rows"
+        raise DataError(f"{settings} cannot split {rows}: add rows or set it to 0")
+    left, counts = num_rows - len(asked), {}
+    for name, fraction in asked.items():
+        counts[name] = min(max(round(num_rows * fraction), 1), left)
+        left -= counts[name] - 1
     order = hashed_order(num_rows, seed, _SPLIT_STREAM)
-    return np.sort(order[num_held_out:]), np.sort(order[:num_held_out])
+    edges = np.cumsum([counts.get("validation", 0), counts.get("test", 0)])
+    validation, test, train = np.split(order, edges)
+    return np.sort(train), np.sort(validation), np.sort(test)
 
 
-def digest_data(*parts: Sequence[Datum]) -> str:
-    """sha256 over tokens and weights; where the rows came from is no part of it."""
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(f"part {len(part)};".encode())
-        for datum in part:
-            _digest_numbers(digest, datum.prompt, "<i4")
-            for completion in datum.completions:
-                _digest_numbers(digest, completion.tokens, "<i4")
-                _digest_numbers(digest, completion.weights, "<f4")
-            digest.update(b";")
-    return digest.hexdigest()
+def mix_rows(sources: Indices, weights: Sequence[float], *, seed: int) -> Indices | None:
+    """Places of an epoch's rows, source by source: whole copies, then a part chosen by seed; None for all as they are.
 
-
-def _compile_rows(
-    first: Row, rest: Iterator[Row], template: Template | None, encoder: Encoder, report: FileReport
-) -> list[Datum]:
-    data: list[Datum] = []
-    unread: set[str] = set()
-    chunk = [first, *islice(rest, _ROWS_AT_ONCE - 1)]
-    while chunk:
-        contents = [read_row(row, report.format, has_template=template is not None) for row in chunk]
-        unread.update(*(ignored_keys(row, report.format) for row in chunk))
-        for encoded in encoder.encode([render(content, template) for content in contents]):
-            report.add(encoded)
-            data.append(encoded.datum)
-        chunk = list(islice(rest, _ROWS_AT_ONCE))
-    report.ignored_keys = sorted(unread)
-    return data
-
-
-def _digest_numbers(digest: hashlib._Hash, numbers: Sequence[float], dtype: str) -> None:
-    array = np.asarray(numbers, dtype=dtype)
-    digest.update(len(array).to_bytes(8, "little"))
-    digest.update(array.tobytes())
+    `sources` holds the source of each row. A source with rows keeps at least one.
+    """
+    if all(weight == 1 for weight in weights):
+        return None
+    mixed: list[Indices] = []
+    for source, weight in enumerate(weights):
+        places = np.flatnonzero(sources == source)
+        copies, num_chosen = divmod(round(weight * len(places)), max(len(places), 1))
+        if not copies and len(places):
+            num_chosen = max(num_chosen, 1)
+        order = hashed_order(len(places), seed, _MIX_STREAM, source)
+        mixed += [places] * copies + [places[np.sort(order[:num_chosen])]]
+    return np.concatenate(mixed)

@@ -83,7 +83,9 @@ class Batches:
         self._tokens = config.tokens
         self._seed = seed
         self._shuffle = shuffle
-        self._lengths = np.array([datum.num_tokens for datum in data], dtype=np.int64)
+        # Compiled rows know their lengths without being read.
+        lengths = getattr(data, "lengths", None)
+        self._lengths: Indices = np.array([d.num_tokens for d in data] if lengths is None else lengths, dtype=np.int64)
         # The epoch in use, its order, and for each place in it the tokens of all rows before.
         self._epoch = -1
         self._order: Indices = np.empty(0, dtype=np.int64)

@@ -6,31 +6,42 @@ Must not know files, formats or the order of training.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import chain, pairwise
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 
-from lockstep.data.rendering import Rendered, Span, Tokenizer
+from lockstep.data.rendering import Rendered, Span, Tokenizer, Variant
 from lockstep.data.source import DataError
+from lockstep.data.template import special_texts
+from lockstep.data.truncation import POLICIES, Answer, Fitted, Ints, fit
 from lockstep.types import Completion, Datum
-
-Ints = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A datum and what happened to it on the way, for the report. `num_uncut` counts tokens before cutting."""
+    """A datum and what happened to it on the way, for the report. `datum` is None where data.truncate left it out.
 
-    datum: Datum
+    `num_uncut` counts tokens before cutting: of the prompt and the longest answer. `split`: some text was tokenised in
+    pieces. `num_unclosed` answers end without an end-of-turn token; `num_unprompted` do not start with what the chat
+    template writes for generation. `holds_special`: people wrote a special token in their text. The keys are the same
+    for the same tokens before cutting; without a prompt of its own, a row's prompt_key is its row_key.
+    """
+
+    datum: Datum | None
     num_uncut: int
     prompt_cut: bool
     answer_cut: bool
     split: bool
     num_unclosed: int
+    num_unprompted: int
+    holds_special: bool
+    prompt_key: int
+    row_key: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,77 +55,113 @@ class _Tokens:
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """Tokens [first, stop) of one answer; `closed` when they end with an end-of-turn token."""
+    """Tokens [first, stop) of one span; `closed` when they end with an end-of-turn token."""
 
     first: int
     stop: int
     closed: bool
 
 
-class Encoder:
-    """Turns rendered rows into data of at most `max_length` tokens."""
+@dataclass(frozen=True, slots=True)
+class _Masked:
+    """A whole text in tokens, each with its weight."""
 
-    def __init__(self, tokenizer: Tokenizer, *, max_length: int) -> None:
+    ids: Ints
+    weights: Ints
+    split: bool
+    num_unclosed: int
+
+    def divide(self) -> tuple[Ints, Answer]:
+        """The prompt, and what follows up to the last learned token.
+
+        Nothing predicts the first token of all: where it was to be learned, it becomes the prompt.
+        """
+        learned = np.flatnonzero(self.weights)
+        first, stop = max(int(learned[0]), 1), int(learned[-1]) + 1
+        return self.ids[:first], (self.ids[first:stop], self.weights[first:stop])
+
+
+class Encoder:
+    """Turns rendered rows into data of at most `max_length` tokens; longer ones as `truncate` says (truncation.fit)."""
+
+    def __init__(self, tokenizer: Tokenizer, *, max_length: int, truncate: str) -> None:
         if max_length < 2:
             raise DataError(f"data.max_length is {max_length}: a row needs at least one prompt and one answer token")
+        assert truncate in POLICIES, truncate
         self._tokenizer = tokenizer
         self._name = tokenizer.name_or_path or "the tokenizer"
         if not tokenizer.is_fast:
             raise DataError(f"{self._name} is a slow tokenizer without character offsets: use its fast version")
         self._max_length = max_length
+        self._truncate = truncate
         added = tokenizer.added_tokens_decoder
         self._special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
+        self._special_text = re.compile("|".join(map(re.escape, special_texts(tokenizer))) or "(?!)")
         self._bos = tokenizer.bos_token_id
+        self._eos = tokenizer.eos_token_id
         self._adds_bos = self._bos is not None and self._would_add_bos()
 
-    def encode(self, rows: Sequence[Rendered]) -> list[Encoded]:
-        """One call of the tokenizer for all rows, which it spreads over the cores."""
+    def encode(self, rows: Sequence[Rendered]) -> list[Encoded | DataError]:
+        """In order; a row that cannot be used is its error. One call of the tokenizer, which it spreads over cores."""
         if not rows:
             return []
-        return [self._encode_row(row, t) for row, t in zip(rows, self._tokenise([row.text for row in rows]))]
+        tokens = iter(self._tokenise([variant.text for row in rows for variant in row.variants]))
+        found: list[Encoded | DataError] = []
+        for row in rows:
+            own = [next(tokens) for _ in row.variants]
+            try:
+                found.append(self._encode_row(row, own))
+            except DataError as error:
+                found.append(error)
+        return found
 
-    def _encode_row(self, row: Rendered, tokens: _Tokens) -> Encoded:
-        if np.any(np.diff(tokens.starts) < 0):
-            raise DataError(f"{row.origin}: the offsets of {self._name} are not in order: use another tokenizer")
-        whole, cuts = tokens, set[int]()
-        turns = [self._find_turn(row, tokens, span) for span in row.spans]
-        while uncertain := _uncertain_cuts(row, tokens, turns) - cuts:
-            cuts |= uncertain
-            tokens = self._tokenise_split(row, whole, sorted(cuts))
-            turns = [self._find_turn(row, tokens, span) for span in row.spans]
-        self._check_substance(row, tokens, turns)
-        weights = np.zeros(len(tokens.ids), dtype=np.float32)
-        for turn in turns:
-            weights[turn.first : turn.stop] = 1.0
-        ids, num_unclosed = tokens.ids, sum(not turn.closed for turn in turns)
-        if row.plain:
-            ids, weights = self._frame(row, ids, weights)
-            num_unclosed = 0
-        return self._build(row, ids, weights, split=bool(cuts), num_unclosed=num_unclosed)
-
-    def _build(self, row: Rendered, ids: Ints, weights: Ints, *, split: bool, num_unclosed: int) -> Encoded:
-        learned = np.flatnonzero(weights)
-        # Nothing predicts the first token of all: where it was to be learned, it becomes the prompt.
-        first, stop = max(int(learned[0]), 1), int(learned[-1]) + 1
-        if first == stop:
-            raise DataError(f"{row.origin}: nothing to learn: one token with nothing before it: remove the row")
-        prompt, answer, answer_weights = ids[:first], ids[first:stop], weights[first:stop]
-        num_uncut = len(prompt) + len(answer)
-        answer_cut = len(answer) > self._max_length - 1
-        if answer_cut:
-            # The cut may fall into context between two answers: tokens after the last learned one are of no use.
-            num_kept = int(np.flatnonzero(answer_weights[: self._max_length - 1])[-1]) + 1
-            answer, answer_weights = answer[:num_kept], answer_weights[:num_kept]
-        cut_prompt = _cut_left(prompt, self._max_length - len(answer), self._bos)
-        completion = Completion(cast(Sequence[int], answer), cast(Sequence[float], answer_weights))
+    def _encode_row(self, row: Rendered, tokens: list[_Tokens]) -> Encoded:
+        masked = [self._mask(row, variant, t) for variant, t in zip(row.variants, tokens)]
+        divided = [m.divide() for m in masked]
+        if not _same_prompt(divided):
+            # An answer can change how the end of the prompt is tokenised: then the prompt is tokenised on its own.
+            masked = [
+                self._mask(row, variant, t, split_at=variant.spans[0].start) for variant, t in zip(row.variants, tokens)
+            ]
+            divided = [m.divide() for m in masked]
+            if not _same_prompt(divided):
+                raise DataError(f"{row.origin}: the two answers of this pair do not have the same prompt in tokens")
+        prompt, answers = divided[0][0], [answer for _, answer in divided]
+        self._check_answers(row, prompt, answers)
+        num_uncut = len(prompt) + max(len(ids) for ids, _ in answers)
+        fitted = self._fit(row, prompt, answers, num_uncut)
+        prompt_key, row_key = _keys(prompt, answers)
         return Encoded(
-            Datum(cast(Sequence[int], cut_prompt), (completion,), row.origin),
+            _build_datum(row, fitted),
             num_uncut=num_uncut,
-            prompt_cut=len(cut_prompt) < len(prompt),
-            answer_cut=answer_cut,
-            split=split,
-            num_unclosed=num_unclosed,
+            prompt_cut=fitted.prompt_cut,
+            answer_cut=fitted.answer_cut,
+            split=any(m.split for m in masked),
+            num_unclosed=sum(m.num_unclosed for m in masked),
+            num_unprompted=sum(variant.num_unprompted for variant in row.variants),
+            holds_special=any(map(self._special_text.search, row.written)),
+            prompt_key=prompt_key if row.has_prompt else row_key,
+            row_key=row_key,
         )
+
+    def _check_answers(self, row: Rendered, prompt: Ints, answers: list[Answer]) -> None:
+        if any(len(ids) == 0 for ids, _ in answers):
+            raise DataError(f"{row.origin}: nothing to learn: one token with nothing before it: remove the row")
+        start = [int(i) for i in (*prompt[:2], *answers[0][0][:1])][:2]
+        if self._bos is not None and self._bos != self._eos and start == [self._bos, self._bos]:
+            raise DataError(
+                f"{row.origin}: starts with the BOS token twice: remove it from the text, or from the chat template"
+            )
+
+    def _fit(self, row: Rendered, prompt: Ints, answers: list[Answer], num_uncut: int) -> Fitted:
+        if num_uncut <= self._max_length:
+            return Fitted(prompt, tuple(answers))
+        if self._truncate == "error":
+            raise DataError(
+                f"{row.origin}: {num_uncut} tokens, data.max_length is {self._max_length}: raise it, shorten the row, "
+                "or set data.truncate to prompt_left, right or drop"
+            )
+        return fit(prompt, answers, max_length=self._max_length, policy=self._truncate, bos=self._bos)
 
     # --- text to tokens ----------------------------------------------------------------------------------------
 
@@ -133,13 +180,13 @@ class Encoder:
             found.append(_Tokens(np.array(ids, dtype=np.int32), flat[::2], flat[1::2]))
         return found
 
-    def _tokenise_split(self, row: Rendered, whole: _Tokens, cuts: list[int]) -> _Tokens:
+    def _tokenise_split(self, row: Rendered, text: str, whole: _Tokens, cuts: list[int]) -> _Tokens:
         """Tokenise the pieces between cuts on their own, as a prompt is at inference.
 
         Certain only if the pieces together still say the same: some tokenizers add a space to each piece.
         """
-        edges = [0, *cuts, len(row.text)]
-        pieces = self._tokenise([row.text[a:b] for a, b in pairwise(edges)])
+        edges = [0, *cuts, len(text)]
+        pieces = self._tokenise([text[a:b] for a, b in pairwise(edges)])
         joined = _Tokens(
             np.concatenate([piece.ids for piece in pieces]),
             # Offsets without whitespace put a space that ends a piece at the start of the next: it stays in its own.
@@ -147,7 +194,7 @@ class Encoder:
             np.concatenate([p.ends + a for p, a in zip(pieces, edges)]),
         )
         if self._decode(joined.ids) != self._decode(whole.ids):
-            around = row.text[max(cuts[0] - 10, 0) : cuts[0] + 10]
+            around = text[max(cuts[0] - 10, 0) : cuts[0] + 10]
             raise DataError(
                 f"{row.origin}: {self._name} joins characters on both sides of where an answer starts or ends into one "
                 f"token (around {around!r}), so the tokens to learn are not certain: move the whitespace there to the "
@@ -160,29 +207,52 @@ class Encoder:
 
     # --- what is learned ---------------------------------------------------------------------------------------
 
-    def _find_turn(self, row: Rendered, tokens: _Tokens, span: Span) -> _Turn:
+    def _mask(self, row: Rendered, variant: Variant, whole: _Tokens, *, split_at: int | None = None) -> _Masked:
+        if np.any(np.diff(whole.starts) < 0):
+            raise DataError(f"{row.origin}: the offsets of {self._name} are not in order: use another tokenizer")
+        tokens, cuts = whole, set[int]()
+        turns = [self._find_turn(row, variant, tokens, span) for span in variant.spans]
+        wanted = {split_at} if split_at else set[int]()
+        while uncertain := (_uncertain_cuts(variant, tokens, turns) | wanted) - cuts:
+            cuts |= uncertain
+            tokens = self._tokenise_split(row, variant.text, whole, sorted(cuts))
+            turns = [self._find_turn(row, variant, tokens, span) for span in variant.spans]
+        self._check_substance(row, variant, tokens, turns)
+        weights = np.zeros(len(tokens.ids), dtype=np.float32)
+        for turn in turns:
+            weights[turn.first : turn.stop] = 1.0
+        if row.plain:
+            return _Masked(*self._frame(row, tokens.ids, weights), split=bool(cuts), num_unclosed=0)
+        num_unclosed = sum(span.ends_turn and not turn.closed for span, turn in zip(variant.spans, turns))
+        return _Masked(tokens.ids, weights, split=bool(cuts), num_unclosed=num_unclosed)
+
+    def _find_turn(self, row: Rendered, variant: Variant, tokens: _Tokens, span: Span) -> _Turn:
         """The tokens of a span up to its end-of-turn token; whitespace that the template writes after it is left out.
 
         Plain text, and a turn that its template does not close with a special token, is learned to its end.
         """
-        first, stop = (int(i) for i in np.searchsorted(tokens.starts, span))
-        for last in range(stop - 1, first - 1, -1) if not row.plain else ():
+        first, stop = (int(i) for i in np.searchsorted(tokens.starts, span[:2]))
+        for last in range(stop - 1, first - 1, -1) if not row.plain and span.ends_turn else ():
             if int(tokens.ids[last]) in self._special:
                 return _Turn(first, last + 1, closed=True)
-            if row.text[tokens.starts[last] : tokens.ends[last]].strip():
+            if variant.text[tokens.starts[last] : tokens.ends[last]].strip():
                 break
         return _Turn(first, stop, closed=False)
 
-    def _check_substance(self, row: Rendered, tokens: _Tokens, turns: list[_Turn]) -> None:
-        for turn in turns:
-            if not any(
-                int(tokens.ids[i]) not in self._special and row.text[tokens.starts[i] : tokens.ends[i]].strip()
+    def _check_substance(self, row: Rendered, variant: Variant, tokens: _Tokens, turns: list[_Turn]) -> None:
+        """Every answer says something, in one of its spans."""
+        says_something = False
+        for span, turn in zip(variant.spans, turns):
+            says_something = says_something or any(
+                int(tokens.ids[i]) not in self._special and variant.text[tokens.starts[i] : tokens.ends[i]].strip()
                 for i in range(turn.first, turn.stop)
-            ):
+            )
+            if span.ends_turn and not says_something:
                 raise DataError(
                     f"{row.origin}: nothing to learn: an answer has only whitespace and special tokens: "
                     "write the answer or remove the row"
                 )
+            says_something = says_something and not span.ends_turn
 
     # --- plain text --------------------------------------------------------------------------------------------
 
@@ -193,23 +263,22 @@ class Encoder:
 
     def _frame(self, row: Rendered, ids: Ints, weights: Ints) -> tuple[Ints, Ints]:
         """One BOS in front where the tokenizer adds it by itself, one EOS at the end, which is learned."""
-        eos = self._tokenizer.eos_token_id
-        if eos is None:
+        if self._eos is None:
             raise DataError(f"{row.origin}: {self._name} has no EOS token to end plain text with: set its eos_token")
         head = [self._bos] if self._adds_bos and ids[0] != self._bos else []
-        tail = [eos] if ids[-1] != eos else []
+        tail = [self._eos] if ids[-1] != self._eos else []
         ids = np.concatenate([head, ids, tail]).astype(np.int32)
         weights = np.concatenate([np.zeros(len(head)), weights, np.ones(len(tail))]).astype(np.float32)
         return ids, weights
 
 
-def _uncertain_cuts(row: Rendered, tokens: _Tokens, turns: list[_Turn]) -> set[int]:
+def _uncertain_cuts(variant: Variant, tokens: _Tokens, turns: list[_Turn]) -> set[int]:
     """Characters where an answer starts (or ends without an end-of-turn token) inside a token.
 
     Some tokenizers leave a token's leading whitespace out of its offsets, so a gap before the start is as uncertain.
     """
     cuts: set[int] = set()
-    for (start, end), turn in zip(row.spans, turns):
+    for (start, end, _), turn in zip(variant.spans, turns):
         if start != (tokens.ends[turn.first - 1] if turn.first else 0):
             cuts.add(start)
         if not turn.closed and turn.stop and tokens.ends[turn.stop - 1] > end:
@@ -217,10 +286,26 @@ def _uncertain_cuts(row: Rendered, tokens: _Tokens, turns: list[_Turn]) -> set[i
     return cuts
 
 
-def _cut_left(prompt: Ints, room: int, bos: int | None) -> Ints:
-    """The last `room` tokens of the prompt (at least one), its BOS kept in front."""
-    if len(prompt) <= room:
-        return prompt
-    if bos is not None and prompt[0] == bos:
-        return np.concatenate([prompt[:1], prompt[len(prompt) - (room - 1) :]])
-    return prompt[-room:]
+def _same_prompt(divided: list[tuple[Ints, Answer]]) -> bool:
+    first = divided[0][0]
+    return all(np.array_equal(first, prompt) for prompt, _ in divided[1:])
+
+
+def _build_datum(row: Rendered, fitted: Fitted) -> Datum | None:
+    if not fitted.answers:
+        return None
+    completions = []
+    for ids, weights in fitted.answers:
+        values = {} if row.label is None else {"label": np.full(len(ids), float(row.label), dtype=np.float32)}
+        completions.append(Completion(cast(Sequence[int], ids), cast(Sequence[float], weights), cast(Any, values)))
+    return Datum(cast(Sequence[int], fitted.prompt), tuple(completions), row.origin)
+
+
+def _keys(prompt: Ints, answers: list[Answer]) -> tuple[int, int]:
+    """64 bits for the prompt and for the whole row."""
+    digest = blake2b(prompt.tobytes(), digest_size=8)
+    prompt_key = int.from_bytes(digest.digest(), "little")
+    for ids, _ in answers:
+        digest.update(len(ids).to_bytes(8, "little"))
+        digest.update(ids.tobytes())
+    return prompt_key, int.from_bytes(digest.digest(), "little")

@@ -1,11 +1,12 @@
-"""Tokenizers for the data tests, built here: a small byte-level BPE with several chat templates."""
+"""Tokenizers for the data tests, built here: a small byte-level BPE, one of words, one of bytes; chat templates."""
 
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 CHATML = (
@@ -24,11 +25,24 @@ MISTRAL = (
     "{% else %}{{ ' ' + m['content'] + eos_token }}{% endif %}{% endfor %}"
 )
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+TEMPLATES = {path.stem: path.read_text(encoding="utf-8") for path in (Path(__file__).parent / "templates").iterdir()}
+# Special tokens of the public templates in the folder beside this file.
+TEMPLATE_SPECIAL = [
+    *("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    *("<start_of_turn>", "<end_of_turn>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
+    *("[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "<|User|>", "<|Assistant|>"),
+]
 _CORPUS = [
     "Describe how the system, the user and the assistant work.\n\nThe answer is: forty two.\n",
     "### Instruction:\n### Input:\n### Response:\nWhat is the capital of France? Paris is the capital.\n\n\n",
     "one two three four five six seven eight nine ten 0 1 2 3 4 5 6 7 8 9",
 ] * 4
+
+# What the golden masks are about.
+_WORDS = """user assistant system tool model ipython Hi Hello Why Because Bye Brief. Sum 4
+Today: 01 Jan 2025 Environment: ipython <think> why because </think> <tool_call> </tool_call> <tool_response>
+</tool_response> <tools> </tools> # Tools You call functions. {"name": "add", "arguments": {"a": 1}} "parameters":
+{"a": 1}} [{"name": {"a": 1}}] {"content": "4"} {"n": 1} <think>why because</think> {"type": "function", "function":"""
 
 
 @functools.cache
@@ -68,3 +82,27 @@ def build_metaspace_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="never")
     tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+def build_word_tokenizer(template: str) -> PreTrainedTokenizerFast:
+    """Words, single spaces and line breaks are tokens, so that masks can be written and read by people."""
+    tokenizer = Tokenizer(models.WordLevel(unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\s|[^\s]+"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    trainer = trainers.WordLevelTrainer(special_tokens=["?", *TEMPLATE_SPECIAL], show_progress=False)
+    tokenizer.train_from_iterator([_WORDS], trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="?")
+    fast.chat_template = TEMPLATES[template]
+    return fast
+
+
+def build_character_tokenizer(template: str) -> PreTrainedTokenizerFast:
+    """Every UTF-8 byte is a token, apart from the special ones."""
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    fast.add_special_tokens({"additional_special_tokens": TEMPLATE_SPECIAL[2:]})
+    fast.chat_template = TEMPLATES[template]
+    return fast

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -150,3 +151,14 @@ def test_rows_move_forward_to_fill_batches_and_none_waits_for_long() -> None:
         sizes.append(sum(datum.num_tokens for datum in batch))
     assert max(sizes) <= 2000
     assert sum(sizes[:-1]) / (2000 * len(sizes[:-1])) > 0.99
+
+
+def test_lengths_are_taken_from_data_that_knows_them() -> None:
+    class Known(list[Datum]):
+        lengths = np.array([3, 5, 4, 2])
+
+        def __iter__(self) -> Iterator[Datum]:
+            raise AssertionError("no row has to be read for its length")
+
+    batches = Batches(Known(make_data([3, 5, 4, 2])), BatchConfig(tokens=8), seed=0, shuffle=False)
+    assert walk(batches, 2) == [[0, 1], [2, 3]]

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from data_rows import ENDS, NAMES, all_tokens, chat, encode, learned
 from data_tokenizers import CHATML, LLAMA3, MISTRAL, build_metaspace_tokenizer, build_tokenizer
 from transformers import AutoTokenizer
 
-from lockstep.data.conversation import read_row, recognise_format
-from lockstep.data.rendering import Template, load_template, render
-from lockstep.data.source import DataError, Row
-from lockstep.data.tokens import Encoded, Encoder
+from lockstep.data.rendering import Template, load_template
+from lockstep.data.source import DataError
+from lockstep.data.tokens import Encoder
 
-ENDS = {CHATML: "<|im_end|>", LLAMA3: "<|eot_id|>", MISTRAL: "</s>"}
-NAMES = {CHATML: "chatml", LLAMA3: "llama3", MISTRAL: "mistral"}
 ANSWERS = [
     "Paris is the capital.",
     "né 日本 🎉🎊, and  two spaces ",
@@ -28,37 +25,6 @@ ANSWERS = [
     " leading space",
     "user: a\nassistant: b",
 ]
-
-
-def encode(tokenizer: Any, fields: dict[str, Any], *, max_length: int = 1000, template: str = "auto") -> Encoded:
-    row = Row("f.jsonl:7", fields)
-    used = load_template(tokenizer, template)
-    content = read_row(row, recognise_format(row), has_template=used is not None)
-    return Encoder(tokenizer, max_length=max_length).encode([render(content, used)])[0]
-
-
-def chat(*contents: str) -> dict[str, Any]:
-    roles = ("user", "assistant")
-    return {"messages": [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]}
-
-
-def learned(tokenizer: Any, encoded: Encoded) -> list[str]:
-    """The text of each run of learned tokens."""
-    (completion,) = encoded.datum.completions
-    runs: list[list[int]] = []
-    previous = 0.0
-    for token, weight in zip(completion.tokens, completion.weights):
-        assert weight in (0.0, 1.0)
-        if weight and not previous:
-            runs.append([])
-        if weight:
-            runs[-1].append(int(token))
-        previous = weight
-    return [tokenizer.decode(run) for run in runs]
-
-
-def all_tokens(encoded: Encoded) -> list[int]:
-    return [*map(int, encoded.datum.prompt), *map(int, encoded.datum.completions[0].tokens)]
 
 
 @pytest.fixture(params=[CHATML, LLAMA3, MISTRAL], ids=NAMES.get)
@@ -122,13 +88,6 @@ def test_arrays(template: str) -> None:
     assert [a.dtype for a in arrays] == [np.int32, np.int32, np.float32]
 
 
-def test_prompt_completion_and_alpaca_are_one_exchange(template: str) -> None:
-    tokenizer = build_tokenizer(template)
-    expected = all_tokens(encode(tokenizer, chat("Add.\n\n1 2", "3")))
-    assert all_tokens(encode(tokenizer, {"prompt": "Add.\n\n1 2", "completion": "3"})) == expected
-    assert all_tokens(encode(tokenizer, {"instruction": "Add.", "input": "1 2", "output": "3"})) == expected
-
-
 def test_answer_that_merges_with_the_header_is_split_off() -> None:
     tokenizer = build_tokenizer(CHATML)
     answer = "\n\n\nThe answer is: forty two."
@@ -166,40 +125,10 @@ def test_template_from_a_file(tmp_path: Path) -> None:
     tokenizer = build_tokenizer(CHATML)
     assert learned(tokenizer, encode(tokenizer, chat("q", "a"), template=str(path))) == ["a<|eot_id|>"]
     with pytest.raises(DataError, match=r"data\.chat_template /no/such: cannot be read"):
-        load_template(tokenizer, "/no/such")
-    assert load_template(tokenizer, "none") is None
-    assert load_template(build_tokenizer(None), "auto") is None
-    assert isinstance(load_template(tokenizer, "auto"), Template)
-
-
-LAST_ONLY = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
-    "{% if loop.last and m['role'] == 'assistant' %}<think></think>{% endif %}{{ m['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-NO_GENERATION_PROMPT = CHATML.split("{% if add_generation_prompt")[0]
-THINKING_PROMPT = CHATML.replace("assistant\n'", "assistant\n<think>\n'")
-
-
-@pytest.mark.parametrize(
-    ("source", "fields", "words"),
-    [
-        (LAST_ONLY, chat("q", "a", "q", "b"), "message 2: the chat template of .* does not keep .* end of that answer"),
-        (THINKING_PROMPT, chat("q", "a"), "message 2: the chat template of .* does not keep .* start that answer"),
-        (NO_GENERATION_PROMPT, chat("q", "a"), "ignores add_generation_prompt, so the header"),
-        (MISTRAL, {"messages": chat("q", "a")["messages"][1:]}, "cannot render .* roles must alternate"),
-        (CHATML.replace("m['content']", "''"), chat("q", "a"), "nothing to learn"),
-        ("{% for", chat("q", "a"), "cannot render this conversation"),
-    ],
-)
-def test_uncertain_templates_are_errors(source: str, fields: dict[str, Any], words: str) -> None:
-    with pytest.raises(DataError, match=rf"^f\.jsonl:7: .*{words}"):
-        encode(build_tokenizer(source), fields)
-
-
-def test_thinking_block_in_a_single_turn_is_learned() -> None:
-    tokenizer = build_tokenizer(LAST_ONLY)
-    assert learned(tokenizer, encode(tokenizer, chat("q", "a"))) == ["<think></think>a<|im_end|>"]
+        load_template(tokenizer, "/no/such", {})
+    assert load_template(tokenizer, "none", {}) is None
+    assert load_template(build_tokenizer(None), "auto", {}) is None
+    assert isinstance(load_template(tokenizer, "auto", {}), Template)
 
 
 # --- plain text ------------------------------------------------------------------------------------------------
@@ -272,52 +201,9 @@ def test_special_tokens_alone_are_nothing_to_learn() -> None:
         encode(build_tokenizer(), {"text": " </s>\n"})
 
 
-# --- cutting ---------------------------------------------------------------------------------------------------
-
-
-def random_rows(rng: random.Random) -> dict[str, Any]:
-    def text(low: int, high: int) -> str:
-        return " ".join(rng.choice(["one", "two", "forty", "日本", "x"]) for _ in range(rng.randint(low, high)))
-
-    kind = rng.randrange(3)
-    if kind == 0:
-        return chat(*(text(1, 12) for _ in range(2 * rng.randint(1, 3))))
-    if kind == 1:
-        return {"prompt": text(1, 30), "completion": text(1, 30)}
-    return {"text": text(2, 40)}
-
-
-@pytest.mark.parametrize("source", [CHATML, LLAMA3])
-def test_cutting_keeps_its_rules(source: str) -> None:
-    rng = random.Random(0)
-    tokenizer = build_tokenizer(source, adds_bos=True)
-    for _ in range(150):
-        fields, max_length = random_rows(rng), rng.randint(2, 60)
-        whole, cut = encode(tokenizer, fields), encode(tokenizer, fields, max_length=max_length)
-        prompt, answer = list(whole.datum.prompt), list(whole.datum.completions[0].tokens)
-        weights = list(whole.datum.completions[0].weights)
-        cut_prompt, cut_answer = list(cut.datum.prompt), list(cut.datum.completions[0].tokens)
-        assert 1 <= len(cut_prompt) <= len(prompt)
-        assert len(cut_prompt) + len(cut_answer) <= max_length
-        assert cut.num_uncut == whole.num_uncut == len(prompt) + len(answer)
-        assert (cut.prompt_cut, cut.answer_cut) == (len(cut_prompt) < len(prompt), len(cut_answer) < len(answer))
-        assert cut_answer == answer[: len(cut_answer)]
-        assert list(cut.datum.completions[0].weights) == weights[: len(cut_answer)]
-        assert cut.datum.completions[0].weights[-1] == 1.0
-        assert cut.answer_cut == (len(answer) > max_length - 1)
-        assert not any(weights[len(cut_answer) : max_length - 1])
-        room = max_length - len(cut_answer)
-        assert len(cut_prompt) == min(room, len(prompt))
-        if prompt[0] == tokenizer.bos_token_id:
-            assert cut_prompt[0] == prompt[0]
-            assert cut_prompt[1:] == prompt[len(prompt) - len(cut_prompt) + 1 :]
-        else:
-            assert cut_prompt == prompt[len(prompt) - len(cut_prompt) :]
-
-
 def test_max_length_of_one_is_refused() -> None:
     with pytest.raises(DataError, match=r"data\.max_length is 1"):
-        Encoder(build_tokenizer(), max_length=1)
+        Encoder(build_tokenizer(), max_length=1, truncate="prompt_left")
 
 
 def test_slow_tokenizer_is_refused() -> None:
@@ -325,7 +211,7 @@ def test_slow_tokenizer_is_refused() -> None:
         name_or_path, is_fast = "slow", False
 
     with pytest.raises(DataError, match="slow is a slow tokenizer"):
-        Encoder(Slow(), max_length=10)  # type: ignore[arg-type]
+        Encoder(Slow(), max_length=10, truncate="prompt_left")  # type: ignore[arg-type]
 
 
 # --- a tokenizer from the wild ---------------------------------------------------------------------------------

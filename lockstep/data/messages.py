@@ -1,0 +1,191 @@
+"""Lists of turns as messages, whether a file writes role and content (OpenAI) or from and value (ShareGPT).
+
+Tool calls come out in one shape, with arguments as objects: what chat templates are written for.
+Must not know which field of a row holds the list, nor what is learned of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.data.conversation import ROLES, Message
+from lockstep.data.fields import describe_keys, parse_json
+from lockstep.data.source import DataError, Row, json_type
+
+# What a turn's keys are called, so what `data.columns` may rename inside a turn.
+TURN_KEYS = ("role", "content", "from", "value", "tool_calls", "weight")
+FUNCTION_CALL = "function_call"
+_TAGS: dict[str, str] = {
+    **dict.fromkeys(("human", "user", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "bot", "model", "chatgpt", "bing", "bard"), "assistant"),
+    **dict.fromkeys(("observation", "tool", "function_response"), "tool"),
+    "system": "system",
+    "function_call": FUNCTION_CALL,
+}
+_CALL_REMEDY = 'write {"name": ..., "arguments": {...}}, or a list of these'
+
+
+@dataclass(frozen=True, slots=True)
+class TurnNames:
+    """What a source calls things: `roles` by its own tag, `columns` by our key."""
+
+    roles: Mapping[str, str] = field(default_factory=dict)
+    columns: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for tag, role in self.roles.items():
+            if role not in (*ROLES, FUNCTION_CALL):
+                raise DataError(
+                    f"data.roles: {tag!r} is to be {role!r}, which is no role: use one of "
+                    f"{', '.join((*ROLES, FUNCTION_CALL))}"
+                )
+
+
+def rename_keys(fields: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    """The fields by our names. A renamed field hides one that already has that name."""
+    if not any(column in fields for column in columns.values()):
+        return dict(fields)
+    taken = set(columns.values())
+    kept = {key: value for key, value in fields.items() if key not in taken}
+    return kept | {name: fields[column] for name, column in columns.items() if column in fields}
+
+
+def turn_style(turns: Any, names: TurnNames) -> str | None:
+    """messages or sharegpt, from the first turn; None where that says nothing."""
+    if not isinstance(turns, list) or not turns or not isinstance(turns[0], dict):
+        return None
+    turn = rename_keys(turns[0], names.columns)
+    if "role" in turn:
+        return "messages"
+    return "sharegpt" if "from" in turn else None
+
+
+def read_turns(row: Row, key: str, names: TurnNames, *, may_be_empty: bool = False) -> tuple[Message, ...]:
+    turns = row.fields[key]
+    if not isinstance(turns, list):
+        raise DataError(f"{row.origin}: {key!r} is {json_type(turns)}: it must be an array of messages")
+    if not turns and not may_be_empty:
+        raise DataError(f"{row.origin}: {key!r} is empty: add messages or remove the row")
+    style = turn_style(turns, names) or "messages"
+    return tuple(
+        read_turn(turn, names, style, f"{row.origin}: message {number} of {key!r}")
+        for number, turn in enumerate(turns, start=1)
+    )
+
+
+def read_turn(turn: Any, names: TurnNames, style: str, where: str) -> Message:
+    """`style` is what turn_style says; `where` begins every error."""
+    role_key, content_key = ("from", "value") if style == "sharegpt" else ("role", "content")
+    expected = f'"{role_key}" and "{content_key}"'
+    if not isinstance(turn, dict):
+        raise DataError(f"{where} is {json_type(turn)}: it must be an object with {expected}")
+    turn = rename_keys(turn, names.columns)
+    if role_key not in turn:
+        raise DataError(
+            f'{where} has no "{role_key}", only {describe_keys(turn)}: name the keys {expected}, or set data.columns'
+        )
+    role = _read_role(turn[role_key], names, style, where)
+    if style == "sharegpt":
+        turn = {ours: turn[key] for ours, key in (("content", "value"), ("weight", "weight")) if key in turn}
+    if role == FUNCTION_CALL:
+        calls = _parse_function_call(turn.get("content"), where)
+        return _clean_message({**turn, "role": "assistant", "content": None, "tool_calls": calls}, where, content_key)
+    return _clean_message({**turn, "role": role}, where, content_key)
+
+
+def _read_role(tag: Any, names: TurnNames, style: str, where: str) -> str:
+    if not isinstance(tag, str):
+        raise DataError(f"{where}: its role is {json_type(tag)}: it must be a string")
+    if tag in names.roles:
+        return names.roles[tag]
+    if style == "messages":
+        if tag not in ROLES:
+            raise DataError(f"{where} has the unknown role {tag!r}: use one of {', '.join(ROLES)}, or set data.roles")
+        return tag
+    role = _TAGS.get(tag.lower())
+    if role is None:
+        raise DataError(
+            f"{where} has the unknown tag {tag!r}: say in data.roles what it is, for example {{{tag}: assistant}}"
+        )
+    return role
+
+
+def _clean_message(turn: dict[str, Any], where: str, content_key: str) -> Message:
+    """Without nulls: in a table every message has every key, and templates ask whether a key is there."""
+    message = {key: value for key, value in turn.items() if value is not None}
+    if "weight" in message:
+        message["weight"] = _read_weight(message["weight"], where)
+    legacy_call = message.pop("function_call", None)
+    calls = message.pop("tool_calls", None) or ([legacy_call] if legacy_call else [])
+    if not isinstance(calls, list):
+        raise DataError(f"{where}: its tool_calls are {json_type(calls)}: they must be an array")
+    if calls:
+        message["tool_calls"] = [_read_call(call, f"{where}: tool call {n}") for n, call in enumerate(calls, start=1)]
+    message["content"] = _read_content(turn, where, content_key, may_be_null=bool(calls))
+    return message
+
+
+def _read_content(turn: Mapping[str, Any], where: str, key: str, *, may_be_null: bool) -> str | None:
+    content = turn.get("content")
+    if isinstance(content, list):
+        return "".join(_read_part(part, f"{where}: part {n} of its {key}") for n, part in enumerate(content, start=1))
+    if isinstance(content, str) or (content is None and may_be_null):
+        return content
+    found = json_type(content) if "content" in turn else "missing"
+    raise DataError(f"{where}: its {key} is {found}: it must be a string")
+
+
+def _read_part(part: Any, where: str) -> str:
+    if not isinstance(part, dict):
+        raise DataError(f'{where} is {json_type(part)}: it must be {{"type": "text", "text": ...}}')
+    if part.get("type") != "text":
+        raise DataError(f"{where} has the type {part.get('type')!r}: only text is supported: remove the row")
+    if not isinstance(part.get("text"), str):
+        raise DataError(f"{where}: its text is {json_type(part.get('text'))}: it must be a string")
+    return str(part["text"])
+
+
+def _read_weight(weight: Any, where: str) -> int:
+    if weight not in (0, 1):
+        raise DataError(f"{where} has weight {weight!r}: it must be 0 or 1")
+    return int(weight)
+
+
+def _read_call(call: Any, where: str) -> dict[str, Any]:
+    if not isinstance(call, dict):
+        raise DataError(f"{where} is {json_type(call)}: it must be an object with a function")
+    wrapped = call if call.get("function") is not None else {"function": call}
+    function = wrapped["function"]
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise DataError(
+            f'{where} has no function with a "name": write {{"function": {{"name": ..., "arguments": ...}}}}'
+        )
+    arguments = function.get("arguments")
+    function = function | {"arguments": {} if arguments is None else _as_object(arguments)}
+    kept = {key: value for key, value in wrapped.items() if value is not None}
+    return {"type": "function", **kept, "function": function}
+
+
+def _as_object(arguments: Any) -> Any:
+    """OpenAI writes arguments as a string of JSON; templates that write JSON themselves would quote it twice."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        parsed = parse_json(arguments)
+    except ValueError:
+        return arguments
+    return parsed if isinstance(parsed, dict) else arguments
+
+
+def _parse_function_call(value: Any, where: str) -> list[Any]:
+    """What stands in a function_call turn. The calls themselves are checked with all others."""
+    try:
+        parsed = parse_json(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise DataError(f"{where} is a function call and not JSON ({error}): {_CALL_REMEDY}") from error
+    calls = parsed if isinstance(parsed, list) else [parsed]
+    if not calls or not all(isinstance(call, dict) and {"name", "arguments"} <= call.keys() for call in calls):
+        raise DataError(f'{where} is a function call without "name" and "arguments": {_CALL_REMEDY}')
+    return calls

@@ -1,0 +1,250 @@
+"""Compiled rows as columns on disk, mapped into memory: a sequence of data that costs no memory until it is read.
+
+One folder holds one part (train, validation or test). Views choose and repeat rows without copying them.
+Must not know where rows come from beyond a file's number, nor how they are cached or ordered.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import IO, Any, cast, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.data.source import SourceFile
+from lockstep.types import Completion, Datum
+
+Indices = npt.NDArray[np.int64]
+Column = npt.NDArray[Any]
+Block = Mapping[str, Column]
+
+# Little-endian, so that machines that share a folder read the same numbers. `tokens` and `learned` have one value
+# per token, `pieces` the lengths of a row's prompt and completions, the others one value per row.
+COLUMNS = {
+    "tokens": "<i4",
+    "learned": "|u1",
+    "pieces": "<i4",
+    "labels": "|i1",  # 1 or 0; -1 where a row has none
+    "files": "<i4",
+    "numbers": "<i8",  # of the line or row in its file
+    "rows_in_line": "<i8",  # where a line holds several rows; -1 where it does not
+    "prompt_keys": "<u8",
+    "row_keys": "<u8",
+    "starts": "<i8",  # where a row's tokens begin; the writer's own
+}
+_DIGESTED = ("tokens", "learned", "pieces", "labels")
+_NO_LABEL = _NO_ROW = -1
+
+
+def pack_block(
+    data: Sequence[Datum],
+    numbers: Sequence[int],
+    rows_in_line: Sequence[int | None],
+    prompt_keys: Sequence[int],
+    row_keys: Sequence[int],
+) -> dict[str, Column]:
+    """Data as the columns of one block; all must have the same number of completions."""
+    tokens: list[Any] = []
+    learned: list[Any] = []
+    for datum in data:
+        tokens.append(datum.prompt)
+        learned.append(np.zeros(len(datum.prompt), dtype=np.uint8))
+        for completion in datum.completions:
+            tokens.append(completion.tokens)
+            learned.append(_as_learned(completion, datum.origin))
+    pieces = [[len(datum.prompt), *(len(c.tokens) for c in datum.completions)] for datum in data]
+    block = {
+        "tokens": np.concatenate(tokens) if tokens else [],
+        "learned": np.concatenate(learned) if learned else [],
+        "pieces": pieces,
+        "labels": [_label_of(datum) for datum in data],
+        "numbers": numbers,
+        "rows_in_line": [_NO_ROW if row is None else row for row in rows_in_line],
+        "prompt_keys": prompt_keys,
+        "row_keys": row_keys,
+    }
+    return {name: np.asarray(column, dtype=COLUMNS[name]) for name, column in block.items()}
+
+
+def origin_of(file: SourceFile, number: int, row_in_line: int | None) -> str:
+    """Where a row comes from, as the errors about it say."""
+    return file.origin(number) + ("" if row_in_line is None else f", row {row_in_line}")
+
+
+def _as_learned(completion: Completion, origin: str) -> Column:
+    weights = np.asarray(completion.weights)
+    learned = (weights != 0).astype(np.uint8)
+    assert np.array_equal(learned, weights), f"{origin}: weights must be 0 or 1"
+    return learned
+
+
+def _label_of(datum: Datum) -> int:
+    labels = [completion.values["label"] for completion in datum.completions if "label" in completion.values]
+    return int(labels[0][0]) if labels else _NO_LABEL
+
+
+class Writer:
+    """Appends blocks to the columns of a folder. What it holds in memory does not grow with the rows."""
+
+    def __init__(self, folder: Path) -> None:
+        self.num_rows = 0
+        self.num_tokens = 0
+        self._width: int | None = None
+        self._columns: dict[str, IO[bytes]] = {}
+        self._digests = {name: hashlib.sha256() for name in _DIGESTED}
+        for name in COLUMNS:
+            self._columns[name] = (folder / f"{name}.bin").open("wb")
+
+    def append(self, block: Block, file: int) -> None:
+        """`file` is the number of the file these rows are from."""
+        pieces = block["pieces"]
+        if len(pieces) == 0:
+            return
+        self._width = self._width or pieces.shape[1]
+        assert pieces.shape[1] == self._width, "every row of a part has the same number of completions"
+        sizes = pieces.sum(axis=1, dtype=np.int64)
+        starts = self.num_tokens + np.cumsum(sizes) - sizes
+        per_token = int(sizes.sum())
+        for name, column in block.items():
+            expected = per_token if name in ("tokens", "learned") else len(pieces)
+            assert len(column) == expected, f"{name} has {len(column)} values for {expected}"
+        own = {"files": np.full(len(pieces), file), "starts": starts}
+        for name, dtype in COLUMNS.items():
+            raw = np.ascontiguousarray(own[name] if name in own else block[name], dtype=dtype).tobytes()
+            self._columns[name].write(raw)
+            if name in self._digests:
+                self._digests[name].update(raw)
+        self.num_rows += len(pieces)
+        self.num_tokens += per_token
+
+    def finish(self) -> dict[str, Any]:
+        """Put everything on disk; what the manifest must say about it."""
+        for file in self._columns.values():
+            file.flush()
+            os.fsync(file.fileno())
+        self.close()
+        return {"num_rows": self.num_rows, "width": self._width or 2, "digest": self._digest()}
+
+    def close(self) -> None:
+        for file in self._columns.values():
+            file.close()
+
+    def _digest(self) -> str:
+        """Of what is trained on. Column by column, so that the sizes of blocks have no part in it."""
+        whole = hashlib.sha256(f"{self.num_rows} {self._width};".encode())
+        for name in _DIGESTED:
+            whole.update(self._digests[name].digest())
+        return whole.hexdigest()
+
+
+class Columns:
+    """The mapped columns of one folder. Pickled, it is the folder's name: another process maps it anew."""
+
+    def __init__(self, folder: Path, num_rows: int, width: int, digest: str, files: Sequence[SourceFile]) -> None:
+        self.folder = folder
+        self.num_rows = num_rows
+        self.width = width
+        self.digest = digest
+        self.files = tuple(files)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Columns, (self.folder, self.num_rows, self.width, self.digest, self.files)
+
+    def __getitem__(self, name: str) -> Column:
+        return self._mapped[name]
+
+    def origin(self, row: int) -> str:
+        in_line = int(self["rows_in_line"][row])
+        number = int(self["numbers"][row])
+        return origin_of(self.files[int(self["files"][row])], number, None if in_line == _NO_ROW else in_line)
+
+    @cached_property
+    def _mapped(self) -> dict[str, Column]:
+        if self.num_rows == 0:  # an empty file cannot be mapped
+            mapped: dict[str, Column] = {name: np.empty(0, dtype) for name, dtype in COLUMNS.items()}
+        else:
+            paths = {name: self.folder / f"{name}.bin" for name in COLUMNS}
+            # As plain arrays: every slice of np.memmap costs microseconds more.
+            mapped = {n: np.memmap(paths[n], dtype=COLUMNS[n], mode="r").view(np.ndarray) for n in COLUMNS}
+        mapped["pieces"] = mapped["pieces"].reshape(-1, self.width)
+        return mapped
+
+
+class Rows(Sequence[Datum]):
+    """Data in an order: all rows of some columns, or those that `index` names, as often as it names them."""
+
+    def __init__(self, columns: Columns, index: Indices | None = None) -> None:
+        self._columns = columns
+        self._index = index
+
+    def __len__(self) -> int:
+        return self._columns.num_rows if self._index is None else len(self._index)
+
+    @overload
+    def __getitem__(self, place: int) -> Datum: ...
+    @overload
+    def __getitem__(self, place: slice) -> Rows: ...
+    def __getitem__(self, place: int | slice) -> Datum | Rows:
+        if isinstance(place, slice):
+            return self.select(np.arange(*place.indices(len(self)), dtype=np.int64))
+        place = int(place)
+        if not -len(self) <= place < len(self):
+            raise IndexError(f"row {place} of {len(self)}")
+        return self._datum(self._row(place % len(self)))
+
+    def __iter__(self) -> Iterator[Datum]:
+        return (self._datum(self._row(place)) for place in range(len(self)))
+
+    def select(self, places: Indices) -> Rows:
+        """A view of the rows at these places."""
+        places = np.asarray(places, dtype=np.int64)
+        return Rows(self._columns, places if self._index is None else self._index[places])
+
+    def column(self, name: str) -> Column:
+        """One value per row of this view, or per piece: any column but those of tokens."""
+        assert name not in ("tokens", "learned")
+        column = self._columns[name]
+        return column if self._index is None else column[self._index]
+
+    @property
+    def lengths(self) -> Indices:
+        """`num_tokens` of each datum."""
+        pieces = self.column("pieces").astype(np.int64)
+        prompts, num_completions = pieces[:, 0], pieces.shape[1] - 1
+        return cast(Indices, prompts * num_completions + pieces[:, 1:].sum(axis=1))
+
+    @property
+    def digest(self) -> str:
+        """Names the tokens, what is learned of them, labels and order; not where the rows came from."""
+        if self._index is None:
+            return self._columns.digest
+        if len(self._index) == 0:
+            return hashlib.sha256(b"no rows").hexdigest()
+        view = hashlib.sha256(f"view of {self._columns.digest};".encode())
+        view.update(np.ascontiguousarray(self._index, dtype="<i8").tobytes())
+        return view.hexdigest()
+
+    def origin(self, place: int) -> str:
+        return self._columns.origin(self._row(place))
+
+    def _row(self, place: int) -> int:
+        return place if self._index is None else int(self._index[place])
+
+    def _datum(self, row: int) -> Datum:
+        columns = self._columns
+        edges = np.cumsum(columns["pieces"][row], dtype=np.int64) + columns["starts"][row]
+        label = int(columns["labels"][row])
+        completions = []
+        for begin, end in pairwise(edges.tolist()):
+            weights = columns["learned"][begin:end].astype(np.float32)
+            values = {} if label == _NO_LABEL else {"label": np.full(end - begin, label, dtype=np.float32)}
+            tokens = columns["tokens"][begin:end]
+            completions.append(Completion(cast(Any, tokens), cast(Any, weights), cast(Any, values)))
+        prompt = columns["tokens"][columns["starts"][row] : edges[0]]
+        return Datum(cast(Any, prompt), tuple(completions), columns.origin(row))

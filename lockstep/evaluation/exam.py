@@ -1,0 +1,164 @@
+"""What an evaluation asks, the same for every model: rows, questions with references, metrics, options.
+
+Everything that can be wrong about rows and settings is found here, before a model is loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.config import DataConfig, RunConfig
+from lockstep.data.conversation import Conversation, Passage
+from lockstep.evaluation.candidates import Candidate
+from lockstep.evaluation.metrics import LIKELIHOOD, METRICS, check_references
+from lockstep.evaluation.questions import (
+    Choice,
+    ChosenRow,
+    Question,
+    ask,
+    choose_rows,
+    read_contents,
+    refuse_unanswerable,
+)
+from lockstep.sampling.sampler import SamplingParams
+
+Track = Callable[[Iterable[Any], str, int], Iterable[Any]]
+Source = str | Path | Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How answers are made and rows are read; the same for every model of one evaluation."""
+
+    limit: int | None = None
+    """Only the first rows."""
+    sample: int | None = None
+    """So many rows at random, by seed."""
+    seed: int = 0
+    max_tokens: int = 256
+    temperature: float = 0.0
+    batch_size: int = 8
+    """Answers computed at once; of an endpoint: requests under way."""
+    max_length: int | None = None
+    """Tokens of a row whose loss is measured. Default: as the run has it, otherwise 2048."""
+    system: str | None = None
+    """A system message for every row."""
+    raw: bool = False
+    """Prompts as plain text, without a chat template."""
+    encoder: str | None = None
+    """Of bertscore: a model folder or a Hub id."""
+    device: str = "auto"
+    endpoint_timeout_s: float = 120.0
+
+    def params(self) -> SamplingParams:
+        seed = self.seed if self.temperature > 0 else None
+        return SamplingParams(max_tokens=self.max_tokens, temperature=self.temperature, seed=seed)
+
+
+@dataclass
+class Exam:
+    """What is asked, the same for every model. `kept` says which of the chosen rows have something to ask."""
+
+    data: DataConfig
+    source: str
+    chosen: list[ChosenRow]
+    questions: list[Question]
+    metrics: tuple[str, ...]
+    options: Options
+    track: Track
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def text_metrics(self) -> tuple[str, ...]:
+        return tuple(name for name in self.metrics if name in METRICS)
+
+    @property
+    def wants_loss(self) -> bool:
+        return any(name in LIKELIHOOD for name in self.metrics)
+
+    def contents(self, train_on: str, has_template: bool) -> list[Conversation | Passage]:
+        reading = read_contents(self.chosen, train_on=train_on, has_template=has_template, system=self.options.system)
+        return [content for content in reading.contents if content is not None]
+
+    def identity(self, candidates: Sequence[Candidate]) -> dict[str, Any]:
+        """What answers depend on: answers kept under another identity are not these."""
+        asked = hashlib.sha256(json.dumps([asdict(q) for q in self.questions], default=str).encode()).hexdigest()
+        options = {key: getattr(self.options, key) for key in ("max_tokens", "temperature", "seed", "system", "raw")}
+        models = {c.name: c.fingerprint() for c in candidates}
+        return {
+            "data": self.source,
+            "questions": asked,
+            **options,
+            "batch_size": self.options.batch_size,
+            "models": models,
+        }
+
+
+def prepare_exam(
+    candidates: Sequence[Candidate],
+    data: Source | None,
+    split: str | None,
+    metrics: tuple[str, ...],
+    options: Options,
+    track: Track,
+) -> Exam:
+    if not candidates:
+        raise ValueError("nothing to evaluate: name a run, a model or an endpoint")
+    if all(c.is_endpoint for c in candidates) and not set(metrics) & METRICS.keys():
+        raise ValueError(f"an endpoint gives answers and no loss: choose metrics from {', '.join(METRICS)}")
+    config, sources, origins, name = _find_data(candidates, data, split)
+    chosen = choose_rows(sources, Choice(options.limit, options.sample, options.seed, origins))
+    reading = read_contents(chosen, train_on="last", has_template=not options.raw, system=options.system)
+    kept = [row for row, content in zip(chosen, reading.contents) if content is not None]
+    if not kept:
+        raise ValueError(f"{name}: no row is left to evaluate")
+    questions = [ask(content) for content in reading.contents if content is not None]
+    exam = Exam(config, name, kept, questions, metrics, options, track)
+    if reading.num_disliked:
+        exam.warnings.append(f"{reading.num_disliked} rows hold answers that people disliked: they are left out")
+    if exam.text_metrics:
+        refuse_unanswerable(questions, exam.text_metrics)
+        references = [q.reference or "" for q in questions]
+        origins_of = [q.origin for q in questions]
+        exam.warnings += check_references(exam.text_metrics, references, origins_of)
+    return exam
+
+
+def _find_data(
+    candidates: Sequence[Candidate], data: Source | None, split: str | None
+) -> tuple[DataConfig, Sequence[Any], set[str] | None, str]:
+    """(how rows are read, where they are, which of them, what to call them)."""
+    run = next((c for c in candidates if c.is_run), None)
+    run_config = run.run_config() if run is not None else None
+    if (data is None) == (split is None):
+        raise ValueError("name the rows to evaluate: either a data file, or a split of a run")
+    if split is not None:
+        if run_config is None:
+            raise ValueError(f"the split {split} is of a run's own data: name a run, or a data file")
+        origins, part = _rows_of_split(run_config, split)
+        return run_config.data, run_config.data.sources(part), origins, f"{split} rows of {run.name if run else ''}"
+    given = data if isinstance(data, Mapping) else {"path": str(data)}
+    shared = {"validation", "test", "validation_fraction", "test_fraction", "format", "train"}
+    # Columns, roles, templates and the like are as in training; the format of another file is its own.
+    settings = run_config.data.model_dump(exclude=shared) if run_config is not None else {}
+    config = DataConfig.model_validate({**settings, "train": [given]})
+    return config, config.sources("train"), None, str(given["path"])
+
+
+def _rows_of_split(config: RunConfig, split: str) -> tuple[set[str], str]:
+    """(the rows of the split by their origins, the part of the configuration whose files they are in)."""
+    from lockstep.data.dataset import compile_data
+    from lockstep.model.load import load_run_tokenizer
+
+    if split not in ("validation", "test"):
+        raise ValueError(f"unknown split {split!r}: choose validation or test")
+    if not getattr(config.data, split) and not getattr(config.data, f"{split}_fraction"):
+        raise ValueError(f"the run has no {split} rows: name a data file")
+    compiled = compile_data(config.data, load_run_tokenizer(config), seed=config.seed)
+    part = split if getattr(config.data, split) else "train"
+    return {datum.origin for datum in getattr(compiled, split)}, part

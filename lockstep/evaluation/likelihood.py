@@ -1,0 +1,103 @@
+"""The loss of reference answers under a model: rendered, encoded and packed as in training, without a gradient.
+
+Must not know files, metrics on texts or where the model came from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.backend.batching import documents_of, share_of, to_micro_batch
+from lockstep.backend.probe import check_policy
+from lockstep.config import DataConfig
+from lockstep.data.conversation import Content
+from lockstep.data.rendering import render
+from lockstep.data.source import DataError
+from lockstep.data.template import Template
+from lockstep.data.tokens import Encoder
+from lockstep.model.load import DTYPES
+from lockstep.model.policy import Policy
+from lockstep.types import Datum, LossSpec
+
+# Rows laid out at once: enough to fill micro-batches evenly, few enough to hold.
+_ROWS_AT_ONCE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class RowLoss:
+    """`total` is the weighted sum of -log p over the tokens of the answer that count."""
+
+    total: float
+    weight: float
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedRows:
+    """One datum per row, None where `data.truncate` drops it; and what was cut to fit."""
+
+    data: list[Datum | None]
+    prompts_cut: int
+    answers_cut: int
+    dropped: int
+
+
+def encode_rows(
+    contents: Sequence[Content], tokenizer: Any, template: Template | None, data: DataConfig, max_length: int
+) -> EncodedRows:
+    """Tokens and weights as training makes them. A row that cannot be used raises with its origin."""
+    encoder = Encoder(tokenizer, max_length=max_length, truncate=data.truncate)
+    encoded = encoder.encode([render(content, template) for content in contents])
+    for row in encoded:
+        if isinstance(row, DataError):
+            raise row
+    rows = [row for row in encoded if not isinstance(row, DataError)]
+    return EncodedRows(
+        [row.datum for row in rows],
+        prompts_cut=sum(row.prompt_cut for row in rows if row.datum is not None),
+        answers_cut=sum(row.answer_cut for row in rows if row.datum is not None),
+        dropped=sum(row.datum is None for row in rows),
+    )
+
+
+def measure_losses(model: Any, data: Sequence[Datum], *, budget_tokens: int = 4096) -> Iterator[RowLoss]:
+    """One per datum, in order. The model's own attention is back in place when the iteration ends."""
+    device, dtype = model.device, next(model.parameters()).dtype
+    precision = next(name for name, known in DTYPES.items() if known == dtype)
+    model.eval()
+    policy = Policy(model, chunk_tokens=4096 if device.type == "cuda" else 512)
+    try:
+        policy.use_variable_length(device, dtype)
+        with torch.no_grad():
+            check_policy(policy, contextlib.nullcontext(), device, precision)
+        for start in range(0, len(data), _ROWS_AT_ONCE):
+            yield from _measure_batch(policy, data[start : start + _ROWS_AT_ONCE], device, budget_tokens)
+    finally:
+        policy.stop_packing()
+
+
+@torch.no_grad()
+def _measure_batch(policy: Policy, batch: Sequence[Datum], device: torch.device, budget_tokens: int) -> list[RowLoss]:
+    documents = documents_of(batch)
+    share = share_of(
+        documents, rank=0, num_ranks=1, budget_tokens=budget_tokens, max_documents=None if policy.packs else 1
+    )
+    totals = np.zeros(len(batch))
+    for part in share.micro_batches:
+        if not part:
+            continue
+        micro_batch = to_micro_batch(part, batch, LossSpec(), device, torch.float32)
+        logprobs = policy(micro_batch.packed).double().cpu().numpy()
+        ends = np.cumsum([len(document.asked) for document in part])
+        for document, found in zip(part, np.split(logprobs, ends[:-1]), strict=True):
+            totals[document.datum] -= float(found @ document.weights)
+    return [
+        RowLoss(float(total), datum.total_weight, datum.num_supervised)
+        for total, datum in zip(totals, batch, strict=True)
+    ]

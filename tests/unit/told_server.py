@@ -1,0 +1,104 @@
+"""A real HTTP server that speaks as OpenAI-compatible ones do, and fails as it is told."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+class ToldServer(ThreadingHTTPServer):
+    """Answers a prompt with itself in capitals. What is in `script` comes first: (status, headers, body) or "hang"."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.script: list[Any] = []
+        self.models = ["told"]
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.keys: list[str | None] = []
+        self.finish_reason = "stop"
+        self.release = threading.Event()
+        self.lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: ToldServer
+
+    def do_GET(self) -> None:
+        self._reply({"data": [{"id": name} for name in self.server.models]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            self.server.asked.append((self.path, body))
+            self.server.keys.append(self.headers.get("Authorization"))
+            told = self.server.script.pop(0) if self.server.script else None
+        if told == "hang":  # a patient client would get its answer
+            self.server.release.wait(3)
+            told = None
+        if told == "cut":  # promises more than it sends
+            self.send_response(200)
+            self.send_header("Content-Length", "1000")
+            self.end_headers()
+            self.wfile.write(b'{"choices": [')
+            return
+        if told == "drip":  # a byte now and then, so that the line is never silent for long
+            self._drip(b'{"choices": [{"text": "late"}]}')
+            return
+        if told is not None:
+            self._reply(told[2], told[0], told[1])
+            return
+        reason = self.server.finish_reason
+        if "messages" in body:
+            text = body["messages"][-1]["content"].upper()
+            self._reply({"choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": reason}]})
+        else:
+            self._reply({"choices": [{"text": body["prompt"].upper(), "finish_reason": reason}]})
+
+    def _reply(self, body: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        with contextlib.suppress(ConnectionError):  # the client did not wait
+            self._send(body, status, headers)
+
+    def _send(self, body: Any, status: int, headers: dict[str, str] | None) -> None:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(data)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(data)
+
+    def _drip(self, data: bytes) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        with contextlib.suppress(ConnectionError):
+            for position in range(len(data)):
+                self.wfile.write(data[position : position + 1])
+                if self.server.release.wait(0.1):
+                    return
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def told_server() -> Iterator[ToldServer]:
+    told = ToldServer()
+    thread = threading.Thread(target=told.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    try:
+        yield told
+    finally:
+        told.release.set()
+        told.shutdown()
+        told.server_close()
+        thread.join(5)

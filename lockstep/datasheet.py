@@ -179,7 +179,7 @@ def _show(datum: Datum, why: str, tokenizer: Any) -> Example:
         tuple(
             split_tokens(
                 [*prompt, *map(int, completion.tokens)],
-                [*([False] * len(prompt)), *(w != 0 for w in completion.weights)],
+                [*([False] * len(prompt)), *(bool(w) for w in completion.weights)],
                 tokenizer,
             )
         )

@@ -52,7 +52,7 @@ TERMINAL_AT_TOP = BASE | {"launch"} | (TERMINAL - {"cli"})
 MAY_USE: dict[str, set[str]] = {
     **{part: {"pydantic", "yaml"} for part in BASE},
     "algorithms": {"torch"},
-    "data": {"numpy"},
+    "data": {"numpy", "jinja2", "pyarrow", "datasets"},
     "parallel": {"torch"},
     "launch": set(),
 }

@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 Forward = Callable[[Tensor], Tensor]
+# The newer name, where torch has it.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 def split(modules: Mapping[str, tuple[nn.Module, str]], mesh: DeviceMesh) -> None:
@@ -250,5 +252,5 @@ def _reduce(x: Tensor, mesh: DeviceMesh, how: dist.ReduceOp.RedOpType = dist.Red
 
 def _side_by_side(x: Tensor, mesh: DeviceMesh) -> Tensor:
     gathered = x.new_empty((mesh.size() * x.shape[0], *x.shape[1:]))
-    dist.all_gather_into_tensor(gathered, x.contiguous(), group=mesh.get_group())
+    _all_gather(gathered, x.contiguous(), group=mesh.get_group())
     return torch.cat(gathered.chunk(mesh.size(), dim=0), dim=-1)

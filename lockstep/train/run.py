@@ -99,13 +99,16 @@ def answer_scores(
     questions = [last_answer(datum) for datum in data.validation[: wanted.rows]]
     references = [tokenizer.decode(answer, skip_special_tokens=True) for _, answer in questions]
     metrics.check_references(wanted.metrics, references, [datum.origin for datum in data.validation[: wanted.rows]])
+    degrees = backend.group.degrees
+    if degrees.pipeline > 1:
+        raise ConfigError("evaluation.metrics needs the whole model on every rank: set parallel.pipeline to 1")
     engine = BorrowedEngine(
         backend.lend_model,
         tokenizer,
         backend.group.gather_objects,
         rank=backend.group.rank,
-        replicas=backend.group.degrees.replicate,
-        shards=backend.group.degrees.shard,
+        replicas=degrees.replicate,
+        shards=degrees.shard * degrees.context * degrees.tensor,
     )
 
     def score(answers: Sequence[str], references: Sequence[str]) -> dict[str, float]:

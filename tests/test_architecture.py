@@ -164,7 +164,7 @@ def test_imports_point_down(path):
 def test_terminal_modules_import_what_is_heavy_inside_functions(path):
     if part_of(path) not in TERMINAL:
         return
-    allowed = set() if part_of(path) == "cli" else TERMINAL_AT_TOP
+    allowed = {"cli"} if part_of(path) == "cli" else TERMINAL_AT_TOP
     for found in of_lockstep(path):
         assert not found.top or is_allowed(found, allowed), f"{found.place}: import {found.name} inside the function"
     if part_of(path) == "cli":

@@ -1,0 +1,159 @@
+"""Commands that train: train, init, demo."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lockstep.cli.options import DEFAULT_CONFIG, Config, Json, Overrides, app, load_settings
+
+if TYPE_CHECKING:
+    from lockstep.config import RunConfig
+    from lockstep.rundir import RunDir
+
+
+@app.command()
+def train(
+    config: Config = None,
+    overrides: Overrides = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Where the run is kept. Default: runs/<name>-<date>-<time>.")
+    ] = None,
+    procs: Annotated[int | None, typer.Option(help="Processes on this machine; same as launch.procs=N.")] = None,
+    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Continue a run from its last checkpoint.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be trained, and stop.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Train a model, and follow the run until it ends."""
+    given = [a for a in (config, *(overrides or ())) if a is not None]
+    if resume is not None:
+        _refuse_with_resume(given, run_dir, procs, dry_run)
+        raise typer.Exit(_resume(resume, as_json))
+    settings = load_settings(given, procs)
+    if dry_run:
+        _describe(settings, as_json)
+        return
+    from lockstep.launch.start import new_run_dir
+    from lockstep.rundir import RunDir
+
+    run = RunDir.create(run_dir or new_run_dir(settings.name), settings)
+    raise typer.Exit(_follow(run, settings, as_json, resumed=False))
+
+
+def _refuse_with_resume(given: Sequence[str], run_dir: Path | None, procs: int | None, dry_run: bool) -> None:
+    if given or run_dir or dry_run:
+        raise ValueError(
+            "--resume continues a run exactly as it was configured: give no CONFIG, overrides or --run-dir"
+        )
+    if procs is not None:
+        raise ValueError("--resume continues a run on as many processes as before: --procs cannot change it yet")
+
+
+def _resume(path: Path, as_json: bool) -> int:
+    from lockstep.display import make_console, print_summary
+    from lockstep.rundir import RunDir
+
+    run = RunDir(path)
+    settings = run.config()
+    if run.status().get("state") != "completed":
+        return _follow(run, settings, as_json, resumed=True)
+    console = make_console(stderr=as_json)
+    console.print("This run is already complete: there is nothing to resume.", highlight=False)
+    print_summary(console, run)
+    _print_result(run, as_json)
+    return 0
+
+
+def _follow(run: RunDir, settings: RunConfig, as_json: bool, resumed: bool) -> int:
+    """Start the workers, show what they write, end with them: none is left when this returns."""
+    from lockstep.display import RunDisplay, make_console, print_header, print_summary
+    from lockstep.launch import LocalLauncher, Resources
+    from lockstep.launch.signals import catch_signals
+
+    console = make_console(stderr=as_json)
+    print_header(console, run, settings, resumed)
+    display, launcher = RunDisplay(run, console), LocalLauncher()
+    with catch_signals() as received:
+        handle = launcher.start(run.path, Resources(settings.launch.procs, settings.launch.device))
+        try:
+            display.follow(lambda: not received and launcher.poll(handle).state == "running")
+        except BaseException:
+            launcher.stop(handle)
+            raise
+        if received:
+            console.print("stopping the run (Ctrl-C again ends it at once)", highlight=False)
+            launcher.stop(handle, hurry=lambda: len(received) > 1)
+        outcome = launcher.poll(handle)
+    print_summary(console, run)
+    _print_result(run, as_json)
+    if outcome.state == "cancelled":
+        return 128 + received[0] if received else 1
+    if outcome.state == "failed":
+        _print_failure(run, outcome.reason)
+    return outcome.exit_code
+
+
+def _print_failure(run: RunDir, reason: str) -> None:
+    failures = run.failures()
+    where = run.logs / f"rank-{failures[0]['rank']}.log" if failures else run.logs
+    typer.echo(f"error: {reason}\n       more in {where}", err=True)
+
+
+def _print_result(run: RunDir, as_json: bool) -> None:
+    if not as_json:
+        return
+    from lockstep.launch.start import result_of
+
+    typer.echo(json.dumps(result_of(run)))
+
+
+def _describe(settings: RunConfig, as_json: bool) -> None:
+    from lockstep.display import make_console, print_facts
+    from lockstep.train.run import describe
+
+    facts = describe(settings)
+    if as_json:
+        typer.echo(json.dumps({"config": settings.model_dump(mode="json"), "plan": facts}, default=str))
+        return
+    console = make_console()
+    console.print("[bold]configuration[/]")
+    typer.echo("".join(f"  {line}\n" for line in settings.to_yaml().splitlines()))
+    console.print("[bold]what would be trained[/]")
+    print_facts(console, facts)
+
+
+@app.command()
+def init(
+    file: Annotated[Path, typer.Argument(help="The file to write.")] = DEFAULT_CONFIG,
+    algorithm: Annotated[str, typer.Option(help="What to train with: sft.")] = "sft",
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
+) -> None:
+    """Write a commented starter configuration."""
+    from lockstep.starter import ALGORITHMS, starter_yaml
+
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"unknown algorithm {algorithm!r}: choose one of {', '.join(ALGORITHMS)}")
+    if file.exists() and not force:
+        raise ValueError(f"{file} already exists: name another file, or overwrite it with --force")
+    try:
+        file.write_text(starter_yaml(algorithm, str(file)), encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot write {file}: {error.strerror or error}") from error
+    typer.echo(f"wrote {file}: set model.path and data.train, then: lockstep train {file}")
+
+
+@app.command()
+def demo(
+    directory: Annotated[
+        Path | None, typer.Option("--dir", help="Where to keep the run. Default: runs/demo-<date>-<time>.")
+    ] = None,
+    procs: Annotated[int, typer.Option(help="Processes to train on.", min=1)] = 2,
+) -> None:
+    """Train a small chat model for a few minutes: its answers before and after."""
+    from lockstep.demo import main as run_demo
+
+    raise typer.Exit(run_demo(directory=directory, procs=procs) or 0)

@@ -12,8 +12,10 @@ import typer
 
 from lockstep.cli.options import app
 
+# isort: off
 # In the order in which --help lists the commands.
-from lockstep.cli import training, data, evaluation, generation, runs  # noqa: I001
+from lockstep.cli import training, data, evaluation, generation, runs
+# isort: on
 
 __all__ = ["app", "data", "evaluation", "generation", "main", "runs", "training"]
 

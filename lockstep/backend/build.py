@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from lockstep.config import ParallelConfig
 from lockstep.model.lora import speed_up_eager
 from lockstep.model.policy import Policy, causal_lm, decoder_layers, tensor_plan
 from lockstep.model.stages import PassThrough, Stage, check_divisible, keep_layers, layer_costs
@@ -42,10 +43,9 @@ def build_policy(
     group: Group,
     *,
     compute_dtype: torch.dtype | None,
-    activation_checkpointing: bool,
+    activation_checkpointing: str,
     compile_layers: bool,
-    schedule: str = "1f1b",
-    keep_parameters: bool = False,
+    parallel: ParallelConfig,
 ) -> Built:
     """Rank 0's weights win."""
     chunk_tokens = 4096 if group.device.type == "cuda" else 512
@@ -54,27 +54,37 @@ def build_policy(
     weights = _full_weights(policy) if group.rank == 0 else None
     if group.degrees.tensor > 1:
         split_tensors(policy, group)
-    stages, num_stages = cut_stages(policy, group, schedule)
+    stages, num_stages = cut_stages(policy, group, parallel.schedule)
     layers = [layer for layer in decoder_layers(model) if not isinstance(layer, PassThrough)]
     for layer in layers:
-        if activation_checkpointing:
-            layer.forward = _recomputed(layer.forward)
+        if activation_checkpointing != "none":
+            layer.forward = _recomputed(layer.forward, selective=activation_checkpointing == "selective")
         if compile_layers:
             layer.forward = torch.compile(layer.forward, dynamic=True)
-    if not compile_layers and group.degrees.tensor == 1:
+    # Its products are added to in place: neither split layers nor kept results bear that.
+    if not compile_layers and group.degrees.tensor == 1 and activation_checkpointing != "selective":
         speed_up_eager(model)
     policy.use_variable_length(group.device, compute_dtype or next(model.parameters()).dtype)
     if group.degrees.sharded:
         assert group.mesh is not None
-        roots = list(stages.values()) or [policy]
-        shard(roots, layers, group.mesh, compute_dtype, keep_parameters=keep_parameters)
-    policy.to(group.device)
+        roots: list[nn.Module] = [*stages.values()] or [policy]
+        shard(
+            roots,
+            layers,
+            group.mesh,
+            compute_dtype,
+            keep_parameters=parallel.keep_parameters,
+            prefetch=parallel.prefetch,
+            offload=parallel.offload,
+        )
+    if not (group.degrees.sharded and parallel.offload):
+        policy.to(group.device)
     if group.num_ranks > 1:
         _distribute_weights(policy, weights, group)
     causal_lm(model).config.use_cache = False
     module: nn.Module = policy
     if group.degrees.replicate > 1 and not group.degrees.sharded:
-        module = replicate(policy, group.device)
+        module = replicate(policy, group.device, parallel.compression)
     return Built(policy.train(), module, stages, num_stages)
 
 
@@ -130,8 +140,26 @@ def settle_dtypes(model: nn.Module, compute: torch.dtype) -> None:
             parameter.data = parameter.data.to(wanted)
 
 
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    return functools.partial(checkpoint, forward, use_reentrant=False)
+def _recomputed(forward: Callable[..., Any], *, selective: bool) -> Callable[..., Any]:
+    contexts: dict[str, Any] = (
+        {"context_fn": functools.partial(create_selective_checkpoint_contexts, _keep)} if selective else {}
+    )
+    return functools.partial(checkpoint, forward, use_reentrant=False, **contexts)
+
+
+# What is dear to compute again: matrix products and attention.
+_DEAR = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+}
+
+
+def _keep(_context: Any, operation: Any, *_arguments: Any, **_options: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in _DEAR else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _full_weights(module: nn.Module) -> dict[str, Tensor]:
@@ -160,6 +188,6 @@ def _distribute_weights(module: nn.Module, weights: dict[str, Tensor] | None, gr
         dist.broadcast(full, src=0)
         if isinstance(target, DTensor):
             part = distribute_tensor(full.to(target.dtype), target.device_mesh, target.placements, src_data_rank=None)
-            target.to_local().copy_(part.to_local())
+            target.to_local().copy_(part.to_local())  # to the CPU, where parameters are kept there
         elif target is not None:
             target.copy_(full)

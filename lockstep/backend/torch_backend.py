@@ -49,18 +49,19 @@ class TorchBackend:
         micro_batch_tokens: int = 4096,
         parallel: ParallelConfig | None = None,
         precision: str = "auto",
-        activation_checkpointing: bool = False,
+        activation_checkpointing: str = "none",
+        activation_offload: bool = False,
         compile: bool | str = "auto",
-        schedule: str = "1f1b",
-        keep_parameters: bool = False,
         device: str = "auto",
         seed: int = 0,
         timeout_s: float = 600.0,
         group: Group | None = None,
     ) -> None:
-        self.group = group or join_group(device, parallel or ParallelConfig(), timeout_s)
+        parallel = parallel or ParallelConfig()
+        self.group = group or join_group(device, parallel, timeout_s)
         self.device = self.group.device
         self.micro_batch_tokens = micro_batch_tokens
+        self._activation_offload = activation_offload
         self.precision = agree_on_precision(precision, self.group)
         compute_dtype = _narrow_dtype(self.precision)
         settle_dtypes(model, DTYPES[self.precision])
@@ -70,16 +71,15 @@ class TorchBackend:
             compute_dtype=compute_dtype,
             activation_checkpointing=activation_checkpointing,
             compile_layers=self.device.type == "cuda" if compile == "auto" else bool(compile),
-            schedule=schedule,
-            keep_parameters=keep_parameters,
+            parallel=parallel,
         )
         self.policy, self._module = built.policy, built.module
-        self._pipelined = PipelinedPasses(built, self.group, schedule) if built.stages else None
+        self._pipelined = PipelinedPasses(built, self.group, parallel.schedule) if built.stages else None
         sharded = self.group.degrees.sharded
         self._narrow: NarrowCopies | None = None
         if compute_dtype is not None and not sharded:  # FSDP2 casts by itself
             self._narrow = NarrowCopies(self.policy, decoder_layers(model), compute_dtype)
-        self._skips_on_device = self.device.type == "cuda" and not sharded
+        self._skips_on_device = self.device.type == "cuda" and not sharded and self.group.degrees.pipeline == 1
         self._roots: list[nn.Module] = [self.policy, *built.stages.values()]
         if self._pipelined is None:
             self.warnings = check_policy(self.policy, self._evaluation(), self.device, self.precision)
@@ -224,12 +224,14 @@ class TorchBackend:
         """One pass. DDP communicates in the last of a batch, FSDP2 each time, to keep gradients sharded."""
         waits = isinstance(self._module, DistributedDataParallel) and not last
         quiet = self._module.no_sync() if waits else contextlib.nullcontext()  # type: ignore[operator]
-        with quiet, self._narrowed():
+        with quiet, self._narrowed(), self._offloaded():
             metrics, logprobs = _losses(micro_batch, loss, lambda slopes: self._module(micro_batch.packed, slopes))
             metrics["loss"].backward()
         return metrics, logprobs.detach()
 
-    def _backward_stages(self, micro_batches: list[MicroBatch], loss: LossSpec) -> list[tuple[dict[str, Tensor], Tensor]]:
+    def _backward_stages(
+        self, micro_batches: list[MicroBatch], loss: LossSpec
+    ) -> list[tuple[dict[str, Tensor], Tensor]]:
         """What `_backward` gives for each micro-batch, on the ranks of the last stage; nothing on the others."""
         assert self._pipelined is not None
         found: dict[int, tuple[dict[str, Tensor], Tensor]] = {}
@@ -241,7 +243,7 @@ class TorchBackend:
             found[number] = ({k: v.detach() for k, v in metrics.items()}, logprobs.detach())
             return metrics["loss"]
 
-        with self._narrowed():
+        with self._narrowed(), self._offloaded():
             self._pipelined.forward_backward(micro_batches, self._hidden_dtype, finish)
         return [found[i] for i in sorted(found)]
 
@@ -261,6 +263,12 @@ class TorchBackend:
 
     def _narrowed(self) -> contextlib.AbstractContextManager[None]:
         return self._narrow.in_place() if self._narrow is not None else contextlib.nullcontext()
+
+    def _offloaded(self) -> contextlib.AbstractContextManager[Any]:
+        """Activations kept in the CPU's memory, where asked for."""
+        if not self._activation_offload:
+            return contextlib.nullcontext()
+        return torch.autograd.graph.save_on_cpu(pin_memory=self.device.type == "cuda")
 
     @contextlib.contextmanager
     def _evaluation(self) -> Any:

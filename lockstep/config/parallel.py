@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from lockstep.config.section import PositiveInt, Section
 from lockstep.config.yamltree import ConfigError
@@ -38,7 +38,7 @@ class Degrees(NamedTuple):
 
     @property
     def sharded(self) -> bool:
-        """Whether FSDP2 holds the parameters. It also sums gradients over replicas of a model that is split otherwise."""
+        """Whether FSDP2 holds the parameters; it also sums over replicas of a model that is split otherwise."""
         return self.shard * self.context > 1 or (self.replicate > 1 and self.tensor * self.pipeline > 1)
 
     @property
@@ -63,6 +63,14 @@ class ParallelConfig(Section):
     """Ranks over which the tokens of each micro-batch are split."""
     keep_parameters: bool = False
     """With shard: keep gathered parameters from forward to backward. Less traffic, more memory."""
+    prefetch: Annotated[int, Field(ge=0)] = 1
+    """With shard: how many layers ahead parameters are gathered."""
+    offload: bool = False
+    """With shard: keep parameters and optimizer in the CPU's memory, and step there."""
+    compression: Literal["none", "bf16", "fp16", "powersgd"] = "none"
+    """With replicate alone: send gradients narrower. The one setting here that changes the numbers."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
+    """With pipeline: in which order micro-batches pass through. The last two have two stages on each rank."""
 
     @model_validator(mode="before")
     @classmethod
@@ -74,9 +82,13 @@ class ParallelConfig(Section):
         return {**given, **_STRATEGIES[name]} if name in _STRATEGIES else given
 
     @model_validator(mode="after")
-    def _one_auto(self) -> ParallelConfig:
+    def _consistent(self) -> ParallelConfig:
         if self.replicate == "auto" and self.shard == "auto":
             raise ValueError("replicate and shard cannot both be auto: give one of them a number")
+        if self.compression != "none" and (self.shard != 1 or self.tensor * self.pipeline * self.context > 1):
+            raise ValueError(
+                f"compression {self.compression} is for replicate alone: set shard, tensor, pipeline and context to 1"
+            )
         return self
 
     def degrees(self, num_ranks: int, ranks_per_machine: int | None = None) -> Degrees:

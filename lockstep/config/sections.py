@@ -23,8 +23,11 @@ class ModelConfig(Section):
     """Hub branch, tag or commit."""
     precision: Literal["auto", "bf16", "fp32", "fp64"] = "auto"
     """What the model computes in. auto: bf16 where this device is fast at it, otherwise fp32."""
-    activation_checkpointing: Literal["none", "full"] = "none"
-    """full recomputes every decoder layer in the backward pass: less memory, about a third more time."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """full recomputes every decoder layer in the backward pass: less memory, about a third more time. selective keeps
+    the results of matrix products and attention, and recomputes the rest."""
+    activation_offload: bool = False
+    """Keep what the backward pass needs in the CPU's memory. Slower, for what else would not fit."""
     compile: Literal["auto"] | bool = "auto"
     """torch.compile of decoder layers and head. auto: on CUDA."""
     trust_remote_code: bool = False
@@ -163,7 +166,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         longest = self.batch.tokens or self.batch.micro_batch_tokens
-        if self.data.max_length > min(longest, self.batch.micro_batch_tokens):
+        if self.data.max_length > min(longest, self.batch.micro_batch_tokens * self.parallel.context):
             raise ValueError(
                 f"data.max_length {self.data.max_length} does not fit into batch.micro_batch_tokens "
                 f"{self.batch.micro_batch_tokens}"

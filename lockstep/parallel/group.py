@@ -43,7 +43,7 @@ class Group:
 
     @property
     def counts(self) -> bool:
-        """Whether this rank's results are: those of the tensor axis all compute the same, and the last stage has them."""
+        """Whether this rank's results are: all ranks of the tensor axis have the same, and the last stage has them."""
         return self.place("tensor") == 0 and self.place("pipeline") == self.degrees.pipeline - 1
 
     def sum(self, values: Tensor) -> Tensor:

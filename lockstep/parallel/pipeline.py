@@ -6,6 +6,7 @@ Schedules are torch's own. Must not know models: it is given modules, costs and 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def cut(costs: Sequence[float], head_cost: float, num_stages: int) -> list[range
     for k in range(num_stages, 0, -1):
         bounds.append(best[k][bounds[-1]][1])
     bounds.reverse()
-    return [range(a, b) for a, b in zip(bounds, bounds[1:])]
+    return [range(a, b) for a, b in pairwise(bounds)]
 
 
 def stages_of(rank: int, num_ranks: int, num_stages: int) -> list[int]:
@@ -64,7 +65,12 @@ class Pipeline:
     """Runs micro-batches of one size through the stages of this rank. All ranks of the axis call it alike."""
 
     def __init__(
-        self, stages: dict[int, nn.Module], num_stages: int, schedule: str, group: dist.ProcessGroup, device: torch.device
+        self,
+        stages: dict[int, nn.Module],
+        num_stages: int,
+        schedule: str,
+        group: dist.ProcessGroup,
+        device: torch.device,
     ) -> None:
         self._stages, self._num_stages = stages, num_stages
         self._schedule_name, self._group, self._device = schedule, group, device
@@ -92,15 +98,15 @@ class Pipeline:
     def forward(self, num_micro_batches: int, hidden: Tensor) -> None:
         """One micro-batch after another, through all stages."""
         for number in range(num_micro_batches):
+            passed = hidden
             for index in range(self._num_stages):
                 owner, previous = index % self._size, (index - 1) % self._size
                 if owner != dist.get_rank(self._group):
                     continue
-                given = torch.empty_like(hidden)
+                given = passed
                 if index > 0 and previous != owner:
+                    given = torch.empty_like(hidden)
                     dist.recv(given, group=self._group, group_src=previous)
-                elif index > 0:
-                    given = passed
                 passed = self._stages[index](given, torch.tensor(number))
                 if index + 1 < self._num_stages and (index + 1) % self._size != owner:
                     dist.send(passed.contiguous(), group=self._group, group_dst=(index + 1) % self._size)
@@ -108,7 +114,7 @@ class Pipeline:
     def _schedule(self, num_micro_batches: int, hidden: Tensor) -> Any:
         key = (tuple(hidden.shape), hidden.dtype, num_micro_batches)
         if key not in self._schedules:
-            stages = [self._stage(index, hidden) for index in self._stages]
+            stages: list[Any] = [self._stage(index, hidden) for index in self._stages]
             options: dict[str, Any] = {"n_microbatches": num_micro_batches, "loss_fn": _own_loss, "scale_grads": False}
             if self._schedule_name in _SINGLE:
                 self._schedules[key] = _SINGLE[self._schedule_name](stages[0], **options)

@@ -10,11 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 
-def replicate(module: nn.Module, device: torch.device) -> DistributedDataParallel:
-    """Sums instead of DDP's average: losses are sums and their weights carry the normalisation."""
+def replicate(module: nn.Module, device: torch.device, compression: str = "none") -> DistributedDataParallel:
+    """Sums instead of DDP's average: losses are sums and their weights carry the normalisation.
+
+    `compression` sends narrower gradients, or a low rank of them (PowerSGD): cheaper, and no longer the same numbers.
+    """
     wrapped = DistributedDataParallel(
         module,
         device_ids=[device] if device.type == "cuda" else None,
@@ -22,8 +26,31 @@ def replicate(module: nn.Module, device: torch.device) -> DistributedDataParalle
         init_sync=False,  # weights were distributed when the model was built
         gradient_as_bucket_view=True,
     )
-    wrapped.register_comm_hook(None, _sum_bucket)
+    if compression == "none":
+        wrapped.register_comm_hook(None, _sum_bucket)
+    elif compression == "powersgd":
+        state = PowerSGDState(dist.group.WORLD, matrix_approximation_rank=4, start_powerSGD_iter=2)
+        wrapped.register_comm_hook(state, _sum_low_rank)
+    else:
+        wrapped.register_comm_hook(_NARROW[compression], _sum_narrow)
     return wrapped
+
+
+_NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def _sum_narrow(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    wide = bucket.buffer()
+    narrow = wide.to(dtype)
+    work = dist.all_reduce(narrow, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda future: wide.copy_(future.value()[0]))
+
+
+def _sum_low_rank(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """PowerSGD averages: times the number of ranks, that is the sum."""
+    num_ranks = dist.get_world_size()
+    return powerSGD_hook(state, bucket).then(lambda future: future.value().mul_(num_ranks))
 
 
 def _sum_bucket(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 
 def shard(
@@ -21,10 +22,12 @@ def shard(
     compute_dtype: torch.dtype | None,
     *,
     keep_parameters: bool = False,
+    prefetch: int = 1,
+    offload: bool = False,
 ) -> None:
     """Each layer is a unit; what is left in a root (embedding, final norm, head) is its unit. Gradients are sums.
 
-    `keep_parameters`: what was gathered for forward stays for backward.
+    `keep_parameters`: what was gathered for forward stays for backward. `prefetch`: layers gathered ahead.
 
     Ranks that split the tokens of a micro-batch have parts of its gradient, like ranks with rows of their own: they
     count as shards.
@@ -37,14 +40,23 @@ def shard(
     policy = MixedPrecisionPolicy()
     if compute_dtype is not None:
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    for layer in layers:
-        fully_shard(layer, mesh=axes, mp_policy=policy, reshard_after_forward=not keep_parameters)
+    place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
+    options: dict[str, Any] = {"mesh": axes, "mp_policy": policy, "offload_policy": place}
+    units = [fully_shard(layer, reshard_after_forward=not keep_parameters, **options) for layer in layers]
+    if prefetch > 1:  # one layer ahead is what FSDP2 does by itself
+        _prefetch(units, prefetch)
     for root in roots:
-        fully_shard(root, mesh=axes, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(root, reshard_after_forward=False, **options)
         for part in root.modules():
             if isinstance(part, FSDPModule):
                 part.set_gradient_divide_factor(1.0)
                 part.set_force_sum_reduction_for_comms(True)  # the alternative, a scaled sum, exists in NCCL alone
+
+
+def _prefetch(units: Sequence[FSDPModule], depth: int) -> None:
+    for i, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(list(units[i + 1 : i + 1 + depth]))
+        unit.set_modules_to_backward_prefetch(list(reversed(units[max(i - depth, 0) : i])))
 
 
 def reshard(module: nn.Module) -> None:

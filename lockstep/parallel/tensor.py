@@ -76,8 +76,7 @@ def _split_columns_and_gather(splitter: _Splitter, module: nn.Module) -> None:
     for linear in _linears(splitter, module, "lora_B"):
         splitter.parameter(linear, "weight", 0, even=False)
         splitter.parameter(linear, "bias", 0, even=False)
-        columns, width = _columns(linear, splitter.mesh), linear.weight.shape[0]
-        linear.forward = _then(columns, lambda x, width=width: _Gather.apply(x, splitter.mesh, width))
+        linear.forward = _then(_columns(linear, splitter.mesh), _gathered(linear.weight.shape[0], splitter.mesh))
 
 
 def _split_rows_and_inputs(splitter: _Splitter, module: nn.Module) -> None:
@@ -149,6 +148,10 @@ def _lookup(module: Any, mesh: DeviceMesh) -> Forward:
         return _Leave.apply(found, mesh)
 
     return forward
+
+
+def _gathered(width: int, mesh: DeviceMesh) -> Forward:
+    return lambda x: _Gather.apply(x, mesh, width)
 
 
 def _then(first: Forward, second: Forward) -> Forward:

@@ -25,10 +25,11 @@ def batches() -> list[list[Datum]]:
     return [make_batch(0), make_batch(1, rows=5)]
 
 
-def run_cell(cell: Cell, group: Group) -> dict[str, Any]:
+def run_cell(cell: Cell, group: Group, parallel: ParallelConfig | None = None) -> dict[str, Any]:
     """What `plain_run` returns, from the backend. All ranks."""
     family, lora, budget = cell
-    backend = TorchBackend(make_model(family, lora=lora), micro_batch_tokens=budget, precision="fp64", group=group)
+    model = make_model(family, lora=lora)
+    backend = TorchBackend(model, micro_batch_tokens=budget, precision="fp64", group=group, parallel=parallel)
     first, second = batches()
     found: dict[str, Any] = {"logprobs": backend.forward(first), "warnings": backend.warnings}
     found["loss"] = backend.forward_backward(first, LossSpec(scale=scale_of(first))).loss
@@ -69,7 +70,7 @@ def run_cells(cells: Sequence[Cell], parallel: ParallelConfig, out: Path) -> Non
     """The body of each process: all cells of one layout; rank 0 writes what it found."""
     torch.set_num_threads(1)
     group = join_group("cpu", parallel, timeout_s=60)
-    found = {cell: run_cell(cell, group) for cell in cells}
+    found = {cell: run_cell(cell, group, parallel) for cell in cells}
     if group.rank == 0:
         torch.save(found, out)
     group.leave()

@@ -19,6 +19,8 @@ LAYOUTS = {
     "one": (1, ParallelConfig()),
     "ddp-2": (2, ParallelConfig(replicate=2, shard=1)),
     "fsdp-2": (2, ParallelConfig(shard=2)),
+    "grad-op-2": (2, ParallelConfig(shard=2, keep_parameters=True, prefetch=2)),
+    "offload-2": (2, ParallelConfig(shard=2, offload=True)),
     "ddp-4": (4, ParallelConfig(replicate=4, shard=1)),
     "fsdp-4": (4, ParallelConfig(shard=4)),
     "hybrid-2x2": (4, ParallelConfig(replicate=2, shard=2)),
@@ -29,6 +31,7 @@ LAYOUTS = {
     "replicate-2-tensor-2": (4, ParallelConfig(replicate=2, shard=1, tensor=2)),
     "pipeline-2": (2, ParallelConfig(pipeline=2)),
     "shard-2-pipeline-2": (4, ParallelConfig(shard=2, pipeline=2)),
+    "gpipe-2": (2, ParallelConfig(pipeline=2, schedule="gpipe")),
     "tensor-2-pipeline-2": (4, ParallelConfig(tensor=2, pipeline=2)),
     "shard-2-tensor-2": (4, ParallelConfig(shard=2, tensor=2)),
 }
@@ -99,7 +102,11 @@ def test_every_model_family_makes_the_plain_step(family: str, lora: bool) -> Non
     assert bool(found["warnings"]) == falls_back
 
 
-def test_a_checkpoint_of_any_budget_recomputes_activations_to_the_same_step() -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [{"activation_checkpointing": "full"}, {"activation_checkpointing": "selective"}, {"activation_offload": True}],
+)
+def test_activations_that_are_not_kept_give_the_same_step(settings: dict[str, Any]) -> None:
     from equivalence.plain import STEP, make_model, scale_of
 
     from lockstep.backend.torch_backend import TorchBackend
@@ -108,7 +115,7 @@ def test_a_checkpoint_of_any_budget_recomputes_activations_to_the_same_step() ->
     batch = batches()[0]
     group = Group(0, 1, torch.device("cpu"))
     model = make_model("llama", lora=True)
-    backend = TorchBackend(model, micro_batch_tokens=64, precision="fp64", group=group, activation_checkpointing=True)
+    backend = TorchBackend(model, micro_batch_tokens=64, precision="fp64", group=group, **settings)
     loss = backend.forward_backward(batch, LossSpec(scale=scale_of(batch))).loss
     norm = backend.optim_step(STEP).grad_norm
     expected = reference("llama", True)

@@ -35,6 +35,8 @@ LAYOUTS = {
     "tensor-2-pipeline-2": (4, ParallelConfig(tensor=2, pipeline=2)),
     "shard-2-tensor-2": (4, ParallelConfig(shard=2, tensor=2)),
 }
+# CI runs these; `make sweep` all of them.
+QUICK = ("one", "ddp-2", "fsdp-2", "tensor-2", "context-2", "pipeline-2", "shard-2-tensor-2", "hybrid-2x2")
 CELLS: list[Cell] = [(family, lora, b) for family in ("llama", "qwen3") for lora in (False, True) for b in BUDGETS]
 TOLERANCE = 1e-10
 
@@ -73,7 +75,9 @@ def assert_same_logprobs(
             assert ours == pytest.approx(wanted, rel=tolerance)
 
 
-@pytest.mark.parametrize("found", LAYOUTS, indirect=True)
+@pytest.mark.parametrize(
+    "found", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LAYOUTS], indirect=True
+)
 @pytest.mark.parametrize("cell", CELLS, ids=lambda c: f"{c[0]}-{'lora' if c[1] else 'full'}-{c[2]}")
 def test_a_layout_makes_the_same_step(found: dict[Cell, dict[str, Any]], cell: Cell) -> None:
     assert_same_step(found[cell], reference(cell[0], cell[1]))

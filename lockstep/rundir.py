@@ -24,6 +24,7 @@ from lockstep.config import ConfigError, RunConfig, load_config
 
 MANIFEST = "manifest.json"
 _CHECKPOINT_NAME = re.compile(r"step-(\d+)$")
+_ADDED_CONFIG_NAME = re.compile(r"config-(\d+)\.yaml$")
 FINISHED_STATES = frozenset({"completed", "failed", "cancelled"})
 
 
@@ -79,9 +80,25 @@ class RunDir:
         return self.path / "export"
 
     def config(self) -> RunConfig:
+        """The one in force: config.yaml, or the last that a resume added."""
         if not self.config_path.exists():
             raise ConfigError(f"{self.path} is not a run directory: it has no config.yaml")
-        return load_config(self.config_path)
+        return load_config(self.newest_config_path)
+
+    @property
+    def newest_config_path(self) -> Path:
+        """config.yaml is the first; a run that went on with other settings also has config-2.yaml and so on."""
+        added = [(_ADDED_CONFIG_NAME.match(path.name), path) for path in self.path.glob("config-*.yaml")]
+        numbered = [(int(name[1]), path) for name, path in added if name is not None]
+        return max(numbered)[1] if numbered else self.config_path
+
+    def add_config(self, config: RunConfig) -> Path:
+        """From now on this one is in force. Those before it stay. The owner only."""
+        newest = _ADDED_CONFIG_NAME.match(self.newest_config_path.name)
+        path = self.path / f"config-{int(newest[1]) + 1 if newest else 2}.yaml"
+        if self.owner:
+            write_atomically(path, config.to_yaml())
+        return path
 
     # --- status, metrics, events ---------------------------------------------------------------------------
 

@@ -10,14 +10,16 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.tensor import DTensor
 
+from lockstep.config.parallel import AXES
 from lockstep.model.export import PARAMETER_PREFIX
 from lockstep.parallel.group import Group
 
@@ -53,18 +55,18 @@ def save(
 def load(
     path: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None, group: Group
 ) -> None:
-    """Read in place. Each rank's random generator comes back if the run has the size it was saved with. All ranks."""
+    """Read in place. Random generators come back if the layout is the one they were saved with. All ranks."""
     if optimizer is not None:
         _prepare_moments(parameters, optimizer)
     wanted = _collect(parameters, optimizer, group)
-    rng = {name: wanted.pop(name) for name in list(wanted) if name.startswith(("rng.", "rng_cuda."))}
+    rng = {name: wanted.pop(name) for name in _random_names(group) if name in wanted}
     stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     if optimizer is not None:
         _forget_unused(parameters, optimizer, wanted, stored)
     missing = sorted(set(wanted) - set(stored))
     if missing:
         raise ValueError(f"the checkpoint {path} lacks {len(missing)} tensors this model has, first {missing[0]!r}")
-    if optimizer is not None and f"rng.{group.num_ranks - 1}" in stored and f"rng.{group.num_ranks}" not in stored:
+    if optimizer is not None:
         wanted |= {name: value for name, value in rng.items() if name in stored}
     dcp.load(
         wanted,
@@ -79,17 +81,69 @@ def load(
 def gather(model: nn.Module, group: Group) -> dict[str, Tensor]:
     """Every tensor of the model's state dict, whole, on rank 0's CPU; other ranks get nothing. All ranks.
 
-    Tied parameters are gathered once and stay one tensor, by which the writer knows that they are tied.
+    In the model's own order, also where rank 0 has only some of its layers. Tied parameters are gathered once and stay
+    one tensor, by which the writer knows that they are tied.
     """
+    mine = model.state_dict(keep_vars=True)
     whole: dict[str, Tensor] = {}
-    gathered: dict[int, Tensor] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if id(value) not in gathered:
-            full = value.full_tensor() if isinstance(value, DTensor) else value
-            gathered[id(value)] = full.detach().cpu() if group.rank == 0 else full.new_empty(0)
+    for name, home in _find_homes(model, mine, group).items():
+        full = None
+        if home.first_name == name:
+            if group.place("pipeline") == home.place:
+                full = mine[name].full_tensor() if isinstance(mine[name], DTensor) else mine[name]
+            if home.place > 0:
+                full = _pass_to_first_place(full, home, group)
         if group.rank == 0:
-            whole[name] = gathered[id(value)]
+            whole[name] = whole[home.first_name] if full is None else full.detach().cpu()
     return whole
+
+
+class _Home(NamedTuple):
+    """Of one tensor: who on the pipeline axis gives it, the first of its names there, and what it is when whole."""
+
+    place: int
+    first_name: str
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def _find_homes(model: nn.Module, mine: Mapping[str, Tensor], group: Group) -> dict[str, _Home]:
+    """Where each tensor of the whole model is, in the model's own order. The same on every rank. All ranks."""
+    place, first_names = group.place("pipeline"), dict[int, str]()
+    homes = {
+        name: _Home(place, first_names.setdefault(id(value), name), value.shape, value.dtype)
+        for name, value in mine.items()
+    }
+    if group.degrees.pipeline == 1:
+        return homes
+    for part in group.gather_objects(homes):
+        # A tied tensor that the first and the last stage have: the first gives it.
+        homes |= {name: home for name, home in part.items() if name not in homes or home.place < homes[name].place}
+    # Modules of other stages are stood in for, so each has its place on rank 0 too.
+    places = {name: number for number, (name, _) in enumerate(model.named_modules())}
+
+    def place_of(name: str) -> int:
+        while name not in places:
+            name = name.rpartition(".")[0]
+        return places[name]
+
+    order = group.broadcast_object(sorted(homes, key=place_of) if group.rank == 0 else None)
+    return {name: homes[name] for name in order}
+
+
+def _pass_to_first_place(tensor: Tensor | None, home: _Home, group: Group) -> Tensor | None:
+    """From the rank that stands at `home` to rank 0, where both are alike on the other axes. All ranks."""
+    assert group.mesh is not None
+    axis = group.mesh.get_group("pipeline")
+    if dist.get_global_rank(axis, 0) != 0:
+        return tensor
+    if tensor is not None:
+        # From the device, also where parameters are kept in the memory of the CPU: both sides must agree.
+        dist.send(tensor.detach().to(group.device).contiguous(), group=axis, group_dst=0)
+    elif group.rank == 0:
+        tensor = torch.empty(home.shape, dtype=home.dtype, device=group.device)
+        dist.recv(tensor, group=axis, group_src=home.place)
+    return tensor
 
 
 def _collect(
@@ -100,10 +154,17 @@ def _collect(
         for name, p in parameters.items():
             for key, value in optimizer.state.get(p, {}).items():
                 tensors[f"optimizer.{name}.{key}"] = value
-    tensors[f"rng.{group.rank}"] = torch.get_rng_state()
+    host, device = _random_names(group)
+    tensors[host] = torch.get_rng_state()
     if group.device.type == "cuda":
-        tensors[f"rng_cuda.{group.rank}"] = torch.cuda.get_rng_state(group.device)
+        tensors[device] = torch.cuda.get_rng_state(group.device)
     return tensors
+
+
+def _random_names(group: Group) -> tuple[str, str]:
+    """(host's, device's). The layout is part of them: a rank of another one computes something else."""
+    layout = "x".join(str(getattr(group.degrees, axis)) for axis in AXES)
+    return f"rng.{layout}.{group.rank}", f"rng_cuda.{layout}.{group.rank}"
 
 
 def _prepare_moments(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
@@ -132,10 +193,11 @@ def _forget_unused(
 
 
 def _set_random_state(tensors: Mapping[str, Any], group: Group) -> None:
-    if f"rng.{group.rank}" in tensors:
-        torch.set_rng_state(tensors[f"rng.{group.rank}"])
-    if f"rng_cuda.{group.rank}" in tensors:
-        torch.cuda.set_rng_state(tensors[f"rng_cuda.{group.rank}"], group.device)
+    host, device = _random_names(group)
+    if host in tensors:
+        torch.set_rng_state(tensors[host])
+    if device in tensors:
+        torch.cuda.set_rng_state(tensors[device], group.device)
 
 
 def _to_host(value: Any) -> Any:

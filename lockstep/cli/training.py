@@ -31,8 +31,9 @@ def train(
     """Train a model, and follow the run until it ends."""
     given = [a for a in (config, *(overrides or ())) if a is not None]
     if resume is not None:
-        _refuse_with_resume(given, run_dir, procs, dry_run)
-        raise typer.Exit(_resume(resume, as_json))
+        _refuse_with_resume(given, run_dir, dry_run)
+        changed = [*given, *([] if procs is None else [f"launch.procs={procs}"])]
+        raise typer.Exit(_resume(resume, changed, as_json))
     settings = load_settings(given, procs)
     if dry_run:
         _describe(settings, as_json)
@@ -44,23 +45,22 @@ def train(
     raise typer.Exit(_follow(run, settings, as_json, resumed=False))
 
 
-def _refuse_with_resume(given: Sequence[str], run_dir: Path | None, procs: int | None, dry_run: bool) -> None:
-    if given or run_dir or dry_run:
+def _refuse_with_resume(given: Sequence[str], run_dir: Path | None, dry_run: bool) -> None:
+    if run_dir or dry_run or any("=" not in argument for argument in given):
         raise ValueError(
-            "--resume continues a run exactly as it was configured: give no CONFIG, overrides or --run-dir"
+            "--resume continues a run as it was configured: give no CONFIG, --run-dir or --dry-run; of its settings, "
+            "parallel.*, launch.* and batch.micro_batch_tokens can be changed with KEY.PATH=VALUE"
         )
-    if procs is not None:
-        raise ValueError("--resume continues a run on as many processes as before: --procs cannot change it yet")
 
 
-def _resume(path: Path, as_json: bool) -> int:
+def _resume(path: Path, overrides: Sequence[str], as_json: bool) -> int:
     from lockstep.display import make_console, print_summary
+    from lockstep.launch.resume import reopen
     from lockstep.rundir import RunDir
 
     run = RunDir(path)
-    settings = run.config()
     if run.status().get("state") != "completed":
-        return _follow(run, settings, as_json, resumed=True)
+        return _follow(*reopen(path, overrides), as_json, resumed=True)
     console = make_console(stderr=as_json)
     console.print("This run is already complete: there is nothing to resume.", highlight=False)
     print_summary(console, run)

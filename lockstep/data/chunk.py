@@ -16,7 +16,7 @@ from lockstep.data.formats import RowReader
 from lockstep.data.rendering import Rendered, Template, Tokenizer, load_template, render
 from lockstep.data.report import FileReport
 from lockstep.data.source import DataError, RawRow, SourceFile, parse_raw, read_raw
-from lockstep.data.store import Column, origin_of, pack_block
+from lockstep.data.store import Column, pack_block
 from lockstep.data.tokens import Encoded, Encoder
 
 _SHOWN_CHARACTERS = 1000
@@ -96,7 +96,7 @@ def compile_chunk(chunk: Chunk, template: Template | None, encoder: Encoder) -> 
         raw = chunk.rows[place]
         if isinstance(encoded, DataError):
             errors[place] = encoded
-        elif _count(counts, encoded, origin_of(chunk.file, raw.number, raw.row)):
+        elif _count(counts, encoded, chunk.file.origin(raw.number, raw.row)):
             kept.append((raw, encoded))
     counts.skipped = len(errors)
     counts.ignored_keys = sorted(unread)
@@ -142,7 +142,7 @@ def _describe_bad(raw: RawRow, error: DataError, file: SourceFile) -> BadRow:
         text = ""  # the reader stepped over it
     else:
         text = json.dumps(raw.payload, ensure_ascii=False, default=str)
-    return BadRow(origin_of(file, raw.number, raw.row), str(error), text[:_SHOWN_CHARACTERS])
+    return BadRow(file.origin(raw.number, raw.row), str(error), text[:_SHOWN_CHARACTERS])
 
 
 def cut_chunks(index: int, file: SourceFile, reader: RowReader) -> Iterator[Chunk]:

@@ -72,11 +72,6 @@ def pack_block(
     return {name: np.asarray(column, dtype=COLUMNS[name]) for name, column in block.items()}
 
 
-def origin_of(file: SourceFile, number: int, row_in_line: int | None) -> str:
-    """Where a row comes from, as the errors about it say."""
-    return file.origin(number) + ("" if row_in_line is None else f", row {row_in_line}")
-
-
 def _as_learned(completion: Completion, origin: str) -> Column:
     weights = np.asarray(completion.weights)
     learned = (weights != 0).astype(np.uint8)
@@ -160,9 +155,8 @@ class Columns:
         return self._mapped[name]
 
     def origin(self, row: int) -> str:
-        in_line = int(self["rows_in_line"][row])
-        number = int(self["numbers"][row])
-        return origin_of(self.files[int(self["files"][row])], number, None if in_line == _NO_ROW else in_line)
+        number, in_line = int(self["numbers"][row]), int(self["rows_in_line"][row])
+        return self.files[int(self["files"][row])].origin(number, None if in_line == _NO_ROW else in_line)
 
     @cached_property
     def _mapped(self) -> dict[str, Column]:

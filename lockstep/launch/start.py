@@ -10,6 +10,7 @@ from typing import Any
 from lockstep.config import RunConfig, load_config, settle_config
 from lockstep.launch.launcher import Resources
 from lockstep.launch.local import LocalLauncher
+from lockstep.launch.resume import reopen
 from lockstep.rundir import RunDir
 
 
@@ -18,17 +19,24 @@ class RunFailed(RuntimeError):
 
 
 def train(
-    config: RunConfig | Mapping[str, Any] | str | Path,
+    config: RunConfig | Mapping[str, Any] | str | Path | None = None,
     *,
     overrides: Sequence[str] = (),
     run_dir: str | Path | None = None,
     resume: str | Path | None = None,
 ) -> dict[str, Any]:
-    """Train in `launch.procs` worker processes and wait. Returns what `lockstep train --json` prints."""
+    """Train in `launch.procs` worker processes and wait. Returns what `lockstep train --json` prints.
+
+    `resume` goes on with a run from its last checkpoint; `overrides` may then say how the work is shared out.
+    """
+    if (config is None) == (resume is None):
+        raise ValueError("give either a configuration or a run to resume")
     if resume is not None:
-        run = RunDir(resume)
-        settings = run.config()
+        if run_dir is not None:
+            raise ValueError(f"a resumed run stays where it is, in {resume}: give no run_dir")
+        run, settings = reopen(resume, overrides)
     else:
+        assert config is not None
         settings = _settle(config, overrides)
         run = RunDir.create(run_dir or new_run_dir(settings.name), settings)
     launcher = LocalLauncher()

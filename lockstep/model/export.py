@@ -5,6 +5,7 @@ Must not know ranks or training: it reads a run directory's checkpoints in a pro
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 from collections.abc import Mapping
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config import ConfigError
+from lockstep.model.policy import causal_lm
+from lockstep.model.stages import PassThrough
 from lockstep.rundir import Checkpoint, RunDir, damage
 
 # Names of trained parameters in a checkpoint begin so.
@@ -23,11 +26,30 @@ PARAMETER_PREFIX = "model."
 
 def save_weights(model: Any, weights: Mapping[str, Tensor], path: Path) -> None:
     """Write a Hugging Face folder from whole tensors: the adapter of a PEFT model, otherwise the model."""
+    model = _with_every_layer(model)
     writing = path.with_name(f"writing-{path.name}")
     shutil.rmtree(writing, ignore_errors=True)
     model.save_pretrained(writing, state_dict=dict(weights), **({} if _is_peft(model) else {"is_main_process": True}))
     shutil.rmtree(path, ignore_errors=True)
     os.replace(writing, path)
+
+
+def _with_every_layer(model: Any) -> Any:
+    """The model itself, or where layers of it lie elsewhere a whole one without memory.
+
+    Writers look at the modules to see what belongs into the folder: adapters of layers that are not there are left out.
+    """
+    if not any(isinstance(module, PassThrough) for module in model.modules()):
+        return model
+    cut = causal_lm(model)
+    with torch.device("meta"):
+        whole = type(cut)(copy.deepcopy(cut.config)).to(cut.dtype)
+        whole.generation_config = cut.generation_config
+        if not _is_peft(model):
+            return whole
+        import peft
+
+        return peft.get_peft_model(whole, copy.deepcopy(model.active_peft_config))
 
 
 def load_run(run: RunDir, dtype: torch.dtype | None = None, step: int | None = None) -> tuple[Any, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from lockstep.config import RunConfig
 from lockstep.data.order import Batches
@@ -88,16 +89,19 @@ class StepBook:
     ) -> None:
         self._config, self._metrics, self._progress = config, metrics, progress
         self._num_rows, self._num_steps = num_rows, num_steps
-        self._open: tuple[Sequence[Datum], LossResult, OptimResult, dict[str, float]] | None = None
+        self._open: tuple[Sequence[Datum], LossResult, OptimResult, dict[str, Any]] | None = None
         self._settled_at = time.perf_counter()
         self._tokens, self._seconds = 0, 0.0
         self.num_settled = 0
 
     def note(self, batch: Sequence[Datum], result: LossResult, optim: OptimResult, learning_rate: float) -> None:
+        cursor = self._progress.cursor
         facts = {
             "step": self._progress.step,
             "learning_rate": learning_rate,
-            "epoch": self._progress.cursor / self._num_rows,
+            "epoch": cursor / self._num_rows,
+            # From this place in the order of rows up to that one: what tells that each was consumed exactly once.
+            "rows": [cursor - len(batch), cursor],
         }
         self._open = (batch, result, optim, facts)
         if not optim.deferred:

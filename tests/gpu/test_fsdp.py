@@ -58,7 +58,8 @@ def make_model(dtype: torch.dtype = torch.float32) -> Any:
         vocab_size=4096, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, tie_word_embeddings=True,
     )  # fmt: skip
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).cuda()
+    # Drawn in float32 whatever is asked for: other dtypes draw other weights.
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).to("cuda", dtype)
 
 
 def make_batch() -> list[Datum]:

@@ -175,6 +175,7 @@ def test_a_damaged_entry_is_built_again(tmp_path: Path, damage: str) -> None:
             (path / "manifest.json").write_text('{"sizes": {"rows')
     assert open_entry(path) is None
     again = make(tmp_path, text="anew")
+    assert again.path == path
     assert (again.path / "rows.bin").read_text() == "anew"
     assert [p.name for p in tmp_path.iterdir()] == ["key"]
 
@@ -258,14 +259,27 @@ def test_breaking_a_lock_spares_a_newer_one(tmp_path: Path) -> None:
     break_lock(path, stale)
     new = try_lock(path)
     assert new is not None
+    old._write()  # it was not dead after all, and goes on
     break_lock(path, stale)  # by a second process that waited as long
     holder = read_holder(path)
     assert holder is not None
     assert holder.token == new.token
-    old.release()  # it was not dead after all: it must not take the new one's lock with it
+    old.release()  # must not take the new one's lock with it
     assert read_holder(path) is not None
     new.release()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_holder_that_wakes_in_time_keeps_its_lock(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    lock = try_lock(path, beat_s=0.01)
+    assert lock is not None
+    before = read_holder(path)
+    while read_holder(path) == before:
+        time.sleep(0.01)
+    break_lock(path, before)
+    assert path.exists()
+    lock.release()
 
 
 def test_a_newer_lock_that_was_moved_aside_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

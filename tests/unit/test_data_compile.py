@@ -11,7 +11,7 @@ import pytest
 from data_tokenizers import CHATML, LLAMA3, build_tokenizer
 
 from lockstep.config import DataConfig
-from lockstep.data import Compiled, DataError, Progress, chunk, compile_data
+from lockstep.data import Compiled, DataError, Progress, chunk, compile_data, fingerprint
 from lockstep.data.part import choose_procs
 from lockstep.data.tokens import Encoder
 
@@ -46,8 +46,8 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-def compiled(template: str = CHATML, seed: int = 0, **settings: Any) -> Compiled:
-    return compile_data(DataConfig(**settings), build_tokenizer(template), seed=seed)
+def compiled(template: str = CHATML, seed: int = 0, adds_bos: bool = False, **settings: Any) -> Compiled:
+    return compile_data(DataConfig(**settings), build_tokenizer(template, adds_bos=adds_bos), seed=seed)
 
 
 def contents(data: Compiled) -> list[Any]:
@@ -76,13 +76,14 @@ def test_processes_give_the_same_rows_report_and_skipped_file(cache: Path, tmp_p
 
 @pytest.mark.parametrize("procs", [1, 2])
 def test_the_first_bad_row_is_the_error(cache: Path, tmp_path: Path, procs: int) -> None:
-    """Not the first that some process meets; and not a later line that cannot even be read."""
-    rows: list[Any] = [*exchanges(11), {"prompt": "q", "completion": ""}, *exchanges(6), "{not json"]
+    """Not the first that some process meets, nor one that is found earlier on a row's way."""
+    too_long = {"prompt": "q", "completion": "long " * 60}
+    rows: list[Any] = [*exchanges(9), too_long, "{not json", *exchanges(6), "{not json"]
     path = write_lines(tmp_path / "a.jsonl", rows)
     with open(path, "ab") as file:
         file.write(b"\xff\xfe\n")
-    with pytest.raises(DataError, match=r"a\.jsonl:12: nothing to learn"):
-        compiled(train=path, procs=procs)
+    with pytest.raises(DataError, match=r"a\.jsonl:10: .*max_length"):
+        compiled(train=path, procs=procs, max_length=40, truncate="error")
     assert list(cache.iterdir()) == []
 
 
@@ -166,6 +167,7 @@ def test_whatever_changes_tokens_makes_a_new_entry(
         {"chat_template": "own.jinja"},
         {"template_options": {"date_string": "today"}},
         {"template": LLAMA3},
+        {"adds_bos": True},
         {"format": "prompt_completion"},
         {"columns": {"prompt": "prompt"}},
         {"roles": {"bot": "assistant"}},
@@ -182,6 +184,9 @@ def test_whatever_changes_tokens_makes_a_new_entry(
     write_lines(Path(path), exchanges(3))
     compiled(train=path)
     assert len(list(cache.iterdir())) == made + 2
+    monkeypatch.setattr(fingerprint, "_own_code", lambda: "another compiler")
+    compiled(train=path)
+    assert len(list(cache.iterdir())) == made + 3
 
 
 def test_a_file_that_changes_while_it_is_read_is_an_error(

@@ -156,9 +156,18 @@ class OptimResult(Pending[float]):
     `peak_memory_gib` is this rank's, since the backend was built: device memory on CUDA, otherwise the process's.
     """
 
-    def __init__(self, read: Callable[[], float], *, peak_memory_gib: float = 0.0, deferred: bool = False) -> None:
+    def __init__(
+        self,
+        read: Callable[[], float],
+        *,
+        peak_memory_gib: float = 0.0,
+        loss_scale: float | None = None,
+        deferred: bool = False,
+    ) -> None:
+        """`loss_scale`: of fp16, for the next step. It has been lowered where this one overflowed."""
         super().__init__(read, deferred=deferred)
         self.peak_memory_gib = peak_memory_gib
+        self.loss_scale = loss_scale
 
     @property
     def grad_norm(self) -> float:
@@ -167,6 +176,11 @@ class OptimResult(Pending[float]):
     @property
     def applied(self) -> bool:
         return math.isfinite(self.result())
+
+    @property
+    def overflowed(self) -> bool:
+        """Left out because fp16 could not hold the gradient: the next step tries with a smaller scale."""
+        return not self.applied and self.loss_scale is not None and self.loss_scale >= 1
 
 
 # One float per completion token, per completion; 0.0 where the token's weight is zero (not computed).

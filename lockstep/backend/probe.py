@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
+from lockstep.model.load import DTYPES
 from lockstep.model.policy import PackedTokens, Policy, causal_lm
 from lockstep.model.stages import Stage, head_alone
 
@@ -20,7 +21,7 @@ _UNKNOWN_HEAD = (
     "{name} changes its logits after the output head in a way Lockstep does not know "
     "(log-probs differ by {difference:.3g}): this model cannot be trained yet"
 )
-_ROUNDING = {"fp64": 1e-6, "fp32": 1e-3, "bf16": 0.3}
+_ROUNDING = {"fp64": 1e-6, "fp32": 1e-3, "fp16": 0.1, "bf16": 0.3}
 
 
 def check_policy(
@@ -54,7 +55,7 @@ def check_stages(
     """The same questions to the stages of this rank, each on its own, with made-up hidden states."""
     rounding = _ROUNDING[precision]
     size = causal_lm(policy.model).config.get_text_config().hidden_size
-    dtype = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    dtype = DTYPES[precision]
     wave = torch.arange(19 * size, device=device, dtype=torch.float64).view(1, 19, size)
 
     def finish(number: int, hidden: Tensor) -> Tensor:

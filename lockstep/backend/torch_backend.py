@@ -35,6 +35,7 @@ from lockstep.model.policy import causal_lm, decoder_layers
 from lockstep.parallel.gradients import clip, gradient_norm
 from lockstep.parallel.group import Group, choose_device, join, peak_memory_gib
 from lockstep.parallel.replicate import NarrowCopies
+from lockstep.parallel.scaling import LossScale
 from lockstep.parallel.shard import reshard, unsharded
 from lockstep.types import Datum, Logprobs, LossResult, LossSpec, LossValues, OptimResult, OptimStep, Pending
 
@@ -60,9 +61,10 @@ class TorchBackend:
         parallel = parallel or ParallelConfig()
         self.group = group or join_group(device, parallel, timeout_s)
         self.device = self.group.device
+        self.precision = agree_on_precision(precision, self.group)
         self.micro_batch_tokens = micro_batch_tokens
         self._activation_offload = activation_offload
-        self.precision = agree_on_precision(precision, self.group)
+        self._scale = LossScale() if self.precision == "fp16" else None
         compute_dtype = _narrow_dtype(self.precision)
         settle_dtypes(model, DTYPES[self.precision])
         built = build_policy(
@@ -80,6 +82,7 @@ class TorchBackend:
         if compute_dtype is not None and not sharded:  # FSDP2 casts by itself
             self._narrow = NarrowCopies(self.policy, decoder_layers(model), compute_dtype)
         self._skips_on_device = self.device.type == "cuda" and not sharded and self.group.degrees.pipeline == 1
+        self._skips_on_device &= self._scale is None
         self._roots: list[nn.Module] = [self.policy, *built.stages.values()]
         if self._pipelined is None:
             self.warnings = check_policy(self.policy, self._evaluation(), self.device, self.precision)
@@ -146,10 +149,10 @@ class TorchBackend:
     def optim_step(self, step: OptimStep) -> OptimResult:
         parameters = list(self.parameters().values())
         counted = parameters if self._pipelined is None else self._pipelined.own_parameters(parameters)
-        norm = gradient_norm(counted, self.group)
+        norm = gradient_norm(counted, self.group) / self._loss_scale
         numbers = read_later(norm.reshape(1))
-        if step.max_grad_norm is not None:
-            clip(parameters, norm, step.max_grad_norm)
+        if step.max_grad_norm is not None or self._loss_scale != 1.0:
+            clip(parameters, norm, step.max_grad_norm or math.inf, scale=1 / self._loss_scale)
         for group in self._optimizer.param_groups:
             group["lr"], group["eps"] = step.learning_rate, step.eps
             group["betas"] = (step.beta1, step.beta2)
@@ -162,7 +165,15 @@ class TorchBackend:
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         memory = peak_memory_gib(self.device)
-        return OptimResult(lambda: numbers.result()[0], peak_memory_gib=memory, deferred=numbers.deferred)
+        if self._scale is None:
+            return OptimResult(lambda: numbers.result()[0], peak_memory_gib=memory, deferred=numbers.deferred)
+        (value,) = numbers.result()
+        self._scale.note(finite=math.isfinite(value))
+        return OptimResult(lambda: value, peak_memory_gib=memory, loss_scale=self._scale.value)
+
+    @property
+    def _loss_scale(self) -> float:
+        return 1.0 if self._scale is None else self._scale.value
 
     def save_state(self, path: Path) -> Future[None]:
         return state.save(path, self.parameters(), self._optimizer, self.group)
@@ -225,9 +236,10 @@ class TorchBackend:
         waits = isinstance(self._module, DistributedDataParallel) and not last
         quiet = self._module.no_sync() if waits else contextlib.nullcontext()  # type: ignore[operator]
         with quiet, self._narrowed(), self._offloaded():
-            metrics, logprobs = _losses(micro_batch, loss, lambda slopes: self._module(micro_batch.packed, slopes))
-            metrics["loss"].backward()
-        return metrics, logprobs.detach()
+            call = functools.partial(self._module, micro_batch.packed)
+            total, metrics, logprobs = _losses(micro_batch, loss, call, self._loss_scale)
+            total.backward()
+        return metrics, logprobs
 
     def _backward_stages(
         self, micro_batches: list[MicroBatch], loss: LossSpec
@@ -239,9 +251,9 @@ class TorchBackend:
         def finish(number: int, hidden: Tensor) -> Tensor:
             packed = micro_batches[number].packed
             apply = functools.partial(self.policy.apply_head, hidden, packed)
-            metrics, logprobs = _losses(micro_batches[number], loss, apply)
-            found[number] = ({k: v.detach() for k, v in metrics.items()}, logprobs.detach())
-            return metrics["loss"]
+            total, metrics, logprobs = _losses(micro_batches[number], loss, apply, self._loss_scale)
+            found[number] = (metrics, logprobs)
+            return total
 
         with self._narrowed(), self._offloaded():
             self._pipelined.forward_backward(micro_batches, self._hidden_dtype, finish)
@@ -292,16 +304,20 @@ class TorchBackend:
 
 
 def _losses(
-    micro_batch: MicroBatch, loss: LossSpec, logprobs_of: Callable[[Tensor | None], Any]
-) -> tuple[dict[str, Tensor], Tensor]:
-    """({"loss": ..., metrics}, log-probs), from a function of slopes: with them it also gives their weighted sum."""
+    micro_batch: MicroBatch, loss: LossSpec, logprobs_of: Callable[[Tensor | None], Any], scale: float
+) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """(`scale` times the loss, for backward; {"loss": ..., metrics}; log-probs).
+
+    `logprobs_of` is a function of slopes: with them it also gives their weighted sum.
+    """
     rule = LOSSES[loss.kind]
     if rule.linear:
-        total, logprobs = logprobs_of(-micro_batch.inputs.weights)
-        return {"loss": total}, logprobs
+        # Scaled before the pass: the head computes its gradient on the way forward.
+        total, logprobs = logprobs_of(-micro_batch.inputs.weights * scale)
+        return total, {"loss": total.detach() / scale}, logprobs.detach()
     logprobs = logprobs_of(None)
     total, metrics = rule.fn(logprobs, micro_batch.inputs)
-    return {**metrics, "loss": total}, logprobs
+    return total * scale, {**metrics, "loss": total.detach()}, logprobs.detach()
 
 
 def join_group(device: str, parallel: ParallelConfig, timeout_s: float) -> Group:
@@ -337,7 +353,7 @@ def _eagerly() -> contextlib.AbstractContextManager[None]:
 
 def _narrow_dtype(precision: str) -> torch.dtype | None:
     """The dtype to compute in when it is narrower than what the optimizer holds."""
-    return torch.bfloat16 if DTYPES[precision] == torch.bfloat16 else None
+    return DTYPES[precision] if precision in ("bf16", "fp16") else None
 
 
 def _build_optimizer(parameters: dict[str, nn.Parameter], device: torch.device) -> torch.optim.AdamW:

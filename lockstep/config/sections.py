@@ -21,8 +21,8 @@ class ModelConfig(Section):
     """Hub id, local folder, or a .gguf file."""
     revision: str | None = None
     """Hub branch, tag or commit."""
-    precision: Literal["auto", "bf16", "fp32", "fp64"] = "auto"
-    """What the model computes in. auto: bf16 where this device is fast at it, otherwise fp32."""
+    precision: Literal["auto", "bf16", "fp16", "fp32", "fp64"] = "auto"
+    """What the model computes in. auto: bf16 where this device is fast at it, otherwise fp32. fp16 scales its loss."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """full recomputes every decoder layer in the backward pass: less memory, about a third more time. selective keeps
     the results of matrix products and attention, and recomputes the rest."""

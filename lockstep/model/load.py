@@ -18,7 +18,7 @@ from lockstep.config import ConfigError, ModelConfig, RunConfig
 from lockstep.model.lora import add_lora
 from lockstep.rundir import RunDir
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 def load_tokenizer(config: ModelConfig) -> Any:

@@ -34,11 +34,12 @@ def gradient_norm(parameters: Sequence[nn.Parameter], group: Group) -> Tensor:
     return total.sqrt()
 
 
-def clip(parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: float) -> None:
+def clip(parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: float, *, scale: float = 1.0) -> None:
+    """Multiply every gradient by `scale`, and shorten the whole to `max_norm`; `norm` is of the scaled one."""
     gradients = [_local(p.grad) for p in parameters if p.grad is not None]
     if not gradients:
         return
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    factor = scale * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
 
 

@@ -123,13 +123,14 @@ class StepBook:
         if last or step % self._config.logging.every_steps == 0:
             record = {
                 "loss": result.loss,
-                "grad_norm": optim.grad_norm,
+                "grad_norm": optim.grad_norm if optim.applied else None,
                 **facts,
                 "tokens": result.num_tokens,
                 "supervised_tokens": result.num_supervised,
                 "tokens_per_s": result.num_tokens / elapsed,
                 "step_time_s": elapsed,
                 "memory_gib": optim.peak_memory_gib,
+                **({"loss_scale": optim.loss_scale} if optim.loss_scale is not None else {}),
                 **result.metrics,
             }
             self._metrics.train(step, self._progress, record, last=last)
@@ -175,7 +176,7 @@ def total_weight(batch: Sequence[Datum]) -> float:
 
 def stop_if_not_finite(batch: Sequence[Datum], result: LossResult, optim: OptimResult, step: int) -> None:
     """Name the step and the rows. The step itself was not applied."""
-    if math.isfinite(result.loss) and optim.applied:
+    if math.isfinite(result.loss) and (optim.applied or optim.overflowed):
         return
     what = f"the loss is {result.loss}" if not math.isfinite(result.loss) else f"the gradient norm is {optim.grad_norm}"
     names = result.nonfinite_origins or [datum.origin for datum in batch if datum.origin]

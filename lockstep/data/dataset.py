@@ -14,16 +14,16 @@ from pathlib import Path
 import numpy as np
 
 from lockstep.config.data import PARTS, DataConfig
-from lockstep.data.cache import Entry, Patience, cache_folder, obtain
-from lockstep.data.chunk import Compiling
-from lockstep.data.fingerprint import digest_tokenizer, fingerprint
-from lockstep.data.lock import Holder
+from lockstep.data.compiling.chunk import Compiling
+from lockstep.data.compiling.part import SKIPPED_FILE, Done, Kind, PartFile, compile_part, list_files, mixed_kinds
 from lockstep.data.order import Indices, hashed_order
-from lockstep.data.part import SKIPPED_FILE, Done, Kind, PartFile, compile_part, list_files, mixed_kinds
-from lockstep.data.rendering import Template, Tokenizer, load_template
 from lockstep.data.report import DataReport, FileReport, count_duplicates, find_leaks, from_manifest
-from lockstep.data.source import DataError
-from lockstep.data.store import Columns, Rows
+from lockstep.data.sources.files import DataError
+from lockstep.data.store.cache import Entry, Patience, cache_folder, obtain
+from lockstep.data.store.columns import Columns, Rows
+from lockstep.data.store.fingerprint import digest_tokenizer, fingerprint
+from lockstep.data.store.lock import Holder
+from lockstep.data.text.rendering import Template, Tokenizer, load_template
 
 # They keep what is held out, and what a weight chooses, independent of every epoch's order.
 _SPLIT_STREAM = 0x53504C4954  # "SPLIT"

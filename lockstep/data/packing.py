@@ -1,4 +1,4 @@
-"""Which documents are computed together: micro-batches under a token budget, level over ranks.
+"""Which documents are computed together: micro-batches under a token budget, level in cost over ranks.
 
 A pure function of lengths: every rank computes the same answer and takes its own part of it.
 """
@@ -7,15 +7,55 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+Steps = list[list[list[int]]]
+"""Documents as [micro_step][rank] -> indices."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What computing a document takes: tokens * (per_token + per_token_squared * tokens), in any unit."""
+
+    per_token: float = 1.0
+    per_token_squared: float = 0.0
+
+    def of(self, length: int) -> float:
+        return length * (self.per_token + self.per_token_squared * length)
+
+    @classmethod
+    def from_hidden_size(cls, hidden_size: int) -> Cost:
+        """A token's matrix products take about 24 hidden² operations a layer, and causal attention 2 hidden for every
+        token of the document: as much again where a document is 12 times as long as the model is wide."""
+        return cls(1.0, 1.0 / (12 * hidden_size))
+
+
+BY_TOKENS = Cost()
+
+
+@dataclass(frozen=True)
+class Balance:
+    """How level the ranks are. 1 is perfect; 1.25 means that a quarter more time passes than were they level."""
+
+    tokens_per_rank: tuple[int, ...]
+    tokens: float
+    """The largest of them, over their mean."""
+    cost: float
+    """The dearest rank of every micro-step, over the mean: what ranks that wait for each other each time feel."""
 
 
 def partition(
-    lengths: Sequence[int], *, num_ranks: int, budget_tokens: int, max_documents: int | None = None
-) -> list[list[list[int]]]:
-    """Indices as [micro_step][rank] -> documents. Every rank gets the same number of micro-steps; some may be empty.
+    lengths: Sequence[int],
+    *,
+    num_ranks: int,
+    budget_tokens: int,
+    max_documents: int | None = None,
+    cost: Cost = BY_TOKENS,
+) -> Steps:
+    """Every rank gets the same number of micro-steps; some may be empty.
 
-    Longest first into the emptiest bin, with as few micro-steps as the budget allows. The bins of one
-    micro-step are neighbours in size, so that ranks which wait for each other have like work.
+    Longest first into the cheapest bin with room, with as few micro-steps as the budget allows. The bins of one
+    micro-step are neighbours in cost, so that ranks which wait for each other have like work.
     """
     longest = max(lengths, default=0)
     if longest > budget_tokens:
@@ -23,27 +63,70 @@ def partition(
     if not lengths:
         return []
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    steps = max(1, -(-sum(lengths) // (num_ranks * budget_tokens)))
+    costs = [cost.of(length) for length in lengths]
+    fewest = max(1, -(-sum(lengths) // (num_ranks * budget_tokens)))
     if max_documents is not None:
-        steps = max(steps, -(-len(lengths) // (num_ranks * max_documents)))
-    while (bins := _fill(order, lengths, steps * num_ranks, budget_tokens, max_documents)) is None:
-        steps += 1
-    bins.sort(key=lambda b: (-sum(lengths[i] for i in b), b))
-    return [bins[s * num_ranks : (s + 1) * num_ranks] for s in range(steps)]
+        fewest = max(fewest, -(-len(lengths) // (num_ranks * max_documents)))
+    bins, steps = None, fewest
+    while bins is None:
+        # Level in cost may leave tokens where they do not fit; before one more micro-step, level in tokens may do.
+        bins = _fill(order, lengths, costs, steps * num_ranks, budget_tokens, max_documents)
+        bins = bins or _fill(order, lengths, lengths, steps * num_ranks, budget_tokens, max_documents)
+        steps += bins is None
+    bins.sort(key=lambda b: (-sum(costs[i] for i in b), b))
+    return _deal([bins[s * num_ranks : (s + 1) * num_ranks] for s in range(steps)], costs)
+
+
+def measure_balance(steps: Steps, lengths: Sequence[int], cost: Cost = BY_TOKENS) -> Balance:
+    """Of what `partition` returned."""
+    if not steps:
+        return Balance((), 1.0, 1.0)
+    num_ranks = len(steps[0])
+    tokens = [sum(lengths[i] for step in steps for i in step[rank]) for rank in range(num_ranks)]
+    by_step = [[sum(cost.of(lengths[i]) for i in part) for part in step] for step in steps]
+    return Balance(
+        tuple(tokens),
+        max(tokens) * num_ranks / sum(tokens),
+        sum(map(max, by_step)) * num_ranks / sum(map(sum, by_step)),
+    )
 
 
 def _fill(
-    order: Sequence[int], lengths: Sequence[int], num_bins: int, budget: int, max_documents: int | None
+    order: Sequence[int],
+    lengths: Sequence[int],
+    costs: Sequence[float],
+    num_bins: int,
+    budget: int,
+    max_documents: int | None,
 ) -> list[list[int]] | None:
     bins: list[list[int]] = [[] for _ in range(num_bins)]
-    heap = [(0, b) for b in range(num_bins)]
+    tokens = [0] * num_bins
+    heap: list[tuple[float, int]] = [(0.0, b) for b in range(num_bins)]
     for i in order:
-        # The emptiest bin that may still take a document; if the emptiest cannot hold it, none can.
-        while heap and max_documents is not None and len(bins[heap[0][1]]) >= max_documents:
-            heapq.heappop(heap)
-        if not heap or heap[0][0] + lengths[i] > budget:
+        passed_over = []
+        while heap and tokens[heap[0][1]] + lengths[i] > budget:
+            passed_over.append(heapq.heappop(heap))
+        if not heap:
             return None
-        load, b = heap[0]
+        spent, b = heapq.heappop(heap)
         bins[b].append(i)
-        heapq.heapreplace(heap, (load + lengths[i], b))
+        tokens[b] += lengths[i]
+        if max_documents is None or len(bins[b]) < max_documents:
+            heapq.heappush(heap, (spent + costs[i], b))
+        for entry in passed_over:
+            heapq.heappush(heap, entry)
     return [sorted(b) for b in bins]
+
+
+def _deal(steps: Steps, costs: Sequence[float]) -> Steps:
+    """In every micro-step the dearest bin goes to the rank that has had least, so that nobody always has the most."""
+    spent = [0.0] * len(steps[0])
+    dealt: Steps = []
+    for step in steps:
+        ranks = sorted(range(len(step)), key=lambda rank: (spent[rank], rank))
+        parts: list[list[int]] = [[] for _ in step]
+        for rank, part in zip(ranks, step, strict=True):
+            parts[rank] = part
+            spent[rank] += sum(costs[i] for i in part)
+        dealt.append(parts)
+    return dealt

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import DataConfig, RunConfig
-from lockstep.data.conversation import Conversation, Passage
+from lockstep.data.formats.conversation import Conversation, Passage
 from lockstep.evaluation.candidates import Candidate
 from lockstep.evaluation.metrics import LIKELIHOOD, METRICS, check_references
 from lockstep.evaluation.questions import (

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lockstep.config.data import SourceConfig
-from lockstep.data.conversation import SYSTEM_ROLES, Content, Conversation, Pair, Passage
-from lockstep.data.formats import RowReader, recognise_format
-from lockstep.data.source import DataError, RawRow, Row, SourceFile, find_files, parse_raw, read_raw
+from lockstep.data.formats.conversation import SYSTEM_ROLES, Content, Conversation, Pair, Passage
+from lockstep.data.formats.reader import RowReader, recognise_format
+from lockstep.data.sources.files import DataError, RawRow, Row, SourceFile, find_files, parse_raw, read_raw
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from lockstep.data.conversation import Conversation
-from lockstep.data.template import Template, load_template
+from lockstep.data.formats.conversation import Conversation
+from lockstep.data.text.template import Template, load_template
 from lockstep.evaluation.answers import AnswerFile, answer_locally, answer_remotely
 from lockstep.evaluation.candidates import Candidate
 from lockstep.evaluation.exam import Exam

@@ -131,7 +131,8 @@ def _body_of(policy: Policy, layers: range, num_layers: int) -> nn.Module:
 
 
 def _is_tied(causal: Any) -> bool:
-    head, embedding = (getattr(m, "weight", None) for m in (causal.get_output_embeddings(), causal.get_input_embeddings()))
+    ends = (causal.get_output_embeddings(), causal.get_input_embeddings())
+    head, embedding = (getattr(module, "weight", None) for module in ends)
     return head is not None and head is embedding
 
 

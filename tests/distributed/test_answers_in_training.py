@@ -1,4 +1,4 @@
-"""evaluation.metrics: the model in training answers validation rows, the same on every layout, and trains on as before."""
+"""evaluation.metrics: the model in training answers validation rows, on every layout, and trains on as before."""
 
 from __future__ import annotations
 

@@ -6,10 +6,10 @@ from typing import Any
 
 from data_tokenizers import CHATML, LLAMA3, MISTRAL
 
-from lockstep.data.conversation import Conversation, Passage
-from lockstep.data.rendering import load_template, render
-from lockstep.data.source import DataError
-from lockstep.data.tokens import Encoded, Encoder
+from lockstep.data.formats.conversation import Conversation, Passage
+from lockstep.data.sources.files import DataError
+from lockstep.data.text.rendering import load_template, render
+from lockstep.data.tokens.encoder import Encoded, Encoder
 
 ENDS = {CHATML: "<|im_end|>", LLAMA3: "<|eot_id|>", MISTRAL: "</s>"}
 NAMES = {CHATML: "chatml", LLAMA3: "llama3", MISTRAL: "mistral"}

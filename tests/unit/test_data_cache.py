@@ -15,15 +15,16 @@ from typing import Any
 
 import pytest
 
-from lockstep.data import DataError, cache
-from lockstep.data.cache import Patience, cache_folder, obtain, open_entry, sweep
-from lockstep.data.lock import Holder, Watch, break_lock, read_holder, try_lock
+from lockstep.data import DataError
+from lockstep.data.store import cache
+from lockstep.data.store.cache import Patience, cache_folder, obtain, open_entry, sweep
+from lockstep.data.store.lock import Holder, Watch, break_lock, read_holder, try_lock
 
 # Builds an entry slowly, one row at a time, and tells on its output what it did. Stops at a file "stop".
 PREPARER = """
 import os, sys, time
 from pathlib import Path
-from lockstep.data.cache import Patience, obtain
+from lockstep.data.store.cache import Patience, obtain
 folder, num_rows, silent_s, rows_advance = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4] == "yes"
 
 def build(made, tell):

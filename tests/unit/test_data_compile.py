@@ -11,9 +11,11 @@ import pytest
 from data_tokenizers import CHATML, LLAMA3, build_tokenizer
 
 from lockstep.config import DataConfig
-from lockstep.data import Compiled, DataError, Progress, chunk, compile_data, fingerprint
-from lockstep.data.part import choose_procs
-from lockstep.data.tokens import Encoder
+from lockstep.data import Compiled, DataError, Progress, compile_data
+from lockstep.data.compiling import chunk
+from lockstep.data.compiling.part import choose_procs
+from lockstep.data.store import fingerprint
+from lockstep.data.tokens.encoder import Encoder
 
 
 def exchanges(num: int, start: int = 0) -> list[dict[str, Any]]:

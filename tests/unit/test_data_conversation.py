@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.config.data import SourceConfig
-from lockstep.data.conversation import Content, Conversation, Message
-from lockstep.data.formats import RowReader, recognise_format
-from lockstep.data.source import DataError, Row
+from lockstep.data.formats.conversation import Content, Conversation, Message
+from lockstep.data.formats.reader import RowReader, recognise_format
+from lockstep.data.sources.files import DataError, Row
 
 SYSTEM, USER, ASSISTANT = ({"role": role, "content": role[0]} for role in ("system", "user", "assistant"))
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}

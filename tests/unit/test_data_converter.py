@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from lockstep.config.data import SourceConfig
-from lockstep.data.conversation import Content, Conversation, Passage
-from lockstep.data.converter import load_converter
-from lockstep.data.formats import RowReader, recognise_format
-from lockstep.data.source import DataError, Row
+from lockstep.data.formats.conversation import Content, Conversation, Passage
+from lockstep.data.formats.converter import load_converter
+from lockstep.data.formats.reader import RowReader, recognise_format
+from lockstep.data.sources.files import DataError, Row
 
 
 def open_rows(source: SourceConfig, fields: dict[str, Any], *, has_template: bool = False) -> RowReader:

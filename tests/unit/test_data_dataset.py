@@ -12,7 +12,8 @@ import pytest
 from data_tokenizers import CHATML, build_tokenizer
 
 from lockstep.config import DataConfig
-from lockstep.data import Compiled, DataError, chunk, compile_data, mix_rows, split_rows
+from lockstep.data import Compiled, DataError, compile_data, mix_rows, split_rows
+from lockstep.data.compiling import chunk
 
 
 @pytest.fixture(autouse=True)

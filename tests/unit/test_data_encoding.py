@@ -6,10 +6,10 @@ import pytest
 from data_rows import ENDS, NAMES, all_tokens, chat, encode, encode_content, read
 from data_tokenizers import CHATML, LLAMA3, MISTRAL, build_tokenizer
 
-from lockstep.data.conversation import Conversation, Pair, Passage
-from lockstep.data.rendering import render
-from lockstep.data.source import DataError
-from lockstep.data.tokens import Encoded, Encoder
+from lockstep.data.formats.conversation import Conversation, Pair, Passage
+from lockstep.data.sources.files import DataError
+from lockstep.data.text.rendering import render
+from lockstep.data.tokens.encoder import Encoded, Encoder
 
 
 @pytest.fixture(params=[CHATML, LLAMA3, MISTRAL], ids=NAMES.get)

@@ -13,10 +13,10 @@ from data_tokenizers import TEMPLATE_SPECIAL, build_character_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.data.conversation import Conversation
-from lockstep.data.rendering import load_template, render
-from lockstep.data.source import DataError
-from lockstep.data.tokens import Encoder
+from lockstep.data.formats.conversation import Conversation
+from lockstep.data.sources.files import DataError
+from lockstep.data.text.rendering import load_template, render
+from lockstep.data.tokens.encoder import Encoder
 
 Written = list[tuple[str, bool]]  # text, and whether it is learned
 SPECIAL = re.compile("|".join(map(re.escape, sorted(TEMPLATE_SPECIAL, key=len, reverse=True))))

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from data_tokenizers import TEMPLATES, build_word_tokenizer
 
-from lockstep.data.conversation import Conversation
-from lockstep.data.rendering import load_template, render
-from lockstep.data.source import DataError
-from lockstep.data.tokens import Encoded, Encoder
+from lockstep.data.formats.conversation import Conversation
+from lockstep.data.sources.files import DataError
+from lockstep.data.text.rendering import load_template, render
+from lockstep.data.tokens.encoder import Encoded, Encoder
 
 Mask = list[tuple[str, bool]]
 SYSTEM = {"role": "system", "content": "Brief."}

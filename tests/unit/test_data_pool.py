@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lockstep.data import DataError
-from lockstep.data.pool import Pool, WorkerError
+from lockstep.data.compiling.pool import Pool, WorkerError
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.config.data import SourceConfig
-from lockstep.data.conversation import Conversation, Pair, Passage
-from lockstep.data.formats import RowReader, recognise_format
-from lockstep.data.source import DataError, Row
+from lockstep.data.formats.conversation import Conversation, Pair, Passage
+from lockstep.data.formats.reader import RowReader, recognise_format
+from lockstep.data.sources.files import DataError, Row
 
 USER, GOOD, BAD = (
     {"role": role, "content": text} for role, text in (("user", "q"), ("assistant", "g"), ("assistant", "b"))

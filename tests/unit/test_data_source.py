@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.config.data import SourceConfig
-from lockstep.data import json_rows, text_files
-from lockstep.data.source import DataError, Row, find_files, parse_raw, read_raw
+from lockstep.data.sources import json_rows, text_files
+from lockstep.data.sources.files import DataError, Row, find_files, parse_raw, read_raw
 
 
 def test_lines_keep_their_numbers_across_blank_ones(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ import pytest
 from data_files import refusal, write
 
 from lockstep.config.data import SourceConfig
-from lockstep.data import hub
-from lockstep.data.source import DataError, Row, digest_file, find_files, parse_raw, read_raw
+from lockstep.data.sources import hub
+from lockstep.data.sources.files import DataError, Row, digest_file, find_files, parse_raw, read_raw
 
 
 def found(path: Path | str, folder: Path, **settings: Any) -> list[str]:

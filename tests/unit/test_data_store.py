@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.data.source import SourceFile
-from lockstep.data.store import COLUMNS, Columns, Rows, Writer, pack_block
+from lockstep.data.sources.files import SourceFile
+from lockstep.data.store.columns import COLUMNS, Columns, Rows, Writer, pack_block
 from lockstep.types import Completion, Datum
 
 FILES = [SourceFile("a.jsonl", Path("a.jsonl"), "jsonl"), SourceFile("b.parquet", Path("b.parquet"), "parquet")]

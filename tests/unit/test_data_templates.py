@@ -9,8 +9,8 @@ import pytest
 from data_rows import ENDS, NAMES, all_tokens, chat, encode, encode_content, learned, read
 from data_tokenizers import CHATML, LLAMA3, MISTRAL, build_tokenizer
 
-from lockstep.data.rendering import load_template, render
-from lockstep.data.source import DataError
+from lockstep.data.sources.files import DataError
+from lockstep.data.text.rendering import load_template, render
 
 
 @pytest.fixture(params=[CHATML, LLAMA3, MISTRAL], ids=NAMES.get)

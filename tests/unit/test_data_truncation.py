@@ -10,11 +10,11 @@ import pytest
 from data_rows import chat, read
 from data_tokenizers import CHATML, LLAMA3, build_tokenizer
 
-from lockstep.data.conversation import Pair, Passage
-from lockstep.data.rendering import load_template, render
-from lockstep.data.source import DataError
-from lockstep.data.tokens import Encoded, Encoder
-from lockstep.data.truncation import fit
+from lockstep.data.formats.conversation import Pair, Passage
+from lockstep.data.sources.files import DataError
+from lockstep.data.text.rendering import load_template, render
+from lockstep.data.tokens.encoder import Encoded, Encoder
+from lockstep.data.tokens.truncation import fit
 
 BOS = 7
 

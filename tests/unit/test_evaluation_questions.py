@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from lockstep.config import DataConfig
-from lockstep.data.conversation import Conversation, Passage
-from lockstep.data.source import DataError
+from lockstep.data.formats.conversation import Conversation, Passage
+from lockstep.data.sources.files import DataError
 from lockstep.evaluation.questions import (
     Choice,
     ChosenRow,

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.data import SourceConfig
-from lockstep.data.rows import DataError, SourceFile
-from lockstep.data.table_rows import count_arrow_rows
+from lockstep.data.sources.rows import DataError, SourceFile
+from lockstep.data.sources.table_rows import count_arrow_rows
 
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _ANSWER_TIMEOUT_S = 5.0

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from lockstep.data.answers import (
+from lockstep.data.formats.answers import (
     TURNS_KEYS,
     Rules,
     add_system,
@@ -19,10 +19,10 @@ from lockstep.data.answers import (
     no_template,
     read_instruction,
 )
-from lockstep.data.conversation import Conversation, Message, Pair, Passage, check_answer, check_messages
-from lockstep.data.fields import parse_label, read_answer, read_prompt, read_tools
-from lockstep.data.messages import read_turn, read_turns, turn_style
-from lockstep.data.source import DataError, Row, json_type
+from lockstep.data.formats.conversation import Conversation, Message, Pair, Passage, check_answer, check_messages
+from lockstep.data.formats.fields import parse_label, read_answer, read_prompt, read_tools
+from lockstep.data.formats.messages import read_turn, read_turns, turn_style
+from lockstep.data.sources.files import DataError, Row, json_type
 
 LABEL_KEYS = ("kto_tag", "label")
 PROMPT_KEYS = ("prompt", "question", "instruction", *TURNS_KEYS)

@@ -12,9 +12,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from lockstep.data import text_files
-from lockstep.data.rows import DataError, RawRow, SourceFile
-from lockstep.data.text_files import decode_text, read_lines
+from lockstep.data.sources import text_files
+from lockstep.data.sources.rows import DataError, RawRow, SourceFile
+from lockstep.data.sources.text_files import decode_text, read_lines
 
 _BATCH_ROWS = 1000
 _BUFFER_BYTES = 2**20

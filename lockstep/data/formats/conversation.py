@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.data.source import DataError
+from lockstep.data.sources.files import DataError
 
 Message = Mapping[str, Any]
 

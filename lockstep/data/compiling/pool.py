@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 _UNDER_WAY_PER_PROCESS = 2
-_SERVE = "from lockstep.data.pool import serve; serve()"
+_SERVE = "from lockstep.data.compiling.pool import serve; serve()"
 # The processes themselves fill the cores.
 _ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"}
 

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from lockstep.config.data import DataConfig, SourceConfig
-from lockstep.data.chunk import BadRow, Chunk, Compiled, Compiling, cut_chunks
-from lockstep.data.formats import KINDS, RowReader, recognise_format
-from lockstep.data.pool import Pool
+from lockstep.data.compiling.chunk import BadRow, Chunk, Compiled, Compiling, cut_chunks
+from lockstep.data.compiling.pool import Pool
+from lockstep.data.formats.reader import KINDS, RowReader, recognise_format
 from lockstep.data.report import FileReport
-from lockstep.data.source import DataError, SourceFile, find_files, parse_raw, read_raw
-from lockstep.data.store import Writer
+from lockstep.data.sources.files import DataError, SourceFile, find_files, parse_raw, read_raw
+from lockstep.data.store.columns import Writer
 
 SKIPPED_FILE = "skipped.jsonl"
 _SMALL_BYTES = 8 * 2**20  # starting processes takes seconds, in which one process compiles this much

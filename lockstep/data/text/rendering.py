@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.data.conversation import Content, Conversation, Pair, Passage
-from lockstep.data.template import Template, Tokenizer, load_template
-from lockstep.data.turns import Span, find_answers
+from lockstep.data.formats.conversation import Content, Conversation, Pair, Passage
+from lockstep.data.text.template import Template, Tokenizer, load_template
+from lockstep.data.text.turns import Span, find_answers
 
 __all__ = ["Rendered", "Span", "Template", "Tokenizer", "Variant", "load_template", "render"]
 

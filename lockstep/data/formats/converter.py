@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-from lockstep.data.fields import describe_keys
-from lockstep.data.source import DataError, Row
+from lockstep.data.formats.fields import describe_keys
+from lockstep.data.sources.files import DataError, Row
 
 Converter = Callable[[dict[str, Any]], dict[str, Any] | None]
 _PIECE = re.compile(r"\{\{|\}\}|\{([^{}]+)\}|[{}]|[^{}]+")

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lockstep.data.source import DataError, Row, json_type
+from lockstep.data.sources.files import DataError, Row, json_type
 
 _LABELS = {"true": True, "false": False, "1": True, "0": False}
 

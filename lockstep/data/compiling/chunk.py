@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lockstep.data.formats import RowReader
-from lockstep.data.rendering import Rendered, Template, Tokenizer, load_template, render
+from lockstep.data.formats.reader import RowReader
 from lockstep.data.report import FileReport
-from lockstep.data.source import DataError, RawRow, SourceFile, parse_raw, read_raw
-from lockstep.data.store import Column, pack_block
-from lockstep.data.tokens import Encoded, Encoder
+from lockstep.data.sources.files import DataError, RawRow, SourceFile, parse_raw, read_raw
+from lockstep.data.store.columns import Column, pack_block
+from lockstep.data.text.rendering import Rendered, Template, Tokenizer, load_template, render
+from lockstep.data.tokens.encoder import Encoded, Encoder
 
 _SHOWN_CHARACTERS = 1000
 _MOST_ROWS = 512

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.data.conversation import ROLES, Message
-from lockstep.data.fields import describe_keys, parse_json
-from lockstep.data.source import DataError, Row, json_type
+from lockstep.data.formats.conversation import ROLES, Message
+from lockstep.data.formats.fields import describe_keys, parse_json
+from lockstep.data.sources.files import DataError, Row, json_type
 
 # What a turn's keys are called, so what `data.columns` may rename inside a turn.
 TURN_KEYS = ("role", "content", "from", "value", "tool_calls", "weight")

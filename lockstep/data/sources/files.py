@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lockstep.config.data import SUFFIXES, SourceConfig, is_local
-from lockstep.data.hub import find_hub_files
-from lockstep.data.json_rows import holds_array, parse_json_line, read_json_array, read_json_lines
-from lockstep.data.rows import DataError, Kind, RawRow, Row, SourceFile, json_type
-from lockstep.data.table_rows import read_arrow, read_csv, read_parquet
+from lockstep.data.sources.hub import find_hub_files
+from lockstep.data.sources.json_rows import holds_array, parse_json_line, read_json_array, read_json_lines
+from lockstep.data.sources.rows import DataError, Kind, RawRow, Row, SourceFile, json_type
+from lockstep.data.sources.table_rows import read_arrow, read_csv, read_parquet
 
 __all__ = [
     "DataError",

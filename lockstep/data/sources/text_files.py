@@ -10,7 +10,7 @@ import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from lockstep.data.rows import DataError, SourceFile
+from lockstep.data.sources.rows import DataError, SourceFile
 
 Stream = gzip.GzipFile | io.BufferedReader
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"

@@ -10,10 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.data.conversation import SYSTEM_ROLES, Conversation, Message, Passage, check_messages, find_answers
-from lockstep.data.fields import read_answer, read_optional, read_prompt, read_string, read_tools
-from lockstep.data.messages import TurnNames, read_turns
-from lockstep.data.source import DataError, Row, json_type
+from lockstep.data.formats.conversation import (
+    SYSTEM_ROLES,
+    Conversation,
+    Message,
+    Passage,
+    check_messages,
+    find_answers,
+)
+from lockstep.data.formats.fields import read_answer, read_optional, read_prompt, read_string, read_tools
+from lockstep.data.formats.messages import TurnNames, read_turns
+from lockstep.data.sources.files import DataError, Row, json_type
 
 TURNS_KEYS = ("messages", "conversations", "conversation")
 # Names that are clear enough where a row has no other words for a question or an answer.

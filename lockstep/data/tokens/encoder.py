@@ -15,10 +15,10 @@ from typing import Any, cast
 
 import numpy as np
 
-from lockstep.data.rendering import Rendered, Span, Tokenizer, Variant
-from lockstep.data.source import DataError
-from lockstep.data.template import special_texts
-from lockstep.data.truncation import POLICIES, Answer, Fitted, Ints, fit
+from lockstep.data.sources.files import DataError
+from lockstep.data.text.rendering import Rendered, Span, Tokenizer, Variant
+from lockstep.data.text.template import special_texts
+from lockstep.data.tokens.truncation import POLICIES, Answer, Fitted, Ints, fit
 from lockstep.types import Completion, Datum
 
 

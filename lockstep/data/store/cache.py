@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.data.lock import Holder, Lock, Watch, break_lock, read_holder, try_lock
-from lockstep.data.source import DataError
+from lockstep.data.sources.files import DataError
+from lockstep.data.store.lock import Holder, Lock, Watch, break_lock, read_holder, try_lock
 
 Build = Callable[[Path, Callable[[int], None]], dict[str, Any]]
 """Writes an entry's files into a folder, says now and then how many rows are done, and returns the manifest."""

@@ -10,10 +10,10 @@ from __future__ import annotations
 from itertools import takewhile
 from typing import NamedTuple
 
-from lockstep.data.conversation import Conversation, Message
-from lockstep.data.source import DataError
-from lockstep.data.template import Template
-from lockstep.data.tracing import Piece, Trace
+from lockstep.data.formats.conversation import Conversation, Message
+from lockstep.data.sources.files import DataError
+from lockstep.data.text.template import Template
+from lockstep.data.text.tracing import Piece, Trace
 
 # Stand for an answer whose header is sought: they must not begin alike.
 _STAND_INS = ("alpha", "beta")

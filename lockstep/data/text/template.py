@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 from jinja2 import TemplateError
 
-from lockstep.data.conversation import Conversation, Message
-from lockstep.data.source import DataError
-from lockstep.data.tracing import Trace, Tracer
+from lockstep.data.formats.conversation import Conversation, Message
+from lockstep.data.sources.files import DataError
+from lockstep.data.text.tracing import Trace, Tracer
 
 # Templates that write today's date would give other tokens tomorrow, and a resumed run must find the same.
 _DATE = datetime(2025, 1, 1)

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.data import DataConfig, SourceConfig
-from lockstep.data.rendering import Template, Tokenizer
-from lockstep.data.source import SourceFile, digest_file
+from lockstep.data.sources.files import SourceFile, digest_file
+from lockstep.data.text.rendering import Template, Tokenizer
 
 _READING = ("format", "columns", "roles", "input_template", "output_template", "converter")
 _COMPILING = ("train_on", "max_length", "truncate", "on_bad_row", "template_options")
@@ -84,8 +84,9 @@ def _digest_converter(converter: str | None) -> str | None:
 def _own_code() -> str:
     """A changed compiler never meets what an older one made."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    package = Path(__file__).parents[1]
+    for path in sorted(package.rglob("*.py")):
+        digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from lockstep.config.data import SourceConfig
-from lockstep.data.answers import (
+from lockstep.data.formats.answers import (
     ANSWER_KEYS,
     Rules,
     find_answer_keys,
@@ -23,12 +23,12 @@ from lockstep.data.answers import (
     read_text,
     unread_words,
 )
-from lockstep.data.conversation import Content, Conversation, Passage
-from lockstep.data.converter import ColumnText, convert, fill_templates, load_converter
-from lockstep.data.fields import describe_keys, parse_label
-from lockstep.data.messages import TURN_KEYS, TurnNames, rename_keys, turn_style
-from lockstep.data.preference import find_label_key, find_prompt_key, read_labelled, read_pair
-from lockstep.data.source import DataError, Row
+from lockstep.data.formats.conversation import Content, Conversation, Passage
+from lockstep.data.formats.converter import ColumnText, convert, fill_templates, load_converter
+from lockstep.data.formats.fields import describe_keys, parse_label
+from lockstep.data.formats.messages import TURN_KEYS, TurnNames, rename_keys, turn_style
+from lockstep.data.formats.preference import find_label_key, find_prompt_key, read_labelled, read_pair
+from lockstep.data.sources.files import DataError, Row
 
 Kind = Literal["answers", "pairs", "labelled"]
 Fields = Mapping[str, Any]

@@ -1,0 +1,1 @@
+"""The rows of one part through all the steps, in several processes."""

@@ -83,6 +83,9 @@ def prepare_data(config: RunConfig, tokenizer: Any, run: RunDir, num_ranks: int)
     for message in data.report.warnings():
         run.log_event("warning", message=message)
     run.log_event("data", **asdict(data.report))
+    if run.owner and data.report.skipped_files:
+        rows = [Path(file).read_text(encoding="utf-8") for file in data.report.skipped_files]
+        (run.path / "skipped.jsonl").write_text("".join(rows), encoding="utf-8")
     check_data(config, data, num_ranks)
     if config.evaluation.metrics:
         metrics.check_metrics(config.evaluation.metrics)  # a missing package shows before the model is loaded

@@ -6,6 +6,7 @@ DeepSpeed holds what it trains in float32, so the comparison with float64 allows
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,19 +21,22 @@ from lockstep.config import ParallelConfig
 from lockstep.parallel.group import Group
 from lockstep.types import LossSpec
 
-pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the extra deepspeed")
 
 Cell = tuple[str, bool, int]  # family, LoRA, micro-batch tokens
 CELLS: list[Cell] = [("llama", False, 48), ("llama", True, 512), ("qwen3", False, 512), ("qwen3", True, 48)]
+# Otherwise DeepSpeed keeps parameters as small as these whole, and stage 3 would not be seen.
+SPLIT_ALL = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 WAYS: dict[str, dict[str, Any]] = {
     "zero-1": {"zero_stage": 1},
     "zero-2": {"zero_stage": 2},
-    # Otherwise DeepSpeed keeps parameters as small as these whole, and stage 3 would not be seen.
-    "zero-3": {"zero_stage": 3, "given": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}},
+    "zero-3": {"zero_stage": 3, "given": SPLIT_ALL},
     "zero-1-offload": {"zero_stage": 1, "offload": True},
     "zero-2-offload": {"zero_stage": 2, "offload": True},
     "zero-3-offload": {"zero_stage": 3, "offload": True},
     "zero-3-whole-parameters": {"zero_stage": 3},
+    "zero-3-recomputed": {"zero_stage": 3, "activation_checkpointing": "full", "given": SPLIT_ALL},
+    "zero-3-selective": {"zero_stage": 3, "activation_checkpointing": "selective", "given": SPLIT_ALL},
     "zero-2-overlap": {
         "given": {"zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 2000}},
     },
@@ -80,7 +84,7 @@ def run_cell(cell: Cell, group: Group, settings: dict[str, Any]) -> dict[str, An
     backend.forward(second)  # an evaluation between steps must not disturb them
     backend.forward_backward(second, LossSpec(scale=scale_of(second)))
     backend.optim_step(STEP)
-    found["weights"] = {name: backend._get(p).clone() for name, p in backend.parameters().items()}
+    found["weights"] = {name: backend.pieces.get(p).clone() for name, p in backend.parameters().items()}
     backend._engine.destroy()
     return found
 
@@ -142,3 +146,17 @@ def test_zero_makes_the_same_step(found: Callable[[str, Cell], dict[str, Any]], 
     result = found(way, cell)
     assert_same_step(result, reference(cell[0], cell[1]))
     assert not result["warnings"]
+
+
+def run_alone(stage: int, out: Path) -> None:
+    """One process that met nobody."""
+    torch.set_num_threads(1)
+    settings = {"zero_stage": stage, "given": SPLIT_ALL}
+    torch.save(run_cell(("qwen3", False, 48), Group(0, 1, torch.device("cpu")), settings), out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_one_rank_makes_the_same_step(tmp_path: Path, stage: int) -> None:
+    spawn(1, run_alone, stage, tmp_path / "found.pt")
+    assert_same_step(torch.load(tmp_path / "found.pt", weights_only=False), reference("qwen3", False))

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from lockstep.data.packing import partition
+from lockstep.data.packing import Cost, measure_balance, partition
 
 Steps = list[list[list[int]]]
 BUDGET = 100
@@ -103,3 +103,73 @@ def test_the_answer_depends_on_the_lengths_alone(seed):
     first = partition(lengths, num_ranks=3, budget_tokens=BUDGET)
     assert partition(tuple(lengths), num_ranks=3, budget_tokens=BUDGET) == first
     assert all(part == sorted(part) for step in first for part in step)
+
+
+# --- cost -----------------------------------------------------------------------------------------------------------
+
+QUADRATIC = Cost(1.0, 0.1)
+
+
+def costs_of(steps: Steps, lengths: list[int], cost: Cost) -> list[list[float]]:
+    return [[sum(cost.of(lengths[i]) for i in part) for part in step] for step in steps]
+
+
+def test_cost_grows_with_the_square_and_the_hidden_size_says_how_soon():
+    assert Cost(2.0, 0.5).of(10) == 10 * (2.0 + 0.5 * 10)
+    # At twelve times the hidden size attention costs as much as all matrices.
+    cost = Cost.from_hidden_size(64)
+    assert cost.of(12 * 64) == pytest.approx(2 * cost.per_token * 12 * 64)
+
+
+def test_one_long_document_is_level_with_more_tokens_of_short_ones():
+    lengths = [100, *[10] * 30]
+    by_tokens = partition(lengths, num_ranks=2, budget_tokens=400)
+    by_cost = partition(lengths, num_ranks=2, budget_tokens=400, cost=QUADRATIC)
+    assert [sum(loads) for loads in zip(*loads_of(by_tokens, lengths), strict=True)] == [200, 200]
+    # 100 tokens cost 1100, ten cost 20: the long one stands alone against all the others.
+    assert sorted(loads_of(by_cost, lengths)[0]) == [100, 300]
+    before, after = (measure_balance(steps, lengths, QUADRATIC) for steps in (by_tokens, by_cost))
+    assert after.cost < before.cost
+    assert before.tokens == 1.0
+    assert after.tokens == 1.5
+
+
+@every_draw
+@every_size
+def test_cost_keeps_to_the_budget_and_needs_no_more_micro_steps(seed, num_ranks):
+    lengths = draw_lengths(seed)
+    by_tokens = partition(lengths, num_ranks=num_ranks, budget_tokens=BUDGET)
+    steps = partition(lengths, num_ranks=num_ranks, budget_tokens=BUDGET, cost=QUADRATIC)
+    assert sorted(i for step in steps for part in step for i in part) == list(range(len(lengths)))
+    assert all(load <= BUDGET for step in loads_of(steps, lengths) for load in step)
+    assert len(steps) <= len(by_tokens)
+    assert all(len(step) == num_ranks for step in steps)
+
+
+def test_over_many_draws_ranks_that_wait_for_each_other_lose_less_time():
+    def lost(cost: Cost) -> float:
+        drawn = [draw_lengths(seed) for seed in range(12)]
+        parts = [partition(lengths, num_ranks=4, budget_tokens=4 * BUDGET, cost=cost) for lengths in drawn]
+        return sum(
+            measure_balance(steps, lengths, QUADRATIC).cost - 1 for steps, lengths in zip(parts, drawn, strict=True)
+        )
+
+    assert lost(QUADRATIC) < lost(Cost())
+
+
+@every_draw
+@every_size
+def test_nobody_always_has_the_dearest_part(seed, num_ranks):
+    lengths = draw_lengths(seed)
+    costs = costs_of(partition(lengths, num_ranks=num_ranks, budget_tokens=BUDGET), lengths, Cost())
+    totals = [sum(step[rank] for step in costs) for rank in range(num_ranks)]
+    # Dealt as it comes, the first rank would be ahead by the difference of every micro-step together.
+    assert max(totals) - min(totals) <= max(max(step) - min(step) for step in costs)
+
+
+def test_balance_is_of_tokens_and_of_cost_as_ranks_that_wait_feel_it():
+    found = measure_balance([[[0], [1]], [[2], []]], [30, 10, 20], Cost())
+    assert found.tokens_per_rank == (50, 10)
+    assert found.tokens == pytest.approx(50 / 30)
+    assert found.cost == pytest.approx((30 + 20) / (20 + 10))
+    assert measure_balance([], []).cost == 1.0

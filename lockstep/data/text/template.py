@@ -93,7 +93,11 @@ class Template:
                 )
             )
         except Exception as error:  # templates raise whatever they like
-            raise DataError(f"{conversation.origin}: {self.name} cannot render this conversation: {error}") from error
+            calls = any(message.get("tool_calls") for message in messages)
+            hint = " (it may not know tool calls: set data.chat_template to one that does)" if calls else ""
+            raise DataError(
+                f"{conversation.origin}: {self.name} cannot render this conversation: {error}{hint}"
+            ) from error
 
     def trace(
         self, conversation: Conversation, messages: Sequence[Message], *, for_generation: bool = False

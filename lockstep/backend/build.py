@@ -81,7 +81,6 @@ def build_policy(
         policy.to(group.device)
     if group.num_ranks > 1:
         _distribute_weights(policy, weights, group)
-    causal_lm(model).config.use_cache = False
     module: nn.Module = policy
     if group.degrees.replicate > 1 and not group.degrees.sharded:
         module = replicate(policy, group.device, parallel.compression)

@@ -101,7 +101,7 @@ class StepBook:
             "learning_rate": learning_rate,
             "epoch": cursor / self._num_rows,
             # From this place in the order of rows up to that one: what tells that each was consumed exactly once.
-            "rows": [cursor - len(batch), cursor],
+            "row_range": [cursor - len(batch), cursor],
         }
         self._open = (batch, result, optim, facts)
         if not optim.deferred:

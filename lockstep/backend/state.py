@@ -32,10 +32,18 @@ def seed_rank(seed: int, rank: int) -> None:
 
 
 def save(
-    path: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, group: Group
+    path: Path,
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    group: Group,
+    numbers: Mapping[str, Tensor] | None = None,
 ) -> Future[None]:
-    """Copy now, write in a thread. On rank 0 the future ends when every rank's part is on disk. All ranks."""
-    snapshot = {name: _to_host(value) for name, value in _collect(parameters, optimizer, group).items()}
+    """Copy now, write in a thread. On rank 0 the future ends when every rank's part is on disk. All ranks.
+
+    `numbers` are the same on every rank.
+    """
+    everything = {**_collect(parameters, optimizer, group), **(numbers or {})}
+    snapshot = {name: _to_host(value) for name, value in everything.items()}
     done: Future[None] = Future()
 
     def write() -> None:
@@ -53,9 +61,13 @@ def save(
 
 
 def load(
-    path: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None, group: Group
+    path: Path,
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer | None,
+    group: Group,
+    numbers: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Read in place. Random generators come back if the layout is the one they were saved with. All ranks."""
+    """Read in place; `numbers` where they were saved. Random generators come back if the layout is the one they were saved with. All ranks."""
     if optimizer is not None:
         _prepare_moments(parameters, optimizer)
     wanted = _collect(parameters, optimizer, group)
@@ -67,7 +79,7 @@ def load(
     if missing:
         raise ValueError(f"the checkpoint {path} lacks {len(missing)} tensors this model has, first {missing[0]!r}")
     if optimizer is not None:
-        wanted |= {name: value for name, value in rng.items() if name in stored}
+        wanted |= {name: value for name, value in {**rng, **(numbers or {})}.items() if name in stored}
     dcp.load(
         wanted,
         checkpoint_id=path,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -67,3 +68,16 @@ def test_the_scale_grows_after_many_good_steps_and_comes_back_from_its_state() -
     assert again.value == 2.0**17
     again.note(finite=False)
     assert again.value == 2.0**16
+
+
+def test_the_scale_is_part_of_a_checkpoint(tmp_path: Path) -> None:
+    batch, backend = make_batch(0), make_backend("fp16")
+    backend.forward_backward(batch, LossSpec(scale=1e6))
+    backend.optim_step(OptimStep(learning_rate=1e-2))
+    backend.forward_backward(batch, LossSpec(scale=scale_of(batch)))
+    backend.optim_step(OptimStep(learning_rate=1e-2))
+    backend.save_state(tmp_path / "state").result(timeout=60)
+    again = make_backend("fp16")
+    again.load_state(tmp_path / "state")
+    again.forward_backward(batch, LossSpec(scale=scale_of(batch)))
+    assert again.optim_step(OptimStep(learning_rate=1e-2)).loss_scale == 2.0**15

@@ -67,7 +67,10 @@ def load(
     group: Group,
     numbers: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Read in place; `numbers` where they were saved. Random generators come back if the layout is the one they were saved with. All ranks."""
+    """Read in place. Random generators come back if the layout is the one they were saved with. All ranks.
+
+    `numbers` come back where they were saved.
+    """
     if optimizer is not None:
         _prepare_moments(parameters, optimizer)
     wanted = _collect(parameters, optimizer, group)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lockstep.algorithms.losses import LossInputs
-from lockstep.data.packing import partition
+from lockstep.data.packing import BY_TOKENS, Cost, measure_balance, partition
 from lockstep.model.policy import PackedTokens
 from lockstep.types import Completion, Datum, LossSpec
 
@@ -49,6 +49,8 @@ class Share:
     num_tokens: int
     num_asked: int
     longest_share_tokens: int
+    cost_balance: float = 1.0
+    """How much longer the ranks take together than were their work level."""
 
 
 def documents_of(batch: Sequence[Datum]) -> list[Document]:
@@ -71,14 +73,21 @@ def _document(datum: int, index: int, prompt: np.ndarray, completion: Completion
 
 
 def share_of(
-    documents: Sequence[Document], *, rank: int, num_ranks: int, budget_tokens: int, max_documents: int | None = None
+    documents: Sequence[Document],
+    *,
+    rank: int,
+    num_ranks: int,
+    budget_tokens: int,
+    max_documents: int | None = None,
+    cost: Cost = BY_TOKENS,
 ) -> Share:
     """Micro-batches of one rank. An empty one stays in place: ranks that shard must step together."""
     lengths = [len(d.tokens) for d in documents]
-    steps = partition(lengths, num_ranks=num_ranks, budget_tokens=budget_tokens, max_documents=max_documents)
+    steps = partition(lengths, num_ranks=num_ranks, budget_tokens=budget_tokens, max_documents=max_documents, cost=cost)
     mine = tuple(tuple(documents[i] for i in step[rank]) for step in steps)
     loads = [sum(lengths[i] for step in steps for i in step[r]) for r in range(num_ranks)]
-    return Share(mine, sum(lengths), sum(len(d.asked) for d in documents), max(loads, default=0))
+    balance = measure_balance(steps, lengths, cost).cost
+    return Share(mine, sum(lengths), sum(len(d.asked) for d in documents), max(loads, default=0), balance)
 
 
 def to_micro_batch(

@@ -29,6 +29,7 @@ from lockstep.backend.build import build_policy, settle_dtypes, split_tokens
 from lockstep.backend.pipelined import PipelinedPasses
 from lockstep.backend.probe import check_policy, check_stages
 from lockstep.config import ParallelConfig
+from lockstep.data.packing import Cost
 from lockstep.model.export import save_weights
 from lockstep.model.load import DTYPES, choose_precision
 from lockstep.model.policy import causal_lm, decoder_layers
@@ -37,6 +38,8 @@ from lockstep.parallel.group import Group, choose_device, join, peak_memory_gib
 from lockstep.parallel.replicate import NarrowCopies
 from lockstep.parallel.scaling import LossScale
 from lockstep.parallel.shard import reshard, unsharded
+from lockstep.parallel.traffic import Traffic
+from lockstep.plan.traffic import Theory
 from lockstep.types import Datum, Logprobs, LossResult, LossSpec, LossValues, OptimResult, OptimStep, Pending
 
 
@@ -67,12 +70,13 @@ class TorchBackend:
         self._scale = LossScale() if self.precision == "fp16" else None
         compute_dtype = _narrow_dtype(self.precision)
         settle_dtypes(model, DTYPES[self.precision])
+        compiles = self.device.type == "cuda" if compile == "auto" else bool(compile)
         built = build_policy(
             model,
             self.group,
             compute_dtype=compute_dtype,
             activation_checkpointing=activation_checkpointing,
-            compile_layers=self.device.type == "cuda" if compile == "auto" else bool(compile),
+            compile_layers=compiles,
             parallel=parallel,
         )
         self.policy, self._module = built.policy, built.module
@@ -91,7 +95,11 @@ class TorchBackend:
             self.warnings = check_stages(self.policy, stages, self._evaluation(), self.device, self.precision)
         if self.group.degrees.context > 1:
             split_tokens(self.policy, self.group)
+        self._cost = Cost.from_hidden_size(causal_lm(model).config.get_text_config().hidden_size)
         self._optimizer = _build_optimizer(self.parameters(), self.device)
+        self._traffic = Traffic(self.group, unseen=("tensor", "context") if compiles else ())
+        compute_bytes = DTYPES[self.precision].itemsize
+        self._theory = Theory(self.policy, self.group.degrees, parallel, compute_bytes, built.stages, built.num_stages)
         state.seed_rank(seed, self.group.data_rank)
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -125,31 +133,32 @@ class TorchBackend:
         if share.num_asked == 0:
             raise ValueError(f"nothing to learn in this batch of {len(batch)} rows: every weight is zero")
         micro_batches = self._micro_batches(share, batch, loss)
-        if self._pipelined is None:
-            last = len(micro_batches) - 1
-            passes = [self._backward(m, loss, last=i == last) for i, m in enumerate(micro_batches)]
-        else:
-            passes = self._backward_stages(micro_batches, loss)
         names = sorted(["loss", *LOSSES[loss.kind].metrics])
         sums = torch.zeros(len(names), dtype=torch.float64, device=self.device)
-        for metrics, _ in passes:
-            sums += torch.stack([metrics[name].detach().double() for name in names])
+        with self._traffic.counting():
+            passes = self._passes(micro_batches, loss)
+            for metrics, _ in passes:
+                sums += torch.stack([metrics[name].detach().double() for name in names])
+            # What every rank has to say of itself travels with the loss: no message of its own.
+            totals = self.group.sum(torch.cat([sums * self.group.counts, self._traffic.facts()]))
         suspects = list(zip(micro_batches, (logprobs for _, logprobs in passes)))
-        totals = self.group.sum(sums * self.group.counts)
-        numbers = read_later(totals)
+        numbers, traffic = read_later(totals), self._describe_traffic(share, micro_batches)
 
         def read() -> LossValues:
-            values = dict(zip(names, numbers.result(), strict=True))
+            found = numbers.result()
+            values = dict(zip(names, found[: len(names)], strict=True))
             loss_sum = values.pop("loss")
             bad = () if math.isfinite(loss_sum) else self._nonfinite_origins(suspects, batch)
-            return LossValues(loss_sum, values, bad)
+            return LossValues(loss_sum, {**values, **traffic(found[len(names) :])}, bad)
 
         return LossResult(read, num_tokens=share.num_tokens, num_supervised=share.num_asked, deferred=numbers.deferred)
 
     def optim_step(self, step: OptimStep) -> OptimResult:
         parameters = list(self.parameters().values())
         counted = parameters if self._pipelined is None else self._pipelined.own_parameters(parameters)
-        norm = gradient_norm(counted, self.group) / self._loss_scale
+        with self._traffic.counting():
+            norm = gradient_norm(counted, self.group) / self._loss_scale
+        self._traffic.end_step()
         numbers = read_later(norm.reshape(1))
         if step.max_grad_norm is not None or self._loss_scale != 1.0:
             clip(parameters, norm, step.max_grad_norm or math.inf, scale=1 / self._loss_scale)
@@ -176,10 +185,19 @@ class TorchBackend:
         return 1.0 if self._scale is None else self._scale.value
 
     def save_state(self, path: Path) -> Future[None]:
-        return state.save(path, self.parameters(), self._optimizer, self.group)
+        return state.save(path, self.parameters(), self._optimizer, self.group, self._numbers())
 
     def load_state(self, path: Path, *, with_optimizer: bool = True) -> None:
-        state.load(path, self.parameters(), self._optimizer if with_optimizer else None, self.group)
+        numbers = self._numbers()
+        state.load(path, self.parameters(), self._optimizer if with_optimizer else None, self.group, numbers)
+        if self._scale is not None:
+            self._scale.restore(numbers["loss_scale"].tolist())
+
+    def _numbers(self) -> dict[str, Tensor]:
+        """What the next steps depend on besides parameters and optimizer."""
+        if self._scale is None:
+            return {}
+        return {"loss_scale": torch.tensor(self._scale.state(), dtype=torch.float64)}
 
     def export_weights(self, path: Path) -> None:
         """The trained weights as Hugging Face tools read them: the adapter under LoRA, otherwise the model."""
@@ -212,6 +230,7 @@ class TorchBackend:
             num_ranks=self.group.degrees.data,
             budget_tokens=self.micro_batch_tokens * self.group.degrees.context,
             max_documents=None if self.policy.packs else 1,
+            cost=self._cost,
         )
         if self._pipelined is None:
             return share
@@ -230,6 +249,25 @@ class TorchBackend:
         return [
             to_micro_batch(part, batch, loss, self.device, dtype, multiple_of, context) for part in share.micro_batches
         ]
+
+    def _describe_traffic(
+        self, share: Share, micro_batches: Sequence[MicroBatch]
+    ) -> Callable[[Sequence[float]], dict[str, float]]:
+        """From every rank's facts to the metrics of this step's traffic: counted, and the least it could be."""
+        counts, num_shares = self._traffic.current, self.group.degrees.data
+        tokens, asked = (sum(len(getattr(m.packed, kind)) for m in micro_batches) for kind in ("tokens", "asked"))
+        least = self._theory.metrics(tokens, asked, len(micro_batches)) if self.group.num_ranks > 1 else {}
+        if num_shares > 1:
+            least["cost_balance"] = share.cost_balance
+            least["token_balance"] = share.longest_share_tokens * num_shares / share.num_tokens
+        # Counts are read late: the step's end adds to them.
+        return lambda facts: {**self._traffic.read_facts(facts), **counts.as_metrics(), **least}
+
+    def _passes(self, micro_batches: list[MicroBatch], loss: LossSpec) -> list[tuple[dict[str, Tensor], Tensor]]:
+        if self._pipelined is not None:
+            return self._backward_stages(micro_batches, loss)
+        last = len(micro_batches) - 1
+        return [self._backward(m, loss, last=i == last) for i, m in enumerate(micro_batches)]
 
     def _backward(self, micro_batch: MicroBatch, loss: LossSpec, *, last: bool) -> tuple[dict[str, Tensor], Tensor]:
         """One pass. DDP communicates in the last of a batch, FSDP2 each time, to keep gradients sharded."""

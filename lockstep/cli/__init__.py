@@ -14,10 +14,10 @@ from lockstep.cli.options import app
 
 # isort: off
 # In the order in which --help lists the commands.
-from lockstep.cli import training, data, evaluation, generation, runs
+from lockstep.cli import training, data, verification, evaluation, generation, runs, scaling
 # isort: on
 
-__all__ = ["app", "data", "evaluation", "generation", "main", "runs", "training"]
+__all__ = ["app", "data", "evaluation", "generation", "main", "runs", "scaling", "training", "verification"]
 
 
 def main() -> None:

@@ -196,6 +196,9 @@ def _resolve_paths(tree: dict[str, Any], directory: Path) -> None:
             data["chat_template"] = _absolute(template, directory)
         if isinstance(data.get("cache_dir"), str):
             data["cache_dir"] = _absolute(data["cache_dir"], directory)
+    parallel = tree.get("parallel")
+    if isinstance(parallel, dict) and isinstance(parallel.get("deepspeed_config"), str):
+        parallel["deepspeed_config"] = _absolute(parallel["deepspeed_config"], directory)
 
 
 def _resolve_sources(value: Any, directory: Path) -> Any:

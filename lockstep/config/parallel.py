@@ -50,6 +50,8 @@ ONE_RANK = Degrees()
 
 
 class ParallelConfig(Section):
+    backend: Literal["torch", "deepspeed"] = "torch"
+    """deepspeed: ZeRO over all ranks instead of the axes below. Needs lockstep[deepspeed]."""
     replicate: Degree = 1
     """Copies of the whole model that share each batch (DDP)."""
     shard: Degree | Literal["machine"] = "auto"
@@ -71,6 +73,10 @@ class ParallelConfig(Section):
     """With replicate alone: send gradients narrower. The one setting here that changes the numbers."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
     """With pipeline: in which order micro-batches pass through. The last two have two stages on each rank."""
+    zero_stage: Literal[1, 2, 3] | None = None
+    """With deepspeed: what is split over ranks. Default: what deepspeed_config says, otherwise 3."""
+    deepspeed_config: str | None = None
+    """With deepspeed: a ds_config.json, for what it can say beside this file."""
 
     @model_validator(mode="before")
     @classmethod
@@ -85,6 +91,10 @@ class ParallelConfig(Section):
     def _consistent(self) -> ParallelConfig:
         if self.replicate == "auto" and self.shard == "auto":
             raise ValueError("replicate and shard cannot both be auto: give one of them a number")
+        if self.backend == "torch" and (self.zero_stage or self.deepspeed_config):
+            raise ValueError("zero_stage and deepspeed_config are for backend deepspeed: set it, or remove them")
+        if self.backend == "deepspeed" and self.tensor * self.pipeline * self.context > 1:
+            raise ValueError("backend deepspeed does not know tensor, pipeline and context: set them to 1")
         if self.compression != "none" and (self.shard != 1 or self.tensor * self.pipeline * self.context > 1):
             raise ValueError(
                 f"compression {self.compression} is for replicate alone: set shard, tensor, pipeline and context to 1"

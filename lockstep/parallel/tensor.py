@@ -6,6 +6,7 @@ part, and the collectives between them are written out here. Must not know model
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,17 +25,45 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 def split(modules: Mapping[str, tuple[nn.Module, str]], mesh: DeviceMesh) -> None:
     """Split every module (by name: module, style) over the ranks of `mesh`, in place. All ranks."""
     done: dict[nn.Parameter, nn.Parameter] = {}
+    # Modules beside each other (q, k and v; gate and up) read one input.
+    readers = Counter(name.rpartition(".")[0] for name, (_, style) in modules.items() if style == "colwise")
+    entrances = {parent: _Entrance(mesh, count) for parent, count in readers.items()}
     for name, (module, style) in modules.items():
         if style not in _STYLES:
             raise ValueError(f"{name} is to be split as {style!r}, which is not known: known are {', '.join(_STYLES)}")
-        _STYLES[style](_Splitter(name, mesh, done), module)
+        entrance = entrances.get(name.rpartition(".")[0]) or _Entrance(mesh, 1)
+        _STYLES[style](_Splitter(name, mesh, done, entrance), module)
+
+
+class _Entrance:
+    """One way in for modules that read the same value: backward, the sum over ranks is then made once for all."""
+
+    def __init__(self, mesh: DeviceMesh, num_readers: int) -> None:
+        self._mesh, self._num_readers = mesh, num_readers
+        self._given: Tensor | None = None
+        self._entered: Tensor | None = None
+        self._num_read = 0
+
+    def enter(self, x: Tensor) -> Tensor:
+        if self._num_readers == 1 or torch.compiler.is_compiling():  # compiled code cannot look at what was before
+            return _Enter.apply(x, self._mesh)
+        if self._given is not x:
+            self._given, self._entered, self._num_read = x, _Enter.apply(x, self._mesh), 0
+        entered = self._entered
+        assert entered is not None
+        self._num_read += 1
+        if self._num_read == self._num_readers:
+            self._given = self._entered = None  # nobody else will ask: do not keep it alive
+        return entered
 
 
 class _Splitter:
     """Splits parameters, each once, however many modules share it."""
 
-    def __init__(self, name: str, mesh: DeviceMesh, done: dict[nn.Parameter, nn.Parameter]) -> None:
-        self.name, self.mesh, self._done = name, mesh, done
+    def __init__(
+        self, name: str, mesh: DeviceMesh, done: dict[nn.Parameter, nn.Parameter], entrance: _Entrance
+    ) -> None:
+        self.name, self.mesh, self.entrance, self._done = name, mesh, entrance, done
 
     def parameter(self, module: nn.Module, key: str, dim: int, *, even: bool = True) -> None:
         old = getattr(module, key, None)
@@ -59,10 +88,11 @@ class _Splitter:
 
 def _split_columns(splitter: _Splitter, module: nn.Module) -> None:
     """Each rank computes some of the outputs, from all of the inputs."""
-    for linear in _linears(splitter, module, "lora_B"):
+    for number, linear in enumerate(_linears(splitter, module, "lora_B")):
         splitter.parameter(linear, "weight", 0)
         splitter.parameter(linear, "bias", 0)
-        linear.forward = _columns(linear, splitter.mesh)
+        # The base layers share what they read; each adapter's second half reads its own first half.
+        linear.forward = _columns(linear, _Entrance(splitter.mesh, 1) if number else splitter.entrance)
 
 
 def _split_rows(splitter: _Splitter, module: nn.Module) -> None:
@@ -76,7 +106,8 @@ def _split_columns_and_gather(splitter: _Splitter, module: nn.Module) -> None:
     for linear in _linears(splitter, module, "lora_B"):
         splitter.parameter(linear, "weight", 0, even=False)
         splitter.parameter(linear, "bias", 0, even=False)
-        linear.forward = _then(_columns(linear, splitter.mesh), _gathered(linear.weight.shape[0], splitter.mesh))
+        columns = _columns(linear, _Entrance(splitter.mesh, 1))
+        linear.forward = _then(columns, _gathered(linear.weight.shape[0], splitter.mesh))
 
 
 def _split_rows_and_inputs(splitter: _Splitter, module: nn.Module) -> None:
@@ -127,8 +158,8 @@ def _linears(splitter: _Splitter, module: nn.Module, adapter: str) -> list[Any]:
     return [base, *getattr(module, adapter, {}).values()]
 
 
-def _columns(linear: Any, mesh: DeviceMesh) -> Forward:
-    return lambda x: F.linear(_Enter.apply(x, mesh), local(linear.weight), local(linear.bias))
+def _columns(linear: Any, entrance: _Entrance) -> Forward:
+    return lambda x: F.linear(entrance.enter(x), local(linear.weight), local(linear.bias))
 
 
 def _rows(linear: Any, mesh: DeviceMesh) -> Forward:

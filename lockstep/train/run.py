@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -35,6 +35,9 @@ from lockstep.sampling.borrowed import BorrowedEngine
 from lockstep.train import sft
 from lockstep.train.evaluation import AnswerScores, last_answer
 from lockstep.train.progress import Checkpoints, Progress
+
+if TYPE_CHECKING:
+    from lockstep.backend.deepspeed_backend import DeepSpeedBackend
 
 
 def run(run_dir: Path) -> None:
@@ -93,7 +96,7 @@ def prepare_data(config: RunConfig, tokenizer: Any, run: RunDir, num_ranks: int)
 
 
 def answer_scores(
-    config: RunConfig, backend: TorchBackend, data: Compiled, tokenizer: Any, run: RunDir
+    config: RunConfig, backend: TorchBackend | DeepSpeedBackend, data: Compiled, tokenizer: Any, run: RunDir
 ) -> AnswerScores | None:
     """For evaluation.metrics: the first validation rows as questions to the model in training."""
     wanted = config.evaluation
@@ -139,22 +142,38 @@ def check_data(config: RunConfig, data: Compiled, num_ranks: int) -> None:
         raise ConfigError(f"{num_ranks} ranks for {len(data.train)} training rows: use at most one rank per row")
 
 
-def make_backend(config: RunConfig, group: Group, run: RunDir) -> TorchBackend:
+def _choose_backend(config: RunConfig, model: Any, group: Group, precision: str) -> TorchBackend | DeepSpeedBackend:
+    options: dict[str, Any] = {
+        "micro_batch_tokens": config.batch.micro_batch_tokens,
+        "precision": precision,
+        "activation_checkpointing": config.model.activation_checkpointing,
+        "activation_offload": config.model.activation_offload,
+        "compile": config.model.compile,
+        "seed": config.seed,
+        "group": group,
+    }
+    parallel = config.parallel
+    if parallel.backend == "torch":
+        return TorchBackend(model, parallel=parallel, **options)
+    from lockstep.backend.deepspeed_backend import DeepSpeedBackend
+    from lockstep.backend.deepspeed_config import read_config
+
+    return DeepSpeedBackend(
+        model,
+        zero_stage=parallel.zero_stage,
+        offload=parallel.offload,
+        given=read_config(Path(parallel.deepspeed_config)) if parallel.deepspeed_config else None,
+        max_grad_norm=config.optim.max_grad_norm,
+        **options,
+    )
+
+
+def make_backend(config: RunConfig, group: Group, run: RunDir) -> TorchBackend | DeepSpeedBackend:
     precision = agree_on_precision(config.model.precision, group)
     run.write_status(precision=precision, device=str(group.device))
     torch.manual_seed(config.seed)  # new adapters begin alike in every run and layout
     model = build_model(config.model, config.lora, precision, with_weights=group.rank == 0)
-    backend = TorchBackend(
-        model,
-        micro_batch_tokens=config.batch.micro_batch_tokens,
-        precision=precision,
-        parallel=config.parallel,
-        activation_checkpointing=config.model.activation_checkpointing,
-        activation_offload=config.model.activation_offload,
-        compile=config.model.compile,
-        seed=config.seed,
-        group=group,
-    )
+    backend = _choose_backend(config, model, group, precision)
     for message in backend.warnings:
         run.log_event("warning", message=message)
     trained = backend.parameters().values()
@@ -163,7 +182,7 @@ def make_backend(config: RunConfig, group: Group, run: RunDir) -> TorchBackend:
     return backend
 
 
-def resume(run: RunDir, backend: TorchBackend, group: Group, data_digest: str) -> Progress:
+def resume(run: RunDir, backend: TorchBackend | DeepSpeedBackend, group: Group, data_digest: str) -> Progress:
     """Rank 0 looks for the newest sound checkpoint; all load it."""
     found = run.latest_checkpoint() if group.rank == 0 else None
     found = group.broadcast_object(found)
@@ -180,7 +199,7 @@ def resume(run: RunDir, backend: TorchBackend, group: Group, data_digest: str) -
     return Progress(**found.extra["progress"])
 
 
-def export(config: RunConfig, backend: TorchBackend, run: RunDir) -> str | None:
+def export(config: RunConfig, backend: TorchBackend | DeepSpeedBackend, run: RunDir) -> str | None:
     """The adapter or the model as trained. Merging is done later, by one process alone. All ranks."""
     if config.checkpoint.export == "none":
         return None

@@ -65,7 +65,7 @@ def test_documents_are_laid_end_to_end_and_positions_start_again():
     assert packed.targets.tolist() == packed.tokens[packed.asked + 1].tolist()
     assert found.inputs.weights.tolist() == [0.25, 0.125, 0.25, 0.25, 0.5, 0.25]
     assert found.inputs.options == {"beta": 0.1}
-    assert found.num_tokens == 17
+    assert len(found.packed.tokens) == 17
     assert packed.tokens.dtype == packed.positions.dtype == packed.asked.dtype == packed.targets.dtype == torch.int64
 
 
@@ -118,7 +118,7 @@ def test_filling_reaches_a_multiple_and_nothing_of_it_is_asked(multiple_of):
     assert filled.packed.asked.tolist() == plain.packed.asked.tolist()
     assert filled.packed.targets.tolist() == plain.packed.targets.tolist()
     assert filled.inputs.weights.tolist() == plain.inputs.weights.tolist()
-    assert filled.num_tokens == 17
+    assert sum(plain.packed.lengths) == 17
 
 
 def test_the_filling_of_a_single_document_is_its_tail():

@@ -173,3 +173,9 @@ def test_balance_is_of_tokens_and_of_cost_as_ranks_that_wait_feel_it():
     assert found.tokens == pytest.approx(50 / 30)
     assert found.cost == pytest.approx((30 + 20) / (20 + 10))
     assert measure_balance([], []).cost == 1.0
+
+
+def test_where_level_cost_does_not_fit_level_tokens_save_a_micro_step():
+    lengths = [50, 30, 30, 30, 20, 20, 20]
+    steps = partition(lengths, num_ranks=2, budget_tokens=BUDGET, cost=QUADRATIC)
+    assert loads_of(steps, lengths) == [[100, 100]]

@@ -164,6 +164,8 @@ def test_the_first_step_warms_up_and_efficiency_is_against_the_smallest():
     many = [record(1, step_time_s=9.0), record(2, step_time_s=0.2), record(3, step_time_s=0.2)]
     four = scaling.read_size(4, "shard 4", many, one)
     assert four.efficiency == pytest.approx(500 / 200 / 4)
+    two = scaling.read_size(2, "shard 2", [record(1), record(2)], None)
+    assert scaling.read_size(4, "shard 4", many, two).efficiency == pytest.approx(500 / 200 / 2)
 
 
 def test_traffic_stands_beside_the_least():

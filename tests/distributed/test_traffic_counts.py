@@ -102,13 +102,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
 
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 every_model = pytest.mark.parametrize("family", [family for family, _ in MODELS])
-# Matrices that read one input each sum its gradient over the ranks; one sum of their sum would do.
-SUMS_APART = pytest.mark.xfail(strict=True, reason="q, k and v, gate and up sum their input's gradient one by one")
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=SUMS_APART if name == "tensor" else ()) for name in LAYOUTS]
-)
+@every_layout
 @every_model
 def test_a_step_sends_what_theory_says(ranks: list[Found], layout: str, family: str) -> None:
     for metrics in (rank[layout][family]["metrics"] for rank in ranks):

@@ -1,0 +1,373 @@
+"""TrainingBackend on DeepSpeed: parameters, gradients and optimizer state split by ZeRO 1, 2 or 3, on CPU or CUDA.
+
+Batches and losses are the same as TorchBackend's; DeepSpeed holds what is trained, adds gradients up and steps.
+Checkpoints are in the same format, so a run can move between the two. Must not know configuration files.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from lockstep.algorithms.losses import LOSSES
+from lockstep.backend import state
+from lockstep.backend.batching import Document, MicroBatch, Share, documents_of, share_of, to_micro_batch
+from lockstep.backend.build import build_policy, settle_dtypes
+from lockstep.backend.deepspeed_config import settle_config, wanted_precision
+from lockstep.backend.probe import check_policy
+from lockstep.backend.torch_backend import _losses, _spread, agree_on_precision, join_group
+from lockstep.backend.zero_pieces import MOMENTS, ZeroPieces, whole_shape
+from lockstep.config import ParallelConfig
+from lockstep.config.parallel import ONE_RANK
+from lockstep.model.export import PARAMETER_PREFIX, save_weights
+from lockstep.model.load import DTYPES
+from lockstep.model.policy import causal_lm
+from lockstep.parallel.group import Group, peak_memory_gib
+from lockstep.types import Datum, Logprobs, LossResult, LossSpec, LossValues, OptimResult, OptimStep
+
+
+class DeepSpeedBackend:
+    """`forward_backward` adds gradients up; `optim_step` applies and clears them.
+
+    `zero_stage` and `offload` are the keys of the parallel section, `given` is the content of a ds_config.json, and
+    `max_grad_norm` what a gradient_clipping in it must agree with.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        zero_stage: int | None = None,
+        offload: bool = False,
+        given: Mapping[str, Any] | None = None,
+        max_grad_norm: float | None = None,
+        micro_batch_tokens: int = 4096,
+        precision: str = "auto",
+        activation_checkpointing: str = "none",
+        activation_offload: bool = False,
+        compile: bool | str = "auto",
+        device: str = "auto",
+        seed: int = 0,
+        timeout_s: float = 600.0,
+        group: Group | None = None,
+    ) -> None:
+        self.group = group or join_group(device, ParallelConfig(), timeout_s)
+        self.device = self.group.device
+        self.micro_batch_tokens, self._offloads = micro_batch_tokens, activation_offload
+        _refuse_other_axes(self.group)
+        self.precision = agree_on_precision(wanted_precision(given or {}, precision), self.group)
+        settings = settle_config(
+            given or {}, stage=zero_stage, offload=offload, precision=self.precision, max_grad_norm=max_grad_norm
+        )
+        self.zero_stage: int = settings["zero_optimization"]["stage"]
+        compiled = _may_compile(compile, self.device, self.zero_stage)
+        if self._splits_model and activation_checkpointing == "selective":
+            raise ValueError(
+                "ZeRO stage 3 gathers inside what selective recomputes: set activation_checkpointing to full"
+            )
+        before = _process_groups()
+        self._deepspeed = _import_deepspeed(self.device)
+        settle_dtypes(model, DTYPES[self.precision])
+        # Every rank begins with the whole model; with stage 3 in host memory, from where it is split piece by piece.
+        whole = replace(self.group, degrees=ONE_RANK, device=torch.device("cpu") if self._splits_model else self.device)
+        narrow = None if self.precision == "fp32" else DTYPES[self.precision]
+        self.policy = build_policy(
+            model,
+            whole,
+            compute_dtype=narrow,
+            activation_checkpointing=activation_checkpointing,
+            compile_layers=compiled,
+            parallel=ParallelConfig(),
+        ).policy
+        exact = self._cast(narrow)
+        self._optimizer = _build_optimizer(self.parameters(), self.device)
+        self._engine = self._start_engine(settings)
+        _set_deadlines(_process_groups() - before, timeout_s)
+        self.pieces = ZeroPieces(self._deepspeed, self._engine, self._optimizer, self.group)
+        for name, parameter in self.parameters().items():
+            if name in exact:
+                self.pieces.set(parameter, exact.pop(name).to(self.device))
+        self.warnings = check_policy(self.policy, self._evaluation(), self.device, self.precision)
+        self._has_gradients = False
+        state.seed_rank(seed, self.group.data_rank)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """What is trained, by the names that the model itself uses; with stage 3 without their content."""
+        return {name: p for name, p in self.policy.model.named_parameters() if p.requires_grad}
+
+    def forward(self, batch: Sequence[Datum]) -> list[Logprobs]:
+        documents = documents_of(batch)
+        share = self._share(documents)
+        found = torch.zeros(share.num_asked, dtype=torch.float64, device=self.device)
+        with self._evaluation():
+            for micro_batch in self._micro_batches(share, batch, LossSpec()):
+                logprobs = self._engine(micro_batch.packed)
+                real = torch.from_numpy(micro_batch.rows >= 0).to(self.device)
+                found[micro_batch.places[real]] = logprobs.double()[real]
+        return _spread(self.group.sum(found).tolist(), documents, batch)
+
+    def forward_backward(self, batch: Sequence[Datum], loss: LossSpec) -> LossResult:
+        if loss.kind not in LOSSES:
+            raise ValueError(f"unknown loss {loss.kind!r}: known are {', '.join(LOSSES)}")
+        share = self._share(documents_of(batch))
+        if share.num_asked == 0:
+            raise ValueError(f"nothing to learn in this batch of {len(batch)} rows: every weight is zero")
+        names = sorted(["loss", *LOSSES[loss.kind].metrics])
+        sums = torch.zeros(len(names), dtype=torch.float64, device=self.device)
+        guilty = torch.zeros(len(batch), dtype=torch.float64, device=self.device)
+        for micro_batch in self._micro_batches(share, batch, loss):
+            metrics, logprobs = self._backward(micro_batch, loss)
+            sums += torch.stack([metrics[name].detach().double() for name in names])
+            broken = ~torch.isfinite(logprobs).cpu().numpy() & (micro_batch.rows >= 0)
+            guilty[torch.from_numpy(np.unique(micro_batch.rows[broken]))] = 1
+        self._has_gradients = True
+        totals = self.group.sum(torch.cat([sums, guilty])).tolist()
+        values = dict(zip(names, totals))
+        loss_sum = values.pop("loss")
+        flags = totals[len(names) :]
+        bad = tuple(datum.origin or f"row {i} of the batch" for i, datum in enumerate(batch) if flags[i])
+        found = LossValues(loss_sum, values, () if math.isfinite(loss_sum) else bad)
+        return LossResult(lambda: found, num_tokens=share.num_tokens, num_supervised=share.num_asked)
+
+    def optim_step(self, step: OptimStep) -> OptimResult:
+        norm = 0.0
+        if self._has_gradients:
+            for group in self._optimizer.param_groups:
+                group["lr"], group["eps"] = step.learning_rate, step.eps
+                group["betas"] = (step.beta1, step.beta2)
+                group["weight_decay"] = step.weight_decay if group["decays"] else 0.0
+            self._engine.optimizer.clip_grad = step.max_grad_norm or 0.0
+            self._engine.step()  # leaves a step out whose norm is not finite
+            norm = float(self._engine.get_global_grad_norm())
+            self._has_gradients = False
+        scale = self._loss_scale if self.precision == "fp16" else None
+        return OptimResult(lambda: norm, peak_memory_gib=peak_memory_gib(self.device), loss_scale=scale)
+
+    @property
+    def _loss_scale(self) -> float:
+        return float(self._engine.optimizer.loss_scale) if self.precision == "fp16" else 1.0
+
+    def save_state(self, path: Path) -> Future[None]:
+        """Each rank writes whole tensors of its share of the parameters."""
+        num_steps = self.pieces.num_steps
+        keys = (None, *MOMENTS) if num_steps else (None,)
+        mine: dict[str, nn.Parameter] = {}
+        moments: dict[Tensor, dict[str, Tensor]] = {}
+        for number, (name, parameter) in enumerate(self.parameters().items()):
+            found = [self.pieces.get(parameter, key) for key in keys]
+            if self._owner(number) != self.group.rank:
+                continue
+            value, *averages = (tensor.detach().cpu() for tensor in found)
+            mine[name] = nn.Parameter(value, requires_grad=False)
+            if num_steps:
+                moments[mine[name]] = {"step": torch.tensor(num_steps), **dict(zip(MOMENTS, averages))}
+        return state.save(path, mine, _stand_in(mine, moments), self.group)
+
+    def load_state(self, path: Path, *, with_optimizer: bool = True) -> None:
+        """Each rank reads its share of the parameters whole, and gives the others their pieces."""
+        parameters = self.parameters()
+        _refuse_incomplete(path, list(parameters), with_optimizer)
+        mine = {
+            name: nn.Parameter(torch.empty(whole_shape(p), dtype=torch.float32), requires_grad=False)
+            for number, (name, p) in enumerate(parameters.items())
+            if self._owner(number) == self.group.rank
+        }
+        optimizer = _stand_in(mine, {})
+        state.load(path, mine, optimizer if with_optimizer else None, self.group)
+        if with_optimizer:
+            steps = [float(found["step"]) for found in optimizer.state.values()]
+            self.pieces.num_steps = max(max(part, default=0.0) for part in self.group.gather_objects(steps))
+        for number, (name, parameter) in enumerate(parameters.items()):
+            for key in (None, *MOMENTS) if with_optimizer else (None,):
+                value = torch.zeros(whole_shape(parameter), device=self.device)
+                if name in mine:
+                    found = mine[name] if key is None else optimizer.state.get(mine[name], {}).get(key, value)
+                    value.copy_(found.detach())
+                if self.group.num_ranks > 1:
+                    dist.broadcast(value, src=self._owner(number))
+                self.pieces.set(parameter, value, key)
+        self.pieces.spread(parameters.values())
+
+    def export_weights(self, path: Path) -> None:
+        """The trained weights as Hugging Face tools read them: the adapter under LoRA, otherwise the model."""
+        whole: dict[str, Tensor] = {}
+        found: dict[int, Tensor] = {}
+        for name, value in self.policy.model.state_dict(keep_vars=True).items():
+            if id(value) not in found:  # tied parameters stay one tensor, by which the writer knows that they are tied
+                with self.pieces.gathered([value]):
+                    full = self.pieces.get(value) if value.requires_grad else value
+                    found[id(value)] = full.detach().to("cpu", copy=True) if self.group.rank == 0 else torch.empty(0)
+            whole[name] = found[id(value)]
+        if self.group.rank == 0:
+            save_weights(self.policy.model, whole, path)
+        self.group.barrier()
+
+    @contextmanager
+    def lend_model(self) -> Iterator[Any]:
+        """The model as its owner knows it, to generate with. All ranks, and all must call it alike."""
+        causal = causal_lm(self.policy.model)
+        generation, use_cache = causal.generation_config, causal.config.use_cache
+        with self._evaluation(), self.policy.own_attention(), torch.compiler.set_stance("force_eager"):
+            causal.config.use_cache = True
+            try:
+                yield self.policy.model
+            finally:
+                causal.generation_config, causal.config.use_cache = generation, use_cache
+
+    def close(self) -> None:
+        self.policy.stop_packing()
+        self._engine.destroy()
+        self.group.leave()
+
+    @property
+    def _splits_model(self) -> bool:
+        return self.zero_stage == 3
+
+    def _owner(self, number: int) -> int:
+        """The rank that reads and writes a parameter."""
+        return number % self.group.num_ranks
+
+    def _start_engine(self, settings: dict[str, Any]) -> Any:
+        if self._splits_model:
+            dtype = DTYPES[self.precision]
+            self._deepspeed.zero.Init(module=self.policy, config_dict_or_path=settings, dtype=dtype)
+            self.policy.use_variable_length(self.device, dtype)
+            for buffer in self.policy.buffers():
+                buffer.data = buffer.data.to(self.device)
+        engine, *_ = self._deepspeed.initialize(model=self.policy, optimizer=self._optimizer, config=settings)
+        if engine.dp_world_size != self.group.num_ranks:
+            raise ValueError(
+                f"DeepSpeed shares rows over {engine.dp_world_size} of {self.group.num_ranks} ranks: take what splits "
+                "the model otherwise out of parallel.deepspeed_config"
+            )
+        return engine
+
+    def _cast(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
+        """Trained parameters in the dtype of the computation; returns those that this rounded, as they were.
+
+        DeepSpeed makes its float32 copies of what it is given, and training begins with what the model had.
+        """
+        exact: dict[str, Tensor] = {}
+        for name, parameter in self.parameters().items():
+            if dtype is not None:
+                before = parameter.data
+                parameter.data = before.to(dtype)
+                if not torch.equal(parameter.data.to(before.dtype), before):
+                    exact[name] = before.cpu()
+        return exact
+
+    @contextmanager
+    def _evaluation(self) -> Iterator[None]:
+        self.policy.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.policy.train()
+
+    def _share(self, documents: Sequence[Document]) -> Share:
+        return share_of(
+            documents,
+            rank=self.group.data_rank,
+            num_ranks=self.group.degrees.data,
+            budget_tokens=self.micro_batch_tokens,
+            max_documents=None if self.policy.packs else 1,
+        )
+
+    def _micro_batches(self, share: Share, batch: Sequence[Datum], loss: LossSpec) -> list[MicroBatch]:
+        multiple_of = 128 if self.device.type == "cuda" and self.policy.packs else 1  # whole tiles for matrix kernels
+        return [
+            to_micro_batch(part, batch, loss, self.device, torch.float32, multiple_of) for part in share.micro_batches
+        ]
+
+    def _backward(self, micro_batch: MicroBatch, loss: LossSpec) -> tuple[dict[str, Tensor], Tensor]:
+        call, scale = functools.partial(self._engine, micro_batch.packed), self._loss_scale
+        with torch.autograd.graph.save_on_cpu(self.device.type == "cuda") if self._offloads else nullcontext():
+            # DeepSpeed divides by the number of ranks when it adds up their gradients, and losses are sums.
+            total, metrics, logprobs = _losses(micro_batch, loss, call, self.group.num_ranks * scale)
+        self._engine.backward(total / scale)  # which multiplies by the scale again
+        return metrics, logprobs
+
+
+def _refuse_other_axes(group: Group) -> None:
+    for axis in ("tensor", "pipeline", "context"):
+        if getattr(group.degrees, axis) > 1:
+            raise ValueError(f"parallel.{axis} needs parallel.backend torch: DeepSpeed shares rows only here")
+
+
+def _may_compile(wanted: bool | str, device: torch.device, stage: int) -> bool:
+    if wanted is True and stage == 3:
+        raise ValueError("model.compile does not go with ZeRO stage 3, which gathers inside layers: set it to false")
+    return device.type == "cuda" and stage < 3 if wanted == "auto" else bool(wanted)
+
+
+def _import_deepspeed(device: torch.device) -> Any:
+    """The package, on this device, with the processes that have already met."""
+    os.environ.setdefault("LOCAL_RANK", "0")
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        deepspeed: Any = importlib.import_module("deepspeed")  # an extra, and without types
+    except ImportError as error:
+        raise ValueError("parallel.backend deepspeed needs DeepSpeed: pip install 'lockstep[deepspeed]'") from error
+    found = deepspeed.accelerator.get_accelerator().device_name()
+    if found != device.type:
+        raise ValueError(f"DeepSpeed runs on {found} in this process, but launch.device is {device.type}: choose one")
+    # Its own collectives on CPU are compiled at first use and wait without a deadline; gloo's do neither.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if not dist.is_initialized():  # one rank: DeepSpeed wants a group even so
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    deepspeed.init_distributed(verbose=False)
+    return deepspeed
+
+
+def _process_groups() -> set[dist.ProcessGroup]:
+    return set(dist.distributed_c10d._world.pg_map)
+
+
+def _set_deadlines(groups: set[dist.ProcessGroup], timeout_s: float) -> None:
+    """DeepSpeed gives the groups it makes torch's own deadline; there is no public way to pass ours (torch 2.13)."""
+    for group in groups:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+
+
+def _build_optimizer(parameters: dict[str, nn.Parameter], device: torch.device) -> torch.optim.AdamW:
+    """Norms and biases (one-dimensional parameters) do not decay. DeepSpeed puts its pieces into the groups."""
+    groups: dict[bool, list[nn.Parameter]] = {}
+    for p in parameters.values():
+        groups.setdefault(p.ndim >= 2, []).append(p)
+    listed = [{"params": members, "decays": decays} for decays, members in groups.items()]
+    return torch.optim.AdamW(listed, lr=0.0, fused=device.type == "cuda")
+
+
+def _stand_in(parameters: Mapping[str, nn.Parameter], moments: Mapping[Tensor, dict[str, Tensor]]) -> torch.optim.AdamW:
+    """Whole parameters and moments in the form that checkpoints are written from and read into."""
+    optimizer = torch.optim.AdamW([*parameters.values(), nn.Parameter(torch.empty(0))])
+    optimizer.state.update(moments)
+    return optimizer
+
+
+def _refuse_incomplete(path: Path, names: list[str], with_optimizer: bool) -> None:
+    """Asked by every rank of all names, so that none waits for one that found its share incomplete."""
+    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    missing = [name for name in names if PARAMETER_PREFIX + name not in stored]
+    if missing:
+        raise ValueError(f"the checkpoint {path} lacks {len(missing)} tensors this model has, first {missing[0]!r}")
+    if with_optimizer and not any(name.startswith("optimizer.") for name in stored):
+        raise ValueError(f"the checkpoint {path} has no optimizer state: it was written before the first step")

@@ -142,7 +142,7 @@ def _cut_weights(folder: Path) -> None:
     ("break_it", "procs", "sentence"),
     [
         (_leave_empty, 1, r"train.jsonl: no rows: remove the file from the configuration or fill it$"),
-        (_break_line_1743, 1, r"train.jsonl:1743: not valid JSON \(.* at column \d+\): fix or remove the line$"),
+        (_break_line_1743, 1, r"train.jsonl:1743: not valid JSON \(the line ends too early\): fix or remove the line$"),
         (_answer_nothing, 1, r"train.jsonl:1: "),
         (_leave_two_rows, 3, r"^3 ranks for 2 training rows: use at most one rank per row$"),
         (_remove_weights, 1, r"model has no weights \(\*.safetensors\)$"),

@@ -31,6 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sampling": BASE | {"model"},
     "train": BASE | {"data", "algorithms", "sampling.sampler"},
     "evaluation": BASE | {"data", "sampling", "model", "backend"},
+    "verification": BASE | {"data", "model", "parallel", "backend"},
     "plan": BASE | {"model", "parallel"},
     "launch": BASE,
     "service": BASE | {"launch", "plan"},
@@ -47,7 +48,7 @@ EXCEPTIONS: dict[str, set[str]] = {
 # What a person at a terminal uses: nothing below imports these. At module level they may import the base, launch and
 # each other; anything else inside the function that needs it. cli imports nothing of lockstep at module level.
 TERMINAL = {"cli", "display", "plot", "starter", "demo", "datasheet", "datapage", "page", "scoreboard"}
-TERMINAL |= {"scaling", "scalingpage"}
+TERMINAL |= {"scaling", "scalingpage", "verdict"}
 TERMINAL_AT_TOP = BASE | {"launch"} | (TERMINAL - {"cli"})
 
 # Other people's libraries, where it matters which. Parts that are not named may use any dependency.

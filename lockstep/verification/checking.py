@@ -1,0 +1,238 @@
+"""Verifies a configuration: reference, ranks of each layout, comparison, report. What composes the rest of the package.
+
+Runs layouts one after another, each under a deadline; a rank that crashes is a failed layout, not an error here.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from lockstep.config import ConfigError, RunConfig
+from lockstep.model.load import load_hf_config
+from lockstep.types import OptimStep
+from lockstep.verification.compare import LOOSE_TOLERANCE, TOLERANCE, Errors, compare
+from lockstep.verification.job import Found, Job, read_found, refusal
+from lockstep.verification.layouts import (
+    ONE,
+    Layout,
+    ModelLimits,
+    default_layouts,
+    left_out,
+    num_processes,
+    own_layout,
+    parse_layouts,
+    problem,
+)
+from lockstep.verification.ranks import WORKER_MODULE, run_ranks
+from lockstep.verification.reduced import build_reduced, choose_reduction, find_limits
+from lockstep.verification.reference import StepValues, plain_batches, train_plainly
+from lockstep.verification.sample import (
+    MAX_ROWS,
+    MAX_TOKENS,
+    choose_budget,
+    compile_rows,
+    distinct_tokens,
+    renumber,
+)
+
+DEADLINE_S = 180.0
+_COLLECTIVE_S = 60.0  # the deadline of one collective
+_MIN_LAYERS = 4  # two ranks with two stages each
+Tell = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Of one layout. `loss` and `grad_norm` are of the first batch; `problem` says what is wrong, or nothing.
+
+    `refused`: all ranks say, in the same words, that the model cannot be laid out like this.
+    """
+
+    layout: Layout
+    seconds: float
+    problem: str = ""
+    loss: float | None = None
+    grad_norm: float | None = None
+    errors: Errors | None = None
+    warnings: tuple[str, ...] = ()
+    refused: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return not self.problem
+
+
+@dataclass
+class Report:
+    """Everything that verify found. `notes` say what was reduced, changed or left out."""
+
+    model: str
+    tolerance: float
+    loss: float
+    grad_norm: float
+    verdicts: list[Verdict] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.verdicts) and all(verdict.passed for verdict in self.verdicts)
+
+    def as_json(self) -> dict[str, Any]:
+        layouts = []
+        for verdict in self.verdicts:
+            layout = verdict.layout
+            row = {"layout": layout.name, "processes": layout.degrees.num_ranks, "passed": verdict.passed}
+            row |= {key: getattr(verdict, key) for key in ("loss", "grad_norm", "seconds", "warnings")}
+            row |= {"problem": verdict.problem or None, "errors": verdict.errors and asdict(verdict.errors)}
+            layouts.append(row)
+        facts = {key: getattr(self, key) for key in ("passed", "model", "tolerance", "notes")}
+        return {**facts, "reference": {"loss": self.loss, "grad_norm": self.grad_norm}, "layouts": layouts}
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """`job` is of one rank; the other layouts have the same with themselves in it."""
+
+    job: Job
+    expected: list[StepValues]
+    limits: ModelLimits
+    notes: list[str]
+
+
+def verify(
+    config: RunConfig,
+    *,
+    layouts: str | None = None,
+    worker_module: str = WORKER_MODULE,
+    deadline_s: float = DEADLINE_S,
+    on_progress: Tell | None = None,
+) -> Report:
+    """Make two steps in the plainest way and in every layout, and compare all that can be compared.
+
+    `layouts` as in `--layouts`; without it, those that fit the model and this machine. The one-rank backend comes
+    first: it says how exact the model is. `deadline_s` is for each layout.
+    """
+    tell = on_progress or (lambda name, number, total: None)
+    tell("the plain loop", 0, 0)
+    asked = None if layouts is None else parse_layouts(layouts, config)
+    prepared = _prepare(config, asked)
+    chosen, notes = _choose(config, asked, prepared.limits)
+    total = len(chosen) + 1
+
+    def check(layout: Layout, number: int, tolerance: float) -> tuple[Verdict, Found | None]:
+        tell(layout.name, number, total)
+        return _check(replace(prepared.job, layout=layout), prepared.expected, worker_module, deadline_s, tolerance)
+
+    first, found = check(ONE, 1, TOLERANCE)
+    plain = prepared.expected[0]
+    report = Report(_model_name(config), TOLERANCE, plain.loss, plain.norm, [first], [*prepared.notes, *notes])
+    if first.errors is not None and TOLERANCE < first.errors.largest <= LOOSE_TOLERANCE:
+        _loosen(report, first, first.errors)
+    if asked is None and found is not None and not found.packs:
+        chosen = _without_packing(chosen, own_layout(config), report)
+    for number, layout in enumerate(chosen, start=2):
+        verdict, _ = check(layout, number, report.tolerance)
+        if verdict.refused and asked is None and layout != own_layout(config):
+            report.notes.append(left_out(layout, verdict.refused))
+        else:
+            report.verdicts.append(verdict)
+    return report
+
+
+def _prepare(config: RunConfig, asked: Sequence[Layout] | None) -> _Prepared:
+    """The sample, the reduced model and the plain steps on it."""
+    taken = plain_batches(compile_rows(config), config)
+    tokens = distinct_tokens([part.data for part in taken])
+    numbered = [replace(part, data=renumber(part.data, tokens)) for part in taken]
+    stages = [layout.num_stages for layout in (*(asked or ()), own_layout(config))]
+    reduction = choose_reduction(config, tokens, num_layers=max(_MIN_LAYERS, *stages))
+    limits = find_limits(config, reduction)
+    o = config.optim
+    step = OptimStep(config.learning_rate, o.beta1, o.beta2, o.eps, o.weight_decay)
+    clips = o.max_grad_norm is not None
+    model = build_reduced(config, reduction)
+    expected, step = train_plainly(model, numbered, step, clip_at_half=clips)
+    budget = choose_budget([part.data for part in numbered])
+    job = Job(config, ONE, reduction, tokens, budget, step, timeout_s=_COLLECTIVE_S)
+    size = sum(p.numel() for p in model.parameters())
+    return _Prepared(job, expected, limits, _describe_changes(config, job, size, [len(p.data) for p in numbered]))
+
+
+def _choose(config: RunConfig, asked: Sequence[Layout] | None, limits: ModelLimits) -> tuple[list[Layout], list[str]]:
+    """What is asked for must be possible, and so must the configuration's own layout."""
+    for layout in [own_layout(config)] if asked is None else asked:
+        if why_not := problem(layout, limits):
+            raise ConfigError(f"{layout.name}: {why_not}")
+    if asked is None:
+        return default_layouts(config, limits, num_processes())
+    return [layout for layout in asked if layout != ONE], []
+
+
+def _check(
+    job: Job, expected: Sequence[StepValues], worker_module: str, deadline_s: float, tolerance: float
+) -> tuple[Verdict, Found | None]:
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as name:
+        folder = Path(name)
+        job.write(folder)
+        failed = run_ranks(folder, job.layout.degrees.num_ranks, module=worker_module, deadline_s=deadline_s)
+        refused = refusal(folder, job.layout.degrees.num_ranks) if failed else ""
+        found = None if failed else read_found(folder)
+    seconds = time.monotonic() - started
+    if found is None:
+        return Verdict(job.layout, seconds, failed, refused=refused), None
+    errors = compare(found.steps, expected, tolerance)
+    wrong = errors.first or next(iter(found.disagreements), "")
+    first = found.steps[0]
+    return Verdict(job.layout, seconds, wrong, first.loss, first.norm, errors, tuple(found.warnings)), found
+
+
+def _loosen(report: Report, first: Verdict, errors: Errors) -> None:
+    report.tolerance = LOOSE_TOLERANCE
+    report.verdicts[0] = replace(first, problem="")
+    report.notes.append(
+        f"one rank is {errors.largest:.1g} from the plain loop: this model computes a part in float32 whatever it is "
+        f"in, so errors up to {LOOSE_TOLERANCE:g} are allowed"
+    )
+
+
+def _without_packing(chosen: Sequence[Layout], own: Layout, report: Report) -> list[Layout]:
+    """A model whose documents cannot be packed cannot be split by tokens or into stages; that is no fault."""
+    kept = []
+    for layout in chosen:
+        if layout != own and (layout.degrees.context > 1 or layout.degrees.pipeline > 1):
+            report.notes.append(left_out(layout, "it needs packed documents, which this model does not take"))
+        else:
+            kept.append(layout)
+    return kept
+
+
+def _describe_changes(config: RunConfig, job: Job, size: int, rows: Sequence[int]) -> list[str]:
+    how = "fewer layers, narrower" if job.reduction.narrow else "fewer layers"
+    notes = [
+        f"the model is a reduced copy ({how}, random weights): {job.reduction.num_layers} layers, {size:,} parameters, "
+        "float64",
+        f"the data are the first {len(rows)} batches of the run: {' and '.join(map(str, rows))} rows, at most "
+        f"{MAX_ROWS} of each batch and {MAX_TOKENS} tokens of each row",
+        f"a micro-batch has {job.micro_batch_tokens} tokens, so that there are several",
+    ]
+    if config.parallel.compression != "none":
+        notes.append(
+            f"parallel.compression {config.parallel.compression} is not applied: it changes the numbers by design"
+        )
+    if config.lora is not None and config.lora.dropout:
+        notes.append(f"lora.dropout {config.lora.dropout:g} is set to 0: what is left out at random cannot be compared")
+    if job.step.max_grad_norm is not None:
+        notes.append("gradients are clipped to half of the first one's norm, so that clipping is seen")
+    notes.append("AdamW's eps is raised to the size of the gradient, so that its step shows more than signs")
+    return notes
+
+
+def _model_name(config: RunConfig) -> str:
+    architecture = load_hf_config(config.model)
+    return (architecture.architectures or [type(architecture).__name__])[0]

@@ -1,0 +1,155 @@
+"""Which layouts are verified: their names, how a person writes them, and which ones fit the model and this machine.
+
+Must not know processes or tensors.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from lockstep.config import ConfigError, ParallelConfig, RunConfig
+from lockstep.config.parallel import AXES, Degrees
+
+_STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 2}
+_OWN = "own"
+_MOST_FOR_OWN = 8  # processes: the configuration's own layout may crowd a small machine for a few seconds
+# The default set, in the order in which it is shown; of it, what fits.
+_USUAL = (
+    "replicate=2; shard=2; tensor=2; context=2; pipeline=2; pipeline=2,schedule=interleaved; "
+    "shard=4; replicate=2,shard=2; shard=2,tensor=2; shard=2,context=2; shard=2,pipeline=2; tensor=2,pipeline=2"
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The size of every axis, in numbers, and the settings that go with them."""
+
+    parallel: ParallelConfig
+
+    @property
+    def degrees(self) -> Degrees:
+        return Degrees(**{axis: getattr(self.parallel, axis) for axis in AXES})
+
+    @property
+    def name(self) -> str:
+        axes = [f"{axis} {size}" for axis, size in self.degrees._asdict().items() if size > 1]
+        words: list[str] = [self.parallel.schedule] if self.parallel.pipeline > 1 else []
+        for key, default in ParallelConfig(shard=1).model_dump().items():
+            value = getattr(self.parallel, key)
+            if key not in (*AXES, "schedule") and value != default:
+                words.append(key if value is True else f"{key} {value}")
+        return (" x ".join(axes) or "one rank") + (f" ({', '.join(words)})" if words else "")
+
+    @property
+    def num_stages(self) -> int:
+        pipeline = self.parallel.pipeline
+        return pipeline * _STAGES_PER_RANK[self.parallel.schedule] if pipeline > 1 else 1
+
+    def with_degrees(self, degrees: Degrees) -> Layout:
+        return Layout(self.parallel.model_copy(update=degrees._asdict()))
+
+
+ONE = Layout(ParallelConfig(shard=1))
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """What the user's model allows. The last three say why not, or nothing."""
+
+    num_layers: int
+    num_heads: int
+    num_key_value_heads: int
+    not_tensor: str = ""
+    not_pipeline: str = ""
+    not_context: str = ""
+
+
+def problem(layout: Layout, limits: ModelLimits) -> str:
+    """Why the model cannot be laid out like this; empty if it can."""
+    degrees = layout.degrees
+    if degrees.tensor > 1 and limits.not_tensor:
+        return limits.not_tensor
+    for heads, what in ((limits.num_heads, "attention"), (limits.num_key_value_heads, "key-value")):
+        if heads % degrees.tensor:
+            return f"parallel.tensor {degrees.tensor} does not divide the model's {heads} {what} heads"
+    if degrees.pipeline > 1 and limits.not_pipeline:
+        return limits.not_pipeline
+    if layout.num_stages > limits.num_layers:
+        return f"{layout.num_stages} stages need as many layers, and the model has {limits.num_layers}"
+    if degrees.context > 1 and limits.not_context:
+        return limits.not_context
+    if (limits.num_heads // degrees.tensor) % degrees.context:
+        return f"parallel.context {degrees.context} does not divide the model's {limits.num_heads} attention heads"
+    return ""
+
+
+def parse_layouts(text: str, config: RunConfig) -> list[Layout]:
+    """`shard=2,tensor=2; pipeline=2,schedule=interleaved`; `own` is the configuration's."""
+    layouts = [_parse(part.strip(), config) for part in text.split(";") if part.strip()]
+    if not layouts:
+        raise ConfigError("--layouts names none: write for example --layouts 'shard=2,tensor=2; pipeline=2'")
+    return list(dict.fromkeys(layouts))
+
+
+def _parse(text: str, config: RunConfig) -> Layout:
+    if text == _OWN:
+        return own_layout(config)
+    given: dict[str, Any] = {"shard": 1}
+    for setting in text.split(","):
+        key, equals, value = setting.partition("=")
+        if not equals or key.strip() not in ParallelConfig.model_fields or key.strip() == "compression":
+            known = ", ".join(key for key in ParallelConfig.model_fields if key != "compression")
+            raise ConfigError(f"--layouts: {setting.strip()!r} is not understood: write KEY=VALUE, of {known}")
+        given[key.strip()] = yaml.safe_load(value)
+    for axis in AXES:
+        if axis in given and not (type(given[axis]) is int and given[axis] > 0):
+            raise ConfigError(f"--layouts: {axis} is {given[axis]!r} in {text!r}: write a number of ranks")
+    try:
+        return Layout(ParallelConfig(**given))
+    except ValidationError as error:
+        reason = error.errors()[0]
+        key = ".".join(str(part) for part in reason["loc"][:1])
+        raise ConfigError(f"--layouts: {key or text!r}: {reason['msg']}") from None
+
+
+def own_layout(config: RunConfig) -> Layout:
+    """What the configuration itself asks for. Gradients are not compressed: that changes the numbers by design."""
+    degrees = config.parallel.degrees(config.launch.procs)
+    return Layout(config.parallel.model_copy(update={**degrees._asdict(), "compression": "none"}))
+
+
+def num_processes() -> int:
+    """How many the default set may use at once."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(2, min(4, cores))
+
+
+def left_out(layout: Layout, why_not: str) -> str:
+    return f"left out: {layout.name} ({why_not})"
+
+
+def default_layouts(config: RunConfig, limits: ModelLimits, processes: int) -> tuple[list[Layout], list[str]]:
+    """(the configuration's own layout first, then the usual ones that fit; what was left out and why)."""
+    own, notes = own_layout(config), []
+    chosen = [own]
+    if own.degrees.num_ranks > max(processes, _MOST_FOR_OWN):
+        small = own.with_degrees(Degrees(*(min(size, 2) for size in own.degrees)))
+        chosen = [small] if small.degrees.num_ranks <= max(processes, _MOST_FOR_OWN) else []
+        instead = f"{small.name} stands for it" if chosen else "it is left out"
+        notes.append(
+            f"your own layout, {own.name}, needs {own.degrees.num_ranks} processes: {instead}. To run it all the same: "
+            f"--layouts {_OWN}"
+        )
+    for layout in parse_layouts(_USUAL, config):
+        if layout.degrees.num_ranks > processes:
+            continue
+        if why_not := problem(layout, limits):
+            notes.append(left_out(layout, why_not))
+        else:
+            chosen.append(layout)
+    return [layout for layout in dict.fromkeys(chosen) if layout != ONE], notes

@@ -1,0 +1,166 @@
+"""A reduced copy of the user's model: the same class and settings, fewer layers, narrower, random weights in float64.
+
+Head counts stay, so that what divides the model divides the copy. Every rank builds the same one. Must not know
+layouts or data beyond the size of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.config import ConfigError, RunConfig
+from lockstep.model.load import load_hf_config
+from lockstep.model.lora import add_lora
+from lockstep.model.policy import Policy, tensor_plan
+from lockstep.model.stages import check_divisible
+from lockstep.verification.layouts import ModelLimits
+
+_HEAD_DIM = 8
+_MAX_PARAMETERS = 100_000_000  # float64, with gradients and moments, on every rank
+_WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """`padding` is the new number of the padding token, where rows have it."""
+
+    num_layers: int
+    num_tokens: int
+    padding: int | None
+    narrow: bool = True
+
+
+def choose_reduction(config: RunConfig, tokens: list[int], num_layers: int) -> Reduction:
+    """Narrower too, unless the model's settings do not allow it."""
+    text = load_hf_config(config.model).get_text_config()
+    padding = getattr(text, "pad_token_id", None)
+    reduction = Reduction(
+        num_layers=min(num_layers, text.num_hidden_layers),
+        num_tokens=_like(len(tokens), text.vocab_size, 8),
+        padding=tokens.index(padding) if padding in tokens else None,
+    )
+    return reduction if _runs(config, reduction) else replace(reduction, narrow=False)
+
+
+def _runs(config: RunConfig, reduction: Reduction) -> bool:
+    """A model may tie its widths together in ways that are not known here: ask it."""
+    try:
+        with torch.no_grad():
+            build_plain(config, reduction)(input_ids=torch.arange(4)[None], use_cache=False)
+    except (ValueError, RuntimeError, TypeError, IndexError, AttributeError):
+        return False
+    return True
+
+
+def build_reduced(config: RunConfig, reduction: Reduction) -> Any:
+    """With the user's adapters, if there are any. The same on every rank and in every process."""
+    torch.manual_seed(config.seed)
+    model = build_plain(config, reduction)
+    if config.lora is not None:
+        # What is left out at random differs between layouts by design.
+        model = add_lora(model, config.lora.model_copy(update={"dropout": 0.0}))
+    generator = torch.Generator().manual_seed(config.seed)
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.double()
+        # Norms begin as ones, biases and lora_B as zeros: a fault could hide behind those.
+        if parameter.ndim < 2 or "lora_B" in name:
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    return model
+
+
+def build_plain(config: RunConfig, reduction: Reduction) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    architecture = _reduce(load_hf_config(config.model), reduction)
+    options = {"dtype": torch.float64, "trust_remote_code": config.model.trust_remote_code}
+    with torch.device("meta"):
+        outline = AutoModelForCausalLM.from_config(copy.deepcopy(architecture), **options)
+    size = sum(p.numel() for p in outline.parameters())
+    if size > _MAX_PARAMETERS:
+        name = type(architecture).__name__
+        raise ConfigError(f"{name} could not be made small: {size:,} parameters are too many to verify in float64")
+    return AutoModelForCausalLM.from_config(architecture, **options).eval()
+
+
+def _reduce(architecture: Any, reduction: Reduction) -> Any:
+    if hasattr(architecture, "quantization_config"):
+        del architecture.quantization_config
+    text = architecture.get_text_config()
+    types = getattr(text, "layer_types", None)
+    text.num_hidden_layers = reduction.num_layers
+    if types is not None:
+        text.layer_types = choose_layer_types(list(types), reduction.num_layers)
+    text.vocab_size = reduction.num_tokens
+    text.pad_token_id = reduction.padding
+    text.bos_token_id = text.eos_token_id = None
+    for name, value in text.to_dict().items():
+        if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
+            setattr(text, name, 0.0)
+    if reduction.narrow:
+        _narrow(text)
+    if hasattr(text, "initializer_range"):
+        text.initializer_range = text.hidden_size**-0.5  # logits far from uniform: what is wrong shows
+    return architecture
+
+
+def _narrow(text: Any) -> None:
+    hidden = text.num_attention_heads * _HEAD_DIM
+    if hidden >= text.hidden_size:
+        return
+    text.hidden_size = hidden
+    if getattr(text, "head_dim", None) is not None:
+        text.head_dim = _HEAD_DIM
+    for name in _WIDTHS:
+        width = getattr(text, name, None)
+        if isinstance(width, int) and width > 2 * hidden:
+            setattr(text, name, _like(2 * hidden, width, 16))
+
+
+def _like(size: int, original: int, modulus: int) -> int:
+    """At least `size`, with the remainder of the original: what did not divide evenly still does not."""
+    return size + (original - size) % modulus
+
+
+def choose_layer_types(types: list[str], num_layers: int) -> list[str]:
+    """The first layers, the last of them exchanged for kinds that would be missing."""
+    chosen = types[:num_layers]
+    missing = [kind for kind in dict.fromkeys(types) if kind not in chosen][: max(num_layers - 1, 0)]
+    return chosen[: num_layers - len(missing)] + missing
+
+
+def find_limits(config: RunConfig, reduction: Reduction) -> ModelLimits:
+    """What the user's model allows, as far as it can be asked before it is split."""
+    text = load_hf_config(config.model).get_text_config()
+    heads = text.num_attention_heads
+    model = build_reduced(config, reduction)
+    policy = Policy(model)
+    dora = config.lora is not None and config.lora.dora
+    return ModelLimits(
+        num_layers=text.num_hidden_layers,
+        num_heads=heads,
+        num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
+        not_tensor="DoRA adapters cannot be split over ranks: set lora.dora to false" if dora else _ask_tensor(model),
+        not_pipeline=_ask_pipeline(policy),
+        not_context="" if policy.packs else "the model does not take packed attention, which parallel.context needs",
+    )
+
+
+def _ask_tensor(model: nn.Module) -> str:
+    try:
+        tensor_plan(model)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _ask_pipeline(policy: Policy) -> str:
+    try:
+        check_divisible(policy)
+    except ValueError as error:
+        return str(error)
+    return ""

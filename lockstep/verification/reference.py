@@ -1,0 +1,136 @@
+"""The plainest training there is: one document at a time, the model's own forward, full logits, float64, AdamW by hand.
+
+What every layout must equal. Shares no code with the backend, nor with the order of training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.config import RunConfig
+from lockstep.data import Rows, epoch_order, fill_batches
+from lockstep.types import Completion, Datum, OptimStep
+from lockstep.verification.sample import NUM_BATCHES, Taken, make_taken, total_weight
+
+
+@dataclass(frozen=True)
+class StepValues:
+    """Everything that is compared of one step. `logprobs` are of the tokens that have a weight, row by row."""
+
+    names: tuple[str, ...]
+    cursor: int
+    loss: float
+    norm: float
+    logprobs: list[float]
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+def plain_batches(rows: Rows, config: RunConfig) -> list[Taken]:
+    """The first batches, counted out by hand."""
+    taken: list[Taken] = []
+    cursor = 0
+    for epoch in range(NUM_BATCHES):
+        for batch in _cut_epoch(rows, config, epoch):
+            cursor += len(batch)
+            taken.append(make_taken(batch, cursor))
+            if len(taken) == NUM_BATCHES:
+                return taken
+    return taken
+
+
+def _cut_epoch(rows: Rows, config: RunConfig, epoch: int) -> Iterator[list[Datum]]:
+    order = epoch_order(len(rows), seed=config.seed, epoch=epoch, shuffle=config.data.shuffle)
+    if config.batch.tokens is not None and config.data.shuffle:
+        order = fill_batches(order, rows.lengths, config.batch.tokens)
+    batch: list[Datum] = []
+    for row in order:
+        if batch and _is_full(batch, rows[row], config):
+            yield batch
+            batch = []
+        batch.append(rows[row])
+    yield batch
+
+
+def _is_full(batch: Sequence[Datum], following: Datum, config: RunConfig) -> bool:
+    samples = config.batch.samples_per_step
+    if samples is not None:
+        return len(batch) == samples
+    assert config.batch.tokens is not None
+    return sum(d.num_tokens for d in batch) + following.num_tokens > config.batch.tokens
+
+
+def logprobs_of(model: nn.Module, datum: Datum, completion: Completion) -> Tensor:
+    """Of each token of the completion."""
+    tokens = torch.tensor([*datum.prompt, *completion.tokens])
+    logits = model(input_ids=tokens[None], use_cache=False).logits[0]
+    every = torch.log_softmax(logits, dim=-1)[:-1].gather(1, tokens[1:, None])[:, 0]
+    return every[len(datum.prompt) - 1 :]
+
+
+def train_plainly(
+    model: nn.Module, taken: Sequence[Taken], step: OptimStep, *, clip_at_half: bool
+) -> tuple[list[StepValues], OptimStep]:
+    """A step on each batch, and the step as it was made: fitted to the first gradient."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    means = {name: torch.zeros_like(p) for name, p in trained.items()}
+    squares = {name: torch.zeros_like(p) for name, p in trained.items()}
+    found: list[StepValues] = []
+    for number, part in enumerate(taken, start=1):
+        loss, logprobs = _backward(model, part.data)
+        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in trained.items()}
+        norm = float(torch.stack([g.square().sum() for g in gradients.values()]).sum().sqrt())
+        if not found:
+            step = _fit(step, norm, sum(p.numel() for p in trained.values()), clip_at_half=clip_at_half)
+        for name, parameter in trained.items():
+            _step_adamw(parameter.data, _clipped(gradients[name], norm, step), means[name], squares[name], step, number)
+            parameter.grad = None
+        weights = {name: p.detach().clone() for name, p in trained.items()}
+        found.append(StepValues(part.names, part.cursor, loss, norm, logprobs, gradients, weights))
+    return found, step
+
+
+def _fit(step: OptimStep, norm: float, num_weights: int, *, clip_at_half: bool) -> OptimStep:
+    """Settings under which the step depends on all of the gradient, whatever that of the reduced model is.
+
+    With an eps far below the gradient, Adam's first step is only the gradient's signs: a wrong scale would not be seen,
+    and the rounding of entries near zero would be magnified. So eps is at least a typical entry.
+    """
+    max_norm = norm / 2 if clip_at_half else None
+    return replace(step, max_grad_norm=max_norm, eps=max(step.eps, (max_norm or norm) / num_weights**0.5))
+
+
+def _backward(model: nn.Module, batch: Sequence[Datum]) -> tuple[float, list[float]]:
+    """Gradients add up in the model. (loss, log-probs of what has a weight)."""
+    scale = 1.0 / total_weight(batch)
+    total, seen = 0.0, []
+    for datum in batch:
+        for completion in datum.completions:
+            weights = torch.tensor(completion.weights, dtype=torch.float64)
+            logprobs = logprobs_of(model, datum, completion)
+            loss = -(weights * scale * logprobs).sum()
+            loss.backward()
+            total += float(loss.detach())
+            seen += logprobs.detach()[weights != 0].tolist()
+    return total, seen
+
+
+def _clipped(gradient: Tensor, norm: float, step: OptimStep) -> Tensor:
+    if step.max_grad_norm is None:
+        return gradient
+    return gradient * min(1.0, step.max_grad_norm / (norm + 1e-6))
+
+
+def _step_adamw(weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, step: OptimStep, number: int) -> None:
+    """In place, after Loshchilov and Hutter. Norms and biases do not decay."""
+    decay = step.weight_decay if weight.ndim >= 2 else 0.0
+    weight.mul_(1 - step.learning_rate * decay)
+    mean.mul_(step.beta1).add_(gradient, alpha=1 - step.beta1)
+    square.mul_(step.beta2).add_(gradient.square(), alpha=1 - step.beta2)
+    unbiased_mean = mean / (1 - step.beta1**number)
+    unbiased_square = square / (1 - step.beta2**number)
+    weight.sub_(step.learning_rate * unbiased_mean / (unbiased_square.sqrt() + step.eps))

@@ -1,0 +1,107 @@
+"""`lockstep verify` as a person runs it, on real gloo processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+
+from lockstep.config import ConfigError, load_config
+from lockstep.verdict import verify_and_show
+from lockstep.verification import checking
+from lockstep.verification.checking import Report, Verdict
+from lockstep.verification.compare import Errors
+from lockstep.verification.layouts import ONE
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("verify")
+    model = tiny.write_model(folder / "model", num_hidden_layers=5, hidden_size=64)
+    return tiny.write_config(folder, model, lora={"rank": 4, "dropout": 0.1}, batch={"samples": 6})
+
+
+def test_verify_prints_a_table_and_says_pass(config: Path) -> None:
+    code, out, err = tiny.run_lockstep("verify", config, "--layouts", "shard=2; pipeline=2,schedule=interleaved")
+    assert code == 0, err
+    rows = [line.split() for line in out.splitlines()]
+    assert [row[-1] for row in rows[2:5]] == ["PASS"] * 3
+    assert [" ".join(row[:2]) for row in rows[1:5]] == ["the plain", "one rank", "shard 2", "pipeline 2"]
+    assert "lora.dropout 0.1 is set to 0" in out
+    assert "all within 1e-10" in out
+    assert "3/3 pipeline 2 (interleaved)" in err
+
+
+def test_verify_answers_in_json(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = load_config(config, ["optim.max_grad_norm=null"])
+    assert verify_and_show(settings, "tensor=2", as_json=True) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["passed"] is True
+    assert report["tolerance"] == 1e-10
+    assert [row["layout"] for row in report["layouts"]] == ["one rank", "tensor 2"]
+    row = report["layouts"][1]
+    assert row["processes"] == 2
+    assert row["problem"] is None
+    assert row["loss"] == pytest.approx(report["reference"]["loss"], rel=1e-10)
+    assert max(row["errors"]["by_parameter"].values()) < 1e-10
+    assert any("lora_A" in name for name in row["errors"]["by_parameter"])
+    assert not any("clipped" in note for note in report["notes"])
+
+
+def test_a_layout_that_the_model_cannot_have_is_a_bad_request(config: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tensor 3: parallel\.tensor 3 does not divide the model's 4 .* heads"):
+        verify_and_show(load_config(config), "tensor=3", as_json=False)
+
+
+def test_a_layout_that_fails_is_exit_code_1_and_its_sentence(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, bad = Verdict(ONE, 1.0, "", 2.0, 3.0, Errors()), Verdict(ONE, 1.0, "rank 1: it broke [here]")
+    report = Report("Model", 1e-10, 2.0, 3.0, [good, bad], ["a note"])
+    monkeypatch.setattr(checking, "verify", lambda *given, **options: report)
+    assert verify_and_show(load_config(config), None, as_json=True) == 1
+    found = capsys.readouterr()
+    assert json.loads(found.out)["passed"] is False
+    assert "FAIL one rank: rank 1: it broke [here]" in found.err
+    assert "1 of 2 layouts do not make the step" in found.err
+    report.verdicts.pop()
+    assert verify_and_show(load_config(config), None, as_json=True) == 0
+
+
+@pytest.mark.slow
+def test_the_default_set_passes_and_begins_with_the_own_layout(config: Path) -> None:
+    code, out, err = tiny.run_lockstep("verify", config, "--json", "launch.procs=2", "parallel.offload=true")
+    report = json.loads(out)
+    assert code == 0, err
+    names = [row["layout"] for row in report["layouts"]]
+    assert names[:3] == ["one rank", "shard 2 (offload)", "replicate 2"]
+    assert {"shard 2", "tensor 2", "context 2", "pipeline 2 (1f1b)", "pipeline 2 (interleaved)"} <= set(names)
+
+
+@pytest.mark.slow
+def test_three_axes_at_once_on_eight_processes(config: Path) -> None:
+    code, out, err = tiny.run_lockstep("verify", config, "--layouts", "shard=2,tensor=2,pipeline=2", "--json")
+    assert code == 0, (out, err)
+    assert json.loads(out)["layouts"][1]["layout"] == "shard 2 x tensor 2 x pipeline 2 (1f1b)"
+
+
+@pytest.mark.slow
+def test_a_model_with_float32_inside_is_held_to_less_and_what_it_refuses_is_left_out(tmp_path: Path) -> None:
+    import transformers
+    from equivalence.plain import FAMILIES
+
+    gemma = FAMILIES["gemma"]()
+    gemma.vocab_size = tiny.VOCABULARY
+    transformers.AutoModelForCausalLM.from_config(gemma).save_pretrained(tmp_path / "model")
+    tiny.build_tokenizer().save_pretrained(tmp_path / "model")
+    config = load_config(tiny.write_config(tmp_path, tmp_path / "model"))
+    report = checking.verify(config)
+    assert report.passed, [(v.layout.name, v.problem) for v in report.verdicts]
+    assert report.tolerance == 1e-6
+    assert any("computes a part in float32" in note for note in report.notes)
+    assert any("left out: tensor 2 (model.embed_tokens is a" in note for note in report.notes)
+    asked = checking.verify(config, layouts="tensor=2")
+    assert not asked.passed
+    assert "model.embed_tokens is a" in asked.verdicts[1].problem

@@ -172,10 +172,13 @@ def _rows(linear: Any, mesh: DeviceMesh) -> Forward:
 
 def _lookup(module: Any, mesh: DeviceMesh) -> Forward:
     def forward(ids: Tensor) -> Tensor:
-        rows = local(module.weight)
-        here = ids - first_row(module.weight)
+        rows, first = local(module.weight), first_row(module.weight)
+        here = ids - first
         mine = (here >= 0) & (here < len(rows))
-        found = F.embedding(here.clamp(0, max(len(rows) - 1, 0)), rows) * mine[..., None].to(rows.dtype)
+        # The row of the padding token gets no gradient, as in the whole embedding.
+        padding = None if module.padding_idx is None else module.padding_idx - first
+        padding = padding if padding is not None and 0 <= padding < len(rows) else None
+        found = F.embedding(here.clamp(0, max(len(rows) - 1, 0)), rows, padding) * mine[..., None].to(rows.dtype)
         return _Leave.apply(found, mesh)
 
     return forward

@@ -64,7 +64,7 @@ def _wait(ranks: Sequence[BaseProcess], deadline_s: float) -> tuple[list[int | N
             return codes, False
         if failed_at is None and any(codes):
             failed_at = now
-        if False:
+        if failed_at is not None and now - failed_at > _GRACE_S:
             return codes, False
         if now > deadline:
             return codes, True

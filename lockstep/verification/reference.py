@@ -1,6 +1,6 @@
 """The plainest training there is: one document at a time, the model's own forward, full logits, float64, AdamW by hand.
 
-What every layout must equal. Shares no code with the backend, nor with the order of training.
+What every layout must equal. Shares no code with the backend; of the order of rows, only shuffling and filling.
 """
 
 from __future__ import annotations

@@ -60,7 +60,10 @@ def make_model(family: str, *, lora: bool) -> nn.Module:
 
 
 def make_batch(seed: int = 0, rows: int = 11) -> list[Datum]:
-    """Documents of 3 to 40 tokens, weights of several sizes, gaps inside answers, one row with two completions."""
+    """Documents of 4 to 41 tokens, weights of several sizes, gaps inside answers, one row with two completions.
+
+    Each begins with token 0, the padding token, whose embedding gets no gradient.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low: int, high: int, count: int) -> list[int]:
@@ -72,8 +75,8 @@ def make_batch(seed: int = 0, rows: int = 11) -> list[Datum]:
         for _ in range(2 if row == 3 else 1):
             (length,) = draw(2, 30, 1)
             weights = [[0.0, 1.0, 0.5][w] for w in draw(0, 3, length)]
-            completions.append(Completion(draw(1, 97, length), [*weights[:-1], 1.0]))
-        batch.append(Datum(draw(1, 97, draw(1, 10, 1)[0]), completions, f"row {row}"))
+            completions.append(Completion(draw(0, 97, length), [*weights[:-1], 1.0]))
+        batch.append(Datum([0, *draw(0, 97, draw(1, 10, 1)[0])], completions, f"row {row}"))
     return batch
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 Metrics = dict[str, float]
 
@@ -72,11 +72,14 @@ class LossSpec:
 
     Losses are sums over tokens; every weight is multiplied by `scale`, which the loop decides once per
     global batch (for SFT: one over the supervised tokens). Micro-batches and ranks can then not change it.
+    `options` are plain JSON. With `reference` the backend also computes every token's log-prob under its reference and
+    hands it to the loss; without, a loss that needs one finds it among the completions' values.
     """
 
     kind: str = "cross_entropy"
     scale: float = 1.0
-    options: Mapping[str, float] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    reference: bool = False
 
 
 T = TypeVar("T")
@@ -190,11 +193,17 @@ Logprobs = Sequence[Sequence[float]]
 class TrainingBackend(Protocol):
     """The seam between loops and machines. Every rank calls every method, with the global batch."""
 
-    def forward(self, batch: Sequence[Datum]) -> list[Logprobs]: ...
+    def forward(self, batch: Sequence[Datum], *, reference: bool = False) -> list[Logprobs]:
+        """Of the policy, or of the reference that the backend was built with."""
+        ...
 
     def forward_backward(self, batch: Sequence[Datum], loss: LossSpec) -> LossResult: ...
 
     def optim_step(self, step: OptimStep) -> OptimResult: ...
+
+    def mix_reference(self, share: float) -> None:
+        """Move the reference towards the policy: reference = share * policy + (1 - share) * reference."""
+        ...
 
     def save_state(self, path: Path) -> Future[None]:
         """Snapshot now, write in the background. On rank 0 the future ends when every rank's part is on disk."""

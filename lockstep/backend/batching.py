@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,15 +22,49 @@ from lockstep.types import Completion, Datum, LossSpec
 
 
 @dataclass(frozen=True)
-class Document:
-    """One completion with its prompt in front: what one causal pass computes."""
+class Branch:
+    """One completion."""
 
-    datum: int
     completion: int
     tokens: np.ndarray  # int64
-    asked: np.ndarray  # places in `tokens` whose next token has a weight
-    weights: np.ndarray  # float64, one per asked place
-    offset: int  # of this document's asked tokens in the global batch
+    supervised: np.ndarray  # places in `tokens` that have a weight
+    weights: np.ndarray  # float64, one per supervised place
+    offset: int  # of its supervised tokens in the global batch
+
+
+@dataclass(frozen=True)
+class Document:
+    """A prompt and the completions that are computed behind one copy of it, none seeing another."""
+
+    datum: int
+    prompt: np.ndarray  # int64
+    branches: tuple[Branch, ...]
+
+    @cached_property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + sum(len(b.tokens) for b in self.branches)
+
+    @cached_property
+    def num_asked(self) -> int:
+        return sum(len(b.supervised) for b in self.branches)
+
+    @property
+    def segments(self) -> list[int]:
+        """Lengths: the first branch continues the prompt, each other one stands for itself."""
+        first, *others = (len(b.tokens) for b in self.branches)
+        return [len(self.prompt) + first, *others]
+
+    def place(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(tokens laid out, each one's position in its own text, places whose next token is asked for)."""
+        tokens, positions, asked = [self.prompt], [np.arange(len(self.prompt))], []
+        end = len(self.prompt)
+        for branch in self.branches:
+            tokens.append(branch.tokens)
+            positions.append(len(self.prompt) + np.arange(len(branch.tokens)))
+            # The first token of every branch is predicted by the end of the prompt, the others by the one before.
+            asked.append(np.where(branch.supervised == 0, len(self.prompt), end + branch.supervised) - 1)
+            end += len(branch.tokens)
+        return np.concatenate(tokens), np.concatenate(positions), np.concatenate(asked)
 
 
 @dataclass(frozen=True)
@@ -53,23 +89,29 @@ class Share:
     """How much longer the ranks take together than were their work level."""
 
 
-def documents_of(batch: Sequence[Datum]) -> list[Document]:
+def documents_of(batch: Sequence[Datum], *, max_shared_tokens: int = 0) -> list[Document]:
+    """Completions of a datum behind one copy of its prompt, as long as they fit into `max_shared_tokens` together."""
     documents, offset = [], 0
     for d, datum in enumerate(batch):
         prompt = np.asarray(datum.prompt, dtype=np.int64)
+        together: list[Branch] = []
+        num_tokens = len(prompt)
         for c, completion in enumerate(datum.completions):
-            document = _document(d, c, prompt, completion, offset)
-            documents.append(document)
-            offset += len(document.asked)
+            branch = _branch(c, completion, offset)
+            offset += len(branch.supervised)
+            if together and num_tokens + len(branch.tokens) > max_shared_tokens:
+                documents.append(Document(d, prompt, tuple(together)))
+                together, num_tokens = [], len(prompt)
+            together.append(branch)
+            num_tokens += len(branch.tokens)
+        documents.append(Document(d, prompt, tuple(together)))
     return documents
 
 
-def _document(datum: int, index: int, prompt: np.ndarray, completion: Completion, offset: int) -> Document:
-    answer = np.asarray(completion.tokens, dtype=np.int64)
+def _branch(index: int, completion: Completion, offset: int) -> Branch:
     weights = np.asarray(completion.weights, dtype=np.float64)
     supervised = np.flatnonzero(weights)
-    tokens = np.concatenate([prompt, answer])
-    return Document(datum, index, tokens, supervised + (len(prompt) - 1), weights[supervised], offset)
+    return Branch(index, np.asarray(completion.tokens, dtype=np.int64), supervised, weights[supervised], offset)
 
 
 def share_of(
@@ -82,12 +124,12 @@ def share_of(
     cost: Cost = BY_TOKENS,
 ) -> Share:
     """Micro-batches of one rank. An empty one stays in place: ranks that shard must step together."""
-    lengths = [len(d.tokens) for d in documents]
+    lengths = [d.num_tokens for d in documents]
     steps = partition(lengths, num_ranks=num_ranks, budget_tokens=budget_tokens, max_documents=max_documents, cost=cost)
     mine = tuple(tuple(documents[i] for i in step[rank]) for step in steps)
     loads = [sum(lengths[i] for step in steps for i in step[r]) for r in range(num_ranks)]
     balance = measure_balance(steps, lengths, cost).cost
-    return Share(mine, sum(lengths), sum(len(d.asked) for d in documents), max(loads, default=0), balance)
+    return Share(mine, sum(lengths), sum(d.num_asked for d in documents), max(loads, default=0), balance)
 
 
 def to_micro_batch(
@@ -104,33 +146,82 @@ def to_micro_batch(
     The filling is a document of its own, or the tail of a single one, which cannot see what follows it.
     No documents: two tokens whose weight is zero, so that every rank runs the same passes.
     """
-    if not documents:
-        empty = np.zeros(2, dtype=np.int64)
-        documents = (Document(-1, 0, empty, np.zeros(1, dtype=np.int64), np.zeros(1), 0),)
-    filling = -sum(len(d.tokens) for d in documents) % multiple_of
-    lengths = tuple(len(d.tokens) for d in documents)
-    if filling:
-        lengths = (lengths[0] + filling,) if len(lengths) == 1 else (*lengths, filling)
-    starts = np.cumsum([0, *lengths])
-    tokens = np.concatenate([*(d.tokens for d in documents), np.zeros(filling, dtype=np.int64)])
-    positions = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
-    positions[len(positions) - filling :] = 0  # never past the places that a model knows
-    asked = np.concatenate([d.asked + start for d, start in zip(documents, starts, strict=False)])
-    targets = np.concatenate([d.tokens[d.asked + 1] for d in documents])
-    weights = np.concatenate([d.weights for d in documents]) * loss.scale
-    places = np.concatenate([d.offset + np.arange(len(d.asked)) for d in documents])
-    rows = np.concatenate([np.full(len(d.asked), d.datum) for d in documents])
+    runs_along = not documents
+    if runs_along:
+        nothing = Branch(0, np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64), np.zeros(1), 0)
+        documents = (Document(-1, np.zeros(1, dtype=np.int64), (nothing,)),)
+    tokens, positions, asked = _lay_out(documents)
+    filling = -len(tokens) % multiple_of
+    lengths, shared = _segments(documents, filling)
+    tokens = np.concatenate([tokens, np.zeros(filling, dtype=np.int64)])
+    positions = np.concatenate([positions, np.zeros(filling, dtype=np.int64)])  # never past those that a model knows
+    branches = [(document, branch) for document in documents for branch in document.branches]
+    targets = np.concatenate([b.tokens[b.supervised] for _, b in branches])
+    places = np.concatenate([b.offset + np.arange(len(b.supervised)) for _, b in branches])
+    rows = np.concatenate([np.full(len(b.supervised), d.datum) for d, b in branches])
     here, mine = _part_of(len(tokens), asked, part)
 
     def put(array: np.ndarray, kind: torch.dtype = torch.int64) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(kind).to(device, non_blocking=True)
 
     packed = PackedTokens(
-        put(tokens[here]), put(positions[here]), lengths, put(asked[mine] - here.start), put(targets[mine])
+        put(tokens[here]), put(positions[here]), lengths, put(asked[mine] - here.start), put(targets[mine]), shared
     )
-    values = {name: put(_side_values(documents, batch, name)[mine], dtype) for name in _value_names(batch)}
-    inputs = LossInputs(put(weights[mine], dtype), values, loss.options)
+    inputs = _loss_inputs(branches, batch, loss, lambda array, kind=dtype: put(array[mine], kind))
+    if runs_along:
+        inputs = LossInputs(inputs.weights, inputs.scale, inputs.values, inputs.options, inputs.completions, 0)
     return MicroBatch(packed, inputs, put(places[mine]), rows[mine])
+
+
+def whole_inputs(
+    documents: Sequence[Document], batch: Sequence[Datum], loss: LossSpec, device: torch.device
+) -> LossInputs:
+    """What a loss sees of the global batch at once, in float64: every asked token, in order."""
+    branches = [(document, branch) for document in documents for branch in document.branches]
+    return _loss_inputs(
+        branches, batch, loss, lambda array, kind=torch.float64: torch.from_numpy(array).to(device, kind)
+    )
+
+
+def _loss_inputs(
+    branches: Sequence[tuple[Document, Branch]], batch: Sequence[Datum], loss: LossSpec, put: Any
+) -> LossInputs:
+    counts = [len(branch.supervised) for _, branch in branches]
+    return LossInputs(
+        weights=put(np.concatenate([b.weights for _, b in branches])),
+        scale=loss.scale,
+        values={name: put(_side_values(branches, batch, name)) for name in _value_names(batch)},
+        options=loss.options,
+        completions=put(np.repeat(np.arange(len(branches)), counts), torch.int64),
+        num_completions=len(branches),
+    )
+
+
+def _lay_out(documents: Sequence[Document]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    tokens, positions, asked = zip(*(d.place() for d in documents))
+    starts = np.cumsum([0, *(d.num_tokens for d in documents)])
+    moved = [places + start for places, start in zip(asked, starts, strict=False)]
+    return np.concatenate(tokens), np.concatenate(positions), np.concatenate(moved)
+
+
+def _segments(documents: Sequence[Document], filling: int) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
+    """(lengths of the segments, for each the prompt it follows without containing it: its start and length).
+
+    Without any prompt that is shared, the second is empty.
+    """
+    lengths: list[int] = []
+    shared: list[tuple[int, int]] = []
+    start = 0
+    for document in documents:
+        lengths += document.segments
+        shared += [(0, 0), *([(start, len(document.prompt))] * (len(document.branches) - 1))]
+        start += document.num_tokens
+    if filling and len(lengths) == 1:
+        lengths[0] += filling
+    elif filling:
+        lengths.append(filling)
+        shared.append((0, 0))
+    return tuple(lengths), tuple(shared) if any(length for _, length in shared) else ()
 
 
 def _part_of(num_tokens: int, asked: np.ndarray, part: tuple[int, int]) -> tuple[slice, np.ndarray]:
@@ -146,16 +237,15 @@ def _value_names(batch: Sequence[Datum]) -> list[str]:
     return sorted({name for datum in batch for completion in datum.completions for name in completion.values})
 
 
-def _side_values(documents: Sequence[Document], batch: Sequence[Datum], name: str) -> np.ndarray:
+def _side_values(branches: Sequence[tuple[Document, Branch]], batch: Sequence[Datum], name: str) -> np.ndarray:
     parts = []
-    for document in documents:
+    for document, branch in branches:
         if document.datum < 0:
             parts.append(np.zeros(1))
             continue
         datum = batch[document.datum]
-        completion = datum.completions[document.completion]
+        completion = datum.completions[branch.completion]
         if name not in completion.values:
             raise ValueError(f"{datum.origin or 'a datum'} has no {name!r}, which other rows of the batch have")
-        values = np.asarray(completion.values[name], dtype=np.float64)
-        parts.append(values[document.asked - (len(datum.prompt) - 1)])
+        parts.append(np.asarray(completion.values[name], dtype=np.float64)[branch.supervised])
     return np.concatenate(parts)

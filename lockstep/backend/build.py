@@ -46,10 +46,11 @@ def build_policy(
     activation_checkpointing: str,
     compile_layers: bool,
     parallel: ParallelConfig,
+    logits_gib: float = 2.5,
 ) -> Built:
-    """Rank 0's weights win."""
-    chunk_tokens = 4096 if group.device.type == "cuda" else 512
-    policy = Policy(model, chunk_tokens=chunk_tokens)
+    """Rank 0's weights win. `logits_gib`: memory for logits, at most; with less of it the head takes more passes."""
+    dtype = compute_dtype or next(model.parameters()).dtype
+    policy = Policy(model, **_head_memory(model, group.device, dtype, logits_gib))
     # Taken before anything is split: the whole tensors are what every rank gets its part of.
     weights = _full_weights(policy) if group.rank == 0 else None
     if group.degrees.tensor > 1:
@@ -64,7 +65,7 @@ def build_policy(
     # Its products are added to in place: neither split layers nor kept results bear that.
     if not compile_layers and group.degrees.tensor == 1 and activation_checkpointing != "selective":
         speed_up_eager(model)
-    policy.use_variable_length(group.device, compute_dtype or next(model.parameters()).dtype)
+    policy.use_variable_length(group.device, dtype)
     if group.degrees.sharded:
         assert group.mesh is not None
         roots: list[nn.Module] = [*stages.values()] or [policy]
@@ -85,6 +86,13 @@ def build_policy(
     if group.degrees.replicate > 1 and not group.degrees.sharded:
         module = replicate(policy, group.device, parallel.compression)
     return Built(policy.train(), module, stages, num_stages)
+
+
+def _head_memory(model: nn.Module, device: torch.device, dtype: torch.dtype, gib: float) -> dict[str, int]:
+    """Large products keep a GPU busy; a CPU is quickest where a chunk stays in its caches."""
+    granted = int(gib * 2**30)
+    fits = granted // (causal_lm(model).config.get_text_config().vocab_size * dtype.itemsize)
+    return {"chunk_tokens": min(8192 if device.type == "cuda" else 512, max(fits, 128)), "kept_bytes": granted}
 
 
 def cut_stages(policy: Policy, group: Group, schedule: str) -> tuple[dict[int, Stage], int]:

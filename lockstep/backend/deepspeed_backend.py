@@ -18,19 +18,19 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from lockstep.algorithms.losses import LOSSES
-from lockstep.backend import state
-from lockstep.backend.batching import Document, MicroBatch, Share, documents_of, share_of, to_micro_batch
+from lockstep.backend import state, stepping
+from lockstep.backend.batching import MicroBatch, documents_of, share_of, to_micro_batch
 from lockstep.backend.build import build_policy, settle_dtypes
 from lockstep.backend.deepspeed_config import settle_config, wanted_precision
 from lockstep.backend.probe import check_policy
-from lockstep.backend.torch_backend import _losses, _spread, agree_on_precision, join_group
+from lockstep.backend.reference import AdapterOff
+from lockstep.backend.stepping import Found, Work
+from lockstep.backend.torch_backend import agree_on_precision, join_group
 from lockstep.backend.zero_pieces import MOMENTS, ZeroPieces, whole_shape
 from lockstep.config import ParallelConfig
 from lockstep.config.parallel import ONE_RANK
@@ -61,6 +61,8 @@ class DeepSpeedBackend:
         activation_checkpointing: str = "none",
         activation_offload: bool = False,
         compile: bool | str = "auto",
+        logits_gib: float = 2.5,
+        reference: str = "none",
         device: str = "auto",
         seed: int = 0,
         timeout_s: float = 600.0,
@@ -70,6 +72,8 @@ class DeepSpeedBackend:
         self.device = self.group.device
         self.micro_batch_tokens, self._offloads = micro_batch_tokens, activation_offload
         _refuse_other_axes(self.group)
+        if reference not in ("none", "adapter_off"):
+            raise ValueError(f"the reference {reference!r} needs parallel.backend torch: use precomputed, or LoRA")
         self.precision = agree_on_precision(wanted_precision(given or {}, precision), self.group)
         settings = settle_config(
             given or {}, stage=zero_stage, offload=offload, precision=self.precision, max_grad_norm=max_grad_norm
@@ -93,9 +97,11 @@ class DeepSpeedBackend:
             activation_checkpointing=activation_checkpointing,
             compile_layers=compiled,
             parallel=ParallelConfig(),
+            logits_gib=logits_gib,
         ).policy
         exact = self._cast(narrow)
-        self._optimizer = _build_optimizer(self.parameters(), self.device)
+        self._reference = AdapterOff(model) if reference == "adapter_off" else None
+        self._optimizer = stepping.build_optimizer(self.parameters(), self.device)
         self._engine = self._start_engine(settings)
         _set_deadlines(_process_groups() - before, timeout_s)
         self.pieces = ZeroPieces(self._deepspeed, self._engine, self._optimizer, self.group)
@@ -110,47 +116,46 @@ class DeepSpeedBackend:
         """What is trained, by the names that the model itself uses; with stage 3 without their content."""
         return {name: p for name, p in self.policy.model.named_parameters() if p.requires_grad}
 
-    def forward(self, batch: Sequence[Datum]) -> list[Logprobs]:
-        documents = documents_of(batch)
-        share = self._share(documents)
-        found = torch.zeros(share.num_asked, dtype=torch.float64, device=self.device)
-        with self._evaluation():
-            for micro_batch in self._micro_batches(share, batch, LossSpec()):
-                logprobs = self._engine(micro_batch.packed)
-                real = torch.from_numpy(micro_batch.rows >= 0).to(self.device)
-                found[micro_batch.places[real]] = logprobs.double()[real]
-        return _spread(self.group.sum(found).tolist(), documents, batch)
+    def forward(self, batch: Sequence[Datum], *, reference: bool = False) -> list[Logprobs]:
+        work = self._work(batch, LossSpec())
+        found = self._reference_logprobs(work) if reference else [f.logprobs for f in self._logprobs(work)]
+        values = stepping.gather(work, found, self.group)
+        return stepping.spread(values.tolist(), work.documents, batch)
 
     def forward_backward(self, batch: Sequence[Datum], loss: LossSpec) -> LossResult:
-        if loss.kind not in LOSSES:
-            raise ValueError(f"unknown loss {loss.kind!r}: known are {', '.join(LOSSES)}")
-        share = self._share(documents_of(batch))
-        if share.num_asked == 0:
+        names = stepping.metric_names(loss)
+        work = self._work(batch, loss)
+        if work.share.num_asked == 0:
             raise ValueError(f"nothing to learn in this batch of {len(batch)} rows: every weight is zero")
-        names = sorted(["loss", *LOSSES[loss.kind].metrics])
+        reference = self._reference_logprobs(work) if loss.reference else None
         sums = torch.zeros(len(names), dtype=torch.float64, device=self.device)
-        guilty = torch.zeros(len(batch), dtype=torch.float64, device=self.device)
-        for micro_batch in self._micro_batches(share, batch, loss):
-            metrics, logprobs = self._backward(micro_batch, loss)
-            sums += torch.stack([metrics[name].detach().double() for name in names])
-            broken = ~torch.isfinite(logprobs).cpu().numpy() & (micro_batch.rows >= 0)
-            guilty[torch.from_numpy(np.unique(micro_batch.rows[broken]))] = 1
+        micro_batches, carried = work.micro_batches, loss
+        if not stepping.is_direct(loss, work, num_parts=1):
+            found = self._logprobs(work, collision=stepping.find_loss(loss).needs_collision(loss.options))
+            slopes, metrics = stepping.find_slopes(work, loss, found, reference, self.group)
+            micro_batches, carried = [stepping.with_slopes(m, slopes) for m in micro_batches], stepping.SLOPES
+            sums += stepping.stack(metrics, names) * (self.group.rank == 0)
+        elif reference is not None:
+            micro_batches = [stepping.with_reference(m, r) for m, r in zip(micro_batches, reference, strict=True)]
+        passes = [self._backward(micro_batch, carried) for micro_batch in micro_batches]
+        if carried is loss:
+            sums += sum(stepping.stack(metrics, names) for metrics, _ in passes)
         self._has_gradients = True
+        guilty = stepping.flag_rows(work, [logprobs for _, logprobs in passes], self.device)
         totals = self.group.sum(torch.cat([sums, guilty])).tolist()
         values = dict(zip(names, totals))
         loss_sum = values.pop("loss")
-        flags = totals[len(names) :]
-        bad = tuple(datum.origin or f"row {i} of the batch" for i, datum in enumerate(batch) if flags[i])
-        found = LossValues(loss_sum, values, () if math.isfinite(loss_sum) else bad)
-        return LossResult(lambda: found, num_tokens=share.num_tokens, num_supervised=share.num_asked)
+        bad = stepping.name_rows(totals[len(names) :], batch)
+        result = LossValues(loss_sum, values, () if math.isfinite(loss_sum) else bad)
+        return LossResult(lambda: result, num_tokens=work.share.num_tokens, num_supervised=work.share.num_asked)
+
+    def mix_reference(self, share: float) -> None:
+        raise ValueError("a reference that follows the policy needs parallel.backend torch")
 
     def optim_step(self, step: OptimStep) -> OptimResult:
         norm = 0.0
         if self._has_gradients:
-            for group in self._optimizer.param_groups:
-                group["lr"], group["eps"] = step.learning_rate, step.eps
-                group["betas"] = (step.beta1, step.beta2)
-                group["weight_decay"] = step.weight_decay if group["decays"] else 0.0
+            stepping.set_step(self._optimizer, step)
             self._engine.optimizer.clip_grad = step.max_grad_norm or 0.0
             self._engine.step()  # leaves a step out whose norm is not finite
             norm = float(self._engine.get_global_grad_norm())
@@ -280,26 +285,38 @@ class DeepSpeedBackend:
         finally:
             self.policy.train()
 
-    def _share(self, documents: Sequence[Document]) -> Share:
-        return share_of(
+    def _work(self, batch: Sequence[Datum], loss: LossSpec) -> Work:
+        documents = documents_of(batch, max_shared_tokens=self.micro_batch_tokens * self.policy.shares_prompts)
+        share = share_of(
             documents,
             rank=self.group.data_rank,
             num_ranks=self.group.degrees.data,
             budget_tokens=self.micro_batch_tokens,
             max_documents=None if self.policy.packs else 1,
         )
-
-    def _micro_batches(self, share: Share, batch: Sequence[Datum], loss: LossSpec) -> list[MicroBatch]:
         multiple_of = 128 if self.device.type == "cuda" and self.policy.packs else 1  # whole tiles for matrix kernels
-        return [
+        micro_batches = [
             to_micro_batch(part, batch, loss, self.device, torch.float32, multiple_of) for part in share.micro_batches
         ]
+        return Work(batch, documents, share, micro_batches)
+
+    def _logprobs(self, work: Work, *, collision: bool = False) -> list[Found]:
+        """Of each micro-batch, without gradient."""
+        with self._evaluation():
+            results = [self._engine(m.packed, collision=collision) for m in work.micro_batches]
+        return [Found(*result) if collision else Found(result) for result in results]
+
+    def _reference_logprobs(self, work: Work) -> list[Tensor]:
+        if self._reference is None:
+            raise ValueError("this backend was built without a reference: give it reference='adapter_off'")
+        with self._reference.in_place():
+            return [found.logprobs for found in self._logprobs(work)]
 
     def _backward(self, micro_batch: MicroBatch, loss: LossSpec) -> tuple[dict[str, Tensor], Tensor]:
         call, scale = functools.partial(self._engine, micro_batch.packed), self._loss_scale
         with torch.autograd.graph.save_on_cpu(self.device.type == "cuda") if self._offloads else nullcontext():
             # DeepSpeed divides by the number of ranks when it adds up their gradients, and losses are sums.
-            total, metrics, logprobs = _losses(micro_batch, loss, call, self.group.num_ranks * scale)
+            total, metrics, logprobs = stepping.compute_losses(micro_batch, loss, call, self.group.num_ranks * scale)
         self._engine.backward(total / scale)  # which multiplies by the scale again
         return metrics, logprobs
 
@@ -345,15 +362,6 @@ def _set_deadlines(groups: set[dist.ProcessGroup], timeout_s: float) -> None:
     """DeepSpeed gives the groups it makes torch's own deadline; there is no public way to pass ours (torch 2.13)."""
     for group in groups:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
-
-
-def _build_optimizer(parameters: dict[str, nn.Parameter], device: torch.device) -> torch.optim.AdamW:
-    """Norms and biases (one-dimensional parameters) do not decay. DeepSpeed puts its pieces into the groups."""
-    groups: dict[bool, list[nn.Parameter]] = {}
-    for p in parameters.values():
-        groups.setdefault(p.ndim >= 2, []).append(p)
-    listed = [{"params": members, "decays": decays} for decays, members in groups.items()]
-    return torch.optim.AdamW(listed, lr=0.0, fused=device.type == "cuda")
 
 
 def _stand_in(parameters: Mapping[str, nn.Parameter], moments: Mapping[Tensor, dict[str, Tensor]]) -> torch.optim.AdamW:

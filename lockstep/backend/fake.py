@@ -1,7 +1,7 @@
 """A TrainingBackend without a model, for tests of loops: one number learns to be near the tokens it is shown.
 
 Deterministic and pure Python. It remembers every call, and can be told to give a loss that is not a number or to
-fail at a step. Must not know torch.
+fail at a step. Its reference is a second number. Must not know torch.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
-from lockstep.types import Datum, Logprobs, LossResult, LossSpec, LossValues, OptimResult, OptimStep
+from lockstep.types import Completion, Datum, Logprobs, LossResult, LossSpec, LossValues, OptimResult, OptimStep
 
 _STATE = "state.json"
 
@@ -25,7 +26,8 @@ class Call:
     name: str
     step: int
     batch: tuple[Datum, ...] = ()
-    argument: LossSpec | OptimStep | Path | None = None
+    argument: LossSpec | OptimStep | Path | float | None = None
+    reference: bool = False
 
     @property
     def origins(self) -> list[str]:
@@ -34,6 +36,8 @@ class Call:
 
 class FakeBackend:
     """The log-prob of token t is -(weight - t % 7)^2 / 2; the optimizer is SGD with momentum `beta1`.
+
+    Of the losses of preferences it knows the plainest: sigmoid on pairs, and that of kto without its weights.
 
     `failures` maps (method, steps made before the call) to what it raises; save_state puts it into its future.
     `nonfinite_at` are steps, counted from 1, whose loss and gradient are nan because of the first row.
@@ -47,6 +51,7 @@ class FakeBackend:
         failures: Mapping[tuple[str, int], Exception] | None = None,
     ) -> None:
         self.weight, self.momentum, self.step = 20.0, 0.0, 0
+        self.reference = self.weight
         self.calls: list[Call] = []
         self._deferred, self._nonfinite_at, self._failures = deferred, nonfinite_at, failures or {}
         self._gradient = 0.0
@@ -54,21 +59,17 @@ class FakeBackend:
     def calls_of(self, name: str) -> list[Call]:
         return [call for call in self.calls if call.name == name]
 
-    def forward(self, batch: Sequence[Datum]) -> list[Logprobs]:
-        self._note(Call("forward", self.step, tuple(batch)))
-        return [[self._logprobs(c.tokens, c.weights) for c in datum.completions] for datum in batch]
+    def forward(self, batch: Sequence[Datum], *, reference: bool = False) -> list[Logprobs]:
+        self._note(Call("forward", self.step, tuple(batch), reference=reference))
+        weight = self.reference if reference else self.weight
+        return [[_logprobs(weight, c.tokens, c.weights) for c in datum.completions] for datum in batch]
 
     def forward_backward(self, batch: Sequence[Datum], loss: LossSpec) -> LossResult:
         self._note(Call("forward_backward", self.step, tuple(batch), loss))
-        supervised = [
-            (float(w), self.weight - t % 7)
-            for datum in batch
-            for completion in datum.completions
-            for t, w in zip(completion.tokens, completion.weights, strict=True)
-            if w
-        ]
-        values = LossValues(loss.scale * sum(w * d * d / 2 for w, d in supervised))
-        self._gradient += loss.scale * sum(w * d for w, d in supervised)
+        found = [self._LOSSES[loss.kind](self, datum, loss) for datum in batch]
+        metrics = {name: sum(m[name] for _, _, m in found) for name in found[0][2]}
+        values = LossValues(loss.scale * sum(value for value, _, _ in found), metrics)
+        self._gradient += loss.scale * sum(slope for _, slope, _ in found)
         if self.step + 1 in self._nonfinite_at:
             values = LossValues(math.nan, nonfinite_origins=(batch[0].origin,))
             self._gradient = math.nan
@@ -78,8 +79,9 @@ class FakeBackend:
             self._note(seen)
             return values
 
-        num_tokens = sum(datum.num_tokens for datum in batch)
-        return LossResult(read, num_tokens=num_tokens, num_supervised=len(supervised), deferred=self._deferred)
+        num_tokens = sum(len(datum.prompt) + sum(len(c.tokens) for c in datum.completions) for datum in batch)
+        num_supervised = sum(datum.num_supervised for datum in batch)
+        return LossResult(read, num_tokens=num_tokens, num_supervised=num_supervised, deferred=self._deferred)
 
     def optim_step(self, step: OptimStep) -> OptimResult:
         self._note(Call("optim_step", self.step, argument=step))
@@ -91,11 +93,16 @@ class FakeBackend:
         self.step += 1
         return OptimResult(lambda: abs(norm), deferred=self._deferred)
 
+    def mix_reference(self, share: float) -> None:
+        self._note(Call("mix_reference", self.step, argument=share))
+        self.reference = share * self.weight + (1 - share) * self.reference
+
     def save_state(self, path: Path) -> Future[None]:
         written: Future[None] = Future()
         try:
             self._note(Call("save_state", self.step, argument=path))
-            state = {"weight": self.weight, "momentum": self.momentum, "step": self.step}
+            names = ("weight", "momentum", "step", "reference")
+            state = {name: getattr(self, name) for name in names}
             (path / _STATE).write_text(json.dumps(state))
             written.set_result(None)
         except Exception as error:
@@ -105,7 +112,7 @@ class FakeBackend:
     def load_state(self, path: Path, *, with_optimizer: bool) -> None:
         self._note(Call("load_state", self.step, argument=path))
         state = json.loads((path / _STATE).read_text())
-        self.weight = state["weight"]
+        self.weight, self.reference = state["weight"], state["reference"]
         if with_optimizer:
             self.momentum, self.step = state["momentum"], state["step"]
 
@@ -122,5 +129,60 @@ class FakeBackend:
         if (call.name, call.step) in self._failures:
             raise self._failures[(call.name, call.step)]
 
-    def _logprobs(self, tokens: Sequence[int], weights: Sequence[float]) -> list[float]:
-        return [-((self.weight - t % 7) ** 2) / 2 if w else 0.0 for t, w in zip(tokens, weights, strict=True)]
+    # --- losses of one datum: (value, its slope in the weight, metrics) ---------------------------------------------
+
+    def _cross_entropy(self, datum: Datum, loss: LossSpec) -> tuple[float, float, dict[str, float]]:
+        sums = [self._sum(completion) for completion in datum.completions]
+        return -sum(value for value, _ in sums), -sum(slope for _, slope in sums), {}
+
+    def _preference(self, datum: Datum, loss: LossSpec) -> tuple[float, float, dict[str, float]]:
+        beta = loss.options["beta"]
+        (chosen, up), (rejected, down) = (self._sum(completion) for completion in datum.completions)
+        rewards = [
+            beta * (value - self._reference_sum(completion, loss))
+            for value, completion in zip((chosen, rejected), datum.completions, strict=True)
+        ]
+        margin = rewards[0] - rewards[1]
+        metrics = {"chosen_reward": rewards[0], "rejected_reward": rewards[1], "margin": margin}
+        metrics |= {"accuracy": float(margin > 0), "chosen_logprob": chosen, "rejected_logprob": rejected}
+        return _softplus(-margin), -beta * _sigmoid(-margin) * (up - down), metrics
+
+    def _kto(self, datum: Datum, loss: LossSpec) -> tuple[float, float, dict[str, float]]:
+        beta, kl = loss.options["beta"], loss.options["kl"]
+        (completion,) = datum.completions
+        value, slope = self._sum(completion)
+        ratio = value - self._reference_sum(completion, loss)
+        wanted = float(completion.values["label"][0])
+        sign = 1 if wanted else -1
+        right = _sigmoid(sign * beta * (ratio - kl))
+        reward = beta * ratio
+        metrics = {"chosen_reward": wanted * reward, "rejected_reward": (1 - wanted) * reward, "kl": kl}
+        metrics |= {"chosen_logprob": wanted * value, "rejected_logprob": (1 - wanted) * value}
+        metrics |= {"num_chosen": wanted, "num_rejected": 1 - wanted}
+        return 1 - right, -sign * beta * right * (1 - right) * slope, metrics
+
+    _LOSSES: ClassVar = {"cross_entropy": _cross_entropy, "preference": _preference, "kto": _kto}
+
+    def _sum(self, completion: Completion) -> tuple[float, float]:
+        """The weighted log-prob of an answer, and its slope in the weight."""
+        pairs = [(float(w), self.weight - t % 7) for t, w in zip(completion.tokens, completion.weights, strict=True)]
+        return -sum(w * d * d / 2 for w, d in pairs), -sum(w * d for w, d in pairs)
+
+    def _reference_sum(self, completion: Completion, loss: LossSpec) -> float:
+        if loss.reference:
+            found: Sequence[float] = _logprobs(self.reference, completion.tokens, completion.weights)
+        else:
+            found = completion.values["reference_logprobs"]
+        return sum(float(w) * float(lp) for w, lp in zip(completion.weights, found, strict=True))
+
+
+def _logprobs(weight: float, tokens: Sequence[int], weights: Sequence[float]) -> list[float]:
+    return [-((weight - t % 7) ** 2) / 2 if w else 0.0 for t, w in zip(tokens, weights, strict=True)]
+
+
+def _sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
+
+
+def _softplus(x: float) -> float:
+    return max(x, 0.0) + math.log1p(math.exp(-abs(x)))

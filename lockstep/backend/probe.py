@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
+from lockstep.model.attention import Layout
 from lockstep.model.load import DTYPES
 from lockstep.model.policy import PackedTokens, Policy, causal_lm
 from lockstep.model.stages import Stage, head_alone
@@ -35,8 +36,11 @@ def check_policy(
         if policy.packs and not _isolates(policy, device, _ROUNDING[precision]):
             policy.stop_packing()
             warnings.append(f"{name} does not keep packed documents apart: documents are computed one by one, slower")
+        if policy.shares_prompts and not _follows_shared_prompts(policy, device, _ROUNDING[precision]):
+            policy.shares_prompts = False
+            warnings.append(f"{name} does not let answers share a prompt: prompts are computed once an answer, slower")
         probe = _pack([_tokens(policy, 7, 12)], device)
-        fast, plain = policy(probe).double(), policy(probe, reference=True)
+        fast, plain = policy(probe).double(), policy(probe, own=True)
     if not bool(torch.isfinite(plain).all()):
         raise ValueError(f"{name} gives log-probs that are not numbers: its weights hold nan or inf, or overflow")
     difference = float((fast - plain).abs().max())
@@ -80,7 +84,9 @@ def check_stages(
 def _check_head(policy: Policy, packed: PackedTokens, hidden: Tensor, rounding: float) -> None:
     """Ours against the model's own, both from the last hidden states."""
     fast = policy.apply_head(hidden, packed, None).double()
-    logits = head_alone(policy)(inputs_embeds=hidden[None], use_cache=False, packed_lengths=packed.lengths).logits
+    logits = head_alone(policy)(
+        inputs_embeds=hidden[None], use_cache=False, packed_layout=Layout(packed.lengths)
+    ).logits
     every = torch.log_softmax(logits[0, packed.asked].double(), dim=-1)
     difference = float((fast - every.gather(1, packed.targets[:, None])[:, 0]).abs().max())
     if not difference <= rounding:
@@ -101,6 +107,18 @@ def _isolates(policy: Policy, device: torch.device, rounding: float) -> bool:
     except (TypeError, ValueError):  # the model does not pass document lengths on to its attention
         return False
     return bool((seen[0] - seen[1]).abs().max() <= rounding / 100 and (seen[0] - alone).abs().max() <= rounding)
+
+
+def _follows_shared_prompts(policy: Policy, device: torch.device, rounding: float) -> bool:
+    """Two answers behind one prompt have the log-probs that each has behind a prompt of its own."""
+    prompt, first, second = _tokens(policy, 7, 6), _tokens(policy, 3, 5), _tokens(policy, 1, 8)
+    tokens = torch.cat([prompt, first, second]).to(device)
+    positions = torch.cat([torch.arange(11), 6 + torch.arange(8)]).to(device)
+    asked = torch.cat([torch.arange(10), torch.tensor([5]), 11 + torch.arange(7)]).to(device)
+    targets = torch.cat([tokens[1:11], tokens[11:]])
+    together = policy(PackedTokens(tokens, positions, (11, 8), asked, targets, ((0, 0), (0, 6)))).double()
+    alone = [policy(_pack([torch.cat([prompt, answer])], device)).double() for answer in (first, second)]
+    return bool((together - torch.cat([alone[0], alone[1][5:]])).abs().max() <= rounding)
 
 
 def _tokens(policy: Policy, start: int, count: int) -> Tensor:

@@ -66,10 +66,10 @@ def load(
     optimizer: torch.optim.Optimizer | None,
     group: Group,
     numbers: Mapping[str, Tensor] | None = None,
-) -> None:
+) -> set[str]:
     """Read in place. Random generators come back if the layout is the one they were saved with. All ranks.
 
-    `numbers` come back where they were saved.
+    `numbers` come back where they were saved. Returns the names of what was read.
     """
     if optimizer is not None:
         _prepare_moments(parameters, optimizer)
@@ -91,6 +91,7 @@ def load(
         no_dist=group.num_ranks == 1,
     )
     _set_random_state(wanted, group)
+    return set(wanted)
 
 
 def gather(model: nn.Module, group: Group) -> dict[str, Tensor]:

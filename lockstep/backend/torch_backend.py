@@ -16,18 +16,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.algorithms.losses import LOSSES
-from lockstep.backend import state
-from lockstep.backend.batching import Document, MicroBatch, Share, documents_of, share_of, to_micro_batch
+from lockstep.backend import state, stepping
+from lockstep.backend.batching import MicroBatch, Share, documents_of, share_of, to_micro_batch
 from lockstep.backend.build import build_policy, settle_dtypes, split_tokens
 from lockstep.backend.pipelined import PipelinedPasses
 from lockstep.backend.probe import check_policy, check_stages
+from lockstep.backend.reference import make_reference
+from lockstep.backend.stepping import Found, Work, read_later
 from lockstep.config import ParallelConfig
 from lockstep.data.packing import Cost
 from lockstep.model.export import save_weights
@@ -40,7 +39,7 @@ from lockstep.parallel.scaling import LossScale
 from lockstep.parallel.shard import reshard, unsharded
 from lockstep.parallel.traffic import Traffic
 from lockstep.plan.traffic import Theory
-from lockstep.types import Datum, Logprobs, LossResult, LossSpec, LossValues, OptimResult, OptimStep, Pending
+from lockstep.types import Datum, Logprobs, LossResult, LossSpec, LossValues, OptimResult, OptimStep
 
 
 class TorchBackend:
@@ -56,11 +55,14 @@ class TorchBackend:
         activation_checkpointing: str = "none",
         activation_offload: bool = False,
         compile: bool | str = "auto",
+        logits_gib: float = 2.5,
+        reference: str = "none",
         device: str = "auto",
         seed: int = 0,
         timeout_s: float = 600.0,
         group: Group | None = None,
     ) -> None:
+        """`reference`: none, adapter_off or copy: what `forward(reference=True)` and LossSpec.reference mean."""
         parallel = parallel or ParallelConfig()
         self.group = group or join_group(device, parallel, timeout_s)
         self.device = self.group.device
@@ -78,6 +80,7 @@ class TorchBackend:
             activation_checkpointing=activation_checkpointing,
             compile_layers=compiles,
             parallel=parallel,
+            logits_gib=logits_gib,
         )
         self.policy, self._module = built.policy, built.module
         self._pipelined = PipelinedPasses(built, self.group, parallel.schedule) if built.stages else None
@@ -96,7 +99,9 @@ class TorchBackend:
         if self.group.degrees.context > 1:
             split_tokens(self.policy, self.group)
         self._cost = Cost.from_hidden_size(causal_lm(model).config.get_text_config().hidden_size)
-        self._optimizer = _build_optimizer(self.parameters(), self.device)
+        self._reference = make_reference(reference, model, self.parameters())
+        self._reference_moved = False
+        self._optimizer = stepping.build_optimizer(self.parameters(), self.device)
         self._traffic = Traffic(self.group, unseen=("tensor", "context") if compiles else ())
         compute_bytes = DTYPES[self.precision].itemsize
         self._theory = Theory(self.policy, self.group.degrees, parallel, compute_bytes, built.stages, built.num_stages)
@@ -106,51 +111,41 @@ class TorchBackend:
         """What is trained, by the names that the model itself uses."""
         return {name: p for name, p in self.policy.model.named_parameters() if p.requires_grad}
 
-    def forward(self, batch: Sequence[Datum]) -> list[Logprobs]:
-        documents = documents_of(batch)
-        share = self._share(documents)
-        found = torch.zeros(share.num_asked, dtype=torch.float64, device=self.device)
-        micro_batches = self._micro_batches(share, batch, LossSpec())
-
-        def keep(micro_batch: MicroBatch, logprobs: Tensor) -> None:
-            # Every rank fills its own places and the rest is zero: the sum puts the batch together exactly.
-            real = torch.from_numpy(micro_batch.rows >= 0).to(self.device)
-            if self.group.counts:
-                found[micro_batch.places[real]] = logprobs.double()[real]
-
-        with self._evaluation():
-            if self._pipelined is None:
-                for micro_batch in micro_batches:
-                    keep(micro_batch, self._module(micro_batch.packed))
-            else:
-                self._forward_stages(micro_batches, keep)
-        return _spread(self.group.sum(found).tolist(), documents, batch)
+    def forward(self, batch: Sequence[Datum], *, reference: bool = False) -> list[Logprobs]:
+        work = self._work(batch, LossSpec())
+        with self._as_reference() if reference else contextlib.nullcontext():
+            found = self._logprobs(work)
+        values = stepping.gather(work, [f.logprobs for f in found], self.group)
+        return stepping.spread(values.tolist(), work.documents, batch)
 
     def forward_backward(self, batch: Sequence[Datum], loss: LossSpec) -> LossResult:
-        if loss.kind not in LOSSES:
-            raise ValueError(f"unknown loss {loss.kind!r}: known are {', '.join(LOSSES)}")
-        share = self._share(documents_of(batch))
-        if share.num_asked == 0:
+        names = stepping.metric_names(loss)
+        work = self._work(batch, loss)
+        if work.share.num_asked == 0:
             raise ValueError(f"nothing to learn in this batch of {len(batch)} rows: every weight is zero")
-        micro_batches = self._micro_batches(share, batch, loss)
-        names = sorted(["loss", *LOSSES[loss.kind].metrics])
         sums = torch.zeros(len(names), dtype=torch.float64, device=self.device)
         with self._traffic.counting():
-            passes = self._passes(micro_batches, loss)
-            for metrics, _ in passes:
-                sums += torch.stack([metrics[name].detach().double() for name in names])
+            reference = self._reference_logprobs(work) if loss.reference else None
+            if stepping.is_direct(loss, work, self.group.degrees.context):
+                passes = self._passes(_with_references(work.micro_batches, reference), loss)
+                for metrics, _ in passes:
+                    sums += stepping.stack(metrics, names) * self.group.counts
+            else:
+                metrics, passes = self._passes_by_slopes(work, loss, reference)
+                sums += stepping.stack(metrics, names) * (self.group.rank == 0)  # every rank knows them, one says them
             # What every rank has to say of itself travels with the loss: no message of its own.
-            totals = self.group.sum(torch.cat([sums * self.group.counts, self._traffic.facts()]))
-        suspects = list(zip(micro_batches, (logprobs for _, logprobs in passes)))
-        numbers, traffic = read_later(totals), self._describe_traffic(share, micro_batches)
+            totals = self.group.sum(torch.cat([sums, self._traffic.facts()]))
+        seen = [logprobs for _, logprobs in passes]
+        numbers, traffic = read_later(totals), self._describe_traffic(work)
 
         def read() -> LossValues:
             found = numbers.result()
             values = dict(zip(names, found[: len(names)], strict=True))
             loss_sum = values.pop("loss")
-            bad = () if math.isfinite(loss_sum) else self._nonfinite_origins(suspects, batch)
+            bad = () if math.isfinite(loss_sum) else self._nonfinite_origins(work, seen)
             return LossValues(loss_sum, {**values, **traffic(found[len(names) :])}, bad)
 
+        share = work.share
         return LossResult(read, num_tokens=share.num_tokens, num_supervised=share.num_asked, deferred=numbers.deferred)
 
     def optim_step(self, step: OptimStep) -> OptimResult:
@@ -162,10 +157,7 @@ class TorchBackend:
         numbers = read_later(norm.reshape(1))
         if step.max_grad_norm is not None or self._loss_scale != 1.0:
             clip(parameters, norm, step.max_grad_norm or math.inf, scale=1 / self._loss_scale)
-        for group in self._optimizer.param_groups:
-            group["lr"], group["eps"] = step.learning_rate, step.eps
-            group["betas"] = (step.beta1, step.beta2)
-            group["weight_decay"] = step.weight_decay if group["decays"] else 0.0
+        stepping.set_step(self._optimizer, step)
         if self._skips_on_device:
             # A gradient that is not finite is left out by the fused kernel itself: nobody has to wait for the norm.
             self._optimizer.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
@@ -184,17 +176,27 @@ class TorchBackend:
     def _loss_scale(self) -> float:
         return 1.0 if self._scale is None else self._scale.value
 
+    def mix_reference(self, share: float) -> None:
+        if self._reference is None:
+            raise ValueError("this backend was built without a reference")
+        self._reference.mix(share)
+        self._reference_moved = True
+
     def save_state(self, path: Path) -> Future[None]:
-        return state.save(path, self.parameters(), self._optimizer, self.group, self._numbers())
+        moved = self._reference_moved and self._reference is not None
+        numbers = self._numbers() | (self._reference.state() if moved and self._reference else {})
+        return state.save(path, self.parameters(), self._optimizer, self.group, numbers)
 
     def load_state(self, path: Path, *, with_optimizer: bool = True) -> None:
-        numbers = self._numbers()
-        state.load(path, self.parameters(), self._optimizer if with_optimizer else None, self.group, numbers)
+        numbers, kept = self._numbers(), self._reference.state() if self._reference else {}
+        optimizer = self._optimizer if with_optimizer else None
+        found = state.load(path, self.parameters(), optimizer, self.group, {**numbers, **kept})
+        self._reference_moved = bool(found & kept.keys())
         if self._scale is not None:
             self._scale.restore(numbers["loss_scale"].tolist())
 
     def _numbers(self) -> dict[str, Tensor]:
-        """What the next steps depend on besides parameters and optimizer."""
+        """What the next steps depend on besides parameters, optimizer and reference."""
         if self._scale is None:
             return {}
         return {"loss_scale": torch.tensor(self._scale.state(), dtype=torch.float64)}
@@ -223,19 +225,21 @@ class TorchBackend:
         self.policy.stop_packing()  # the model is its owner's again, also for generating
         self.group.leave()
 
-    def _share(self, documents: Sequence[Document]) -> Share:
+    def _work(self, batch: Sequence[Datum], loss: LossSpec) -> Work:
+        budget = self.micro_batch_tokens * self.group.degrees.context
+        documents = documents_of(batch, max_shared_tokens=budget if self.policy.shares_prompts else 0)
         share = share_of(
             documents,
             rank=self.group.data_rank,
             num_ranks=self.group.degrees.data,
-            budget_tokens=self.micro_batch_tokens * self.group.degrees.context,
+            budget_tokens=budget,
             max_documents=None if self.policy.packs else 1,
             cost=self._cost,
         )
-        if self._pipelined is None:
-            return share
-        missing = self._pipelined.num_micro_batches(len(share.micro_batches)) - len(share.micro_batches)
-        return replace(share, micro_batches=(*share.micro_batches, *([()] * missing)))
+        if self._pipelined is not None:
+            missing = self._pipelined.num_micro_batches(len(share.micro_batches)) - len(share.micro_batches)
+            share = replace(share, micro_batches=(*share.micro_batches, *([()] * missing)))
+        return Work(batch, documents, share, self._micro_batches(share, batch, loss))
 
     def _micro_batches(self, share: Share, batch: Sequence[Datum], loss: LossSpec) -> list[MicroBatch]:
         dtype = torch.float64 if self.precision == "fp64" else torch.float32
@@ -244,24 +248,41 @@ class TorchBackend:
         context = (self.group.place("context"), self.group.degrees.context)
         multiple_of *= context[1]
         if self._pipelined is not None:  # what passes between stages has one size
-            longest = max(sum(len(d.tokens) for d in part) for part in share.micro_batches)
+            longest = max(sum(d.num_tokens for d in part) for part in share.micro_batches)
             multiple_of *= -(-max(longest, 2) // multiple_of)
         return [
             to_micro_batch(part, batch, loss, self.device, dtype, multiple_of, context) for part in share.micro_batches
         ]
 
-    def _describe_traffic(
-        self, share: Share, micro_batches: Sequence[MicroBatch]
-    ) -> Callable[[Sequence[float]], dict[str, float]]:
+    def _describe_traffic(self, work: Work) -> Callable[[Sequence[float]], dict[str, float]]:
         """From every rank's facts to the metrics of this step's traffic: counted, and the least it could be."""
-        counts, num_shares = self._traffic.current, self.group.degrees.data
-        tokens, asked = (sum(len(getattr(m.packed, kind)) for m in micro_batches) for kind in ("tokens", "asked"))
-        least = self._theory.metrics(tokens, asked, len(micro_batches)) if self.group.num_ranks > 1 else {}
+        counts, num_shares, share = self._traffic.current, self.group.degrees.data, work.share
+        tokens, asked = (sum(len(getattr(m.packed, kind)) for m in work.micro_batches) for kind in ("tokens", "asked"))
+        least = self._theory.metrics(tokens, asked, len(work.micro_batches)) if self.group.num_ranks > 1 else {}
         if num_shares > 1:
             least["cost_balance"] = share.cost_balance
             least["token_balance"] = share.longest_share_tokens * num_shares / share.num_tokens
         # Counts are read late: the step's end adds to them.
         return lambda facts: {**self._traffic.read_facts(facts), **counts.as_metrics(), **least}
+
+    @contextlib.contextmanager
+    def _as_reference(self) -> Iterator[None]:
+        if self._reference is None:
+            raise ValueError("this backend was built without a reference: give it reference='copy' or 'adapter_off'")
+        with self._reference.in_place():
+            yield
+
+    def _reference_logprobs(self, work: Work) -> list[Tensor]:
+        with self._as_reference():
+            return [found.logprobs for found in self._logprobs(work)]
+
+    def _logprobs(self, work: Work, *, collision: bool = False) -> list[Found]:
+        """Of each micro-batch, without gradient; zeros on ranks that do not have the last stage."""
+        with self._evaluation():
+            if self._pipelined is not None:
+                return self._logprobs_of_stages(work.micro_batches, collision)
+            results = [self._module(m.packed, collision=collision) for m in work.micro_batches]
+        return [Found(*result) if collision else Found(result) for result in results]
 
     def _passes(self, micro_batches: list[MicroBatch], loss: LossSpec) -> list[tuple[dict[str, Tensor], Tensor]]:
         if self._pipelined is not None:
@@ -269,13 +290,22 @@ class TorchBackend:
         last = len(micro_batches) - 1
         return [self._backward(m, loss, last=i == last) for i, m in enumerate(micro_batches)]
 
+    def _passes_by_slopes(
+        self, work: Work, loss: LossSpec, reference: list[Tensor] | None
+    ) -> tuple[dict[str, Tensor], list[tuple[dict[str, Tensor], Tensor]]]:
+        """(metrics of the whole batch, passes), where a loss needs log-probs that lie in several micro-batches."""
+        found = self._logprobs(work, collision=stepping.find_loss(loss).needs_collision(loss.options))
+        slopes, metrics = stepping.find_slopes(work, loss, found, reference, self.group)
+        sloped = [stepping.with_slopes(m, slopes) for m in work.micro_batches]
+        return metrics, self._passes(sloped, stepping.SLOPES)
+
     def _backward(self, micro_batch: MicroBatch, loss: LossSpec, *, last: bool) -> tuple[dict[str, Tensor], Tensor]:
         """One pass. DDP communicates in the last of a batch, FSDP2 each time, to keep gradients sharded."""
         waits = isinstance(self._module, DistributedDataParallel) and not last
         quiet = self._module.no_sync() if waits else contextlib.nullcontext()  # type: ignore[operator]
         with quiet, self._narrowed(), self._offloaded():
             call = functools.partial(self._module, micro_batch.packed)
-            total, metrics, logprobs = _losses(micro_batch, loss, call, self._loss_scale)
+            total, metrics, logprobs = stepping.compute_losses(micro_batch, loss, call, self._loss_scale)
             total.backward()
         return metrics, logprobs
 
@@ -289,7 +319,7 @@ class TorchBackend:
         def finish(number: int, hidden: Tensor) -> Tensor:
             packed = micro_batches[number].packed
             apply = functools.partial(self.policy.apply_head, hidden, packed)
-            total, metrics, logprobs = _losses(micro_batches[number], loss, apply, self._loss_scale)
+            total, metrics, logprobs = stepping.compute_losses(micro_batches[number], loss, apply, self._loss_scale)
             found[number] = (metrics, logprobs)
             return total
 
@@ -297,15 +327,19 @@ class TorchBackend:
             self._pipelined.forward_backward(micro_batches, self._hidden_dtype, finish)
         return [found[i] for i in sorted(found)]
 
-    def _forward_stages(self, micro_batches: list[MicroBatch], keep: Callable[[MicroBatch, Tensor], None]) -> None:
+    def _logprobs_of_stages(self, micro_batches: list[MicroBatch], collision: bool) -> list[Found]:
         assert self._pipelined is not None
+        found = [Found(torch.zeros(len(m.places), device=self.device)) for m in micro_batches]
+        if collision:
+            found = [replace(f, collision=f.logprobs) for f in found]
 
         def finish(number: int, hidden: Tensor) -> Tensor:
-            logprobs = self.policy.apply_head(hidden, micro_batches[number].packed, None)
-            keep(micro_batches[number], logprobs)
-            return logprobs
+            result = self.policy.apply_head(hidden, micro_batches[number].packed, collision=collision)
+            found[number] = Found(*result) if collision else Found(result)
+            return found[number].logprobs
 
         self._pipelined.forward(micro_batches, self._hidden_dtype, finish)
+        return found
 
     @property
     def _hidden_dtype(self) -> torch.dtype:
@@ -331,53 +365,22 @@ class TorchBackend:
                 reshard(root)
             self.policy.train()
 
-    def _nonfinite_origins(self, suspects: list[tuple[MicroBatch, Tensor]], batch: Sequence[Datum]) -> tuple[str, ...]:
+    def _nonfinite_origins(self, work: Work, logprobs: Sequence[Tensor]) -> tuple[str, ...]:
         """Rows whose own log-probs are not finite, over all ranks. All ranks (they all saw the same loss)."""
-        guilty = torch.zeros(len(batch), device=self.device)
-        for micro_batch, logprobs in suspects:
-            broken = ~torch.isfinite(logprobs).cpu().numpy() & (micro_batch.rows >= 0)
-            guilty[torch.from_numpy(np.unique(micro_batch.rows[broken]))] = 1
-        flags = self.group.sum(guilty).tolist()
-        return tuple(datum.origin or f"row {i} of the batch" for i, datum in enumerate(batch) if flags[i])
+        flags = self.group.sum(stepping.flag_rows(work, logprobs, self.device))
+        return stepping.name_rows(flags.tolist(), work.batch)
 
 
-def _losses(
-    micro_batch: MicroBatch, loss: LossSpec, logprobs_of: Callable[[Tensor | None], Any], scale: float
-) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """(`scale` times the loss, for backward; {"loss": ..., metrics}; log-probs).
-
-    `logprobs_of` is a function of slopes: with them it also gives their weighted sum.
-    """
-    rule = LOSSES[loss.kind]
-    if rule.linear:
-        # Scaled before the pass: the head computes its gradient on the way forward.
-        total, logprobs = logprobs_of(-micro_batch.inputs.weights * scale)
-        return total, {"loss": total.detach() / scale}, logprobs.detach()
-    logprobs = logprobs_of(None)
-    total, metrics = rule.fn(logprobs, micro_batch.inputs)
-    return total * scale, {**metrics, "loss": total.detach()}, logprobs.detach()
+def _with_references(micro_batches: list[MicroBatch], reference: list[Tensor] | None) -> list[MicroBatch]:
+    if reference is None:
+        return micro_batches
+    return [stepping.with_reference(m, part) for m, part in zip(micro_batches, reference, strict=True)]
 
 
 def join_group(device: str, parallel: ParallelConfig, timeout_s: float) -> Group:
     """Meet the other processes of this run, if torchrun started any."""
     degrees = parallel.degrees(int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
     return join(choose_device(device), degrees, timeout_s=timeout_s)
-
-
-def read_later(values: Tensor) -> Pending[list[float]]:
-    """Numbers on their way to the host: the device is not waited for until somebody reads them."""
-    if values.device.type != "cuda":
-        return Pending(values.tolist)
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    host.copy_(values, non_blocking=True)
-    arrived = torch.cuda.Event()
-    arrived.record()
-
-    def read() -> list[float]:
-        arrived.synchronize()
-        return host.tolist()
-
-    return Pending(read, deferred=True)
 
 
 def agree_on_precision(wanted: str, group: Group) -> str:
@@ -392,25 +395,3 @@ def _eagerly() -> contextlib.AbstractContextManager[None]:
 def _narrow_dtype(precision: str) -> torch.dtype | None:
     """The dtype to compute in when it is narrower than what the optimizer holds."""
     return DTYPES[precision] if precision in ("bf16", "fp16") else None
-
-
-def _build_optimizer(parameters: dict[str, nn.Parameter], device: torch.device) -> torch.optim.AdamW:
-    """Norms and biases (one-dimensional parameters) do not decay."""
-    groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
-    for p in parameters.values():
-        # One kernel cannot take parameters of several layouts at once.
-        layout = (p.device_mesh, p.placements) if isinstance(p, DTensor) else None
-        groups.setdefault((p.ndim >= 2, layout), []).append(p)
-    listed = [{"params": members, "decays": decays} for (decays, _), members in groups.items()]
-    return torch.optim.AdamW(listed, fused=device.type == "cuda")
-
-
-def _spread(values: list[float], documents: Sequence[Document], batch: Sequence[Datum]) -> list[Logprobs]:
-    """Log-probs of asked tokens back to the places of their completions."""
-    spread: list[list[list[float]]] = [[[0.0] * len(c.tokens) for c in datum.completions] for datum in batch]
-    for document in documents:
-        first = len(batch[document.datum].prompt) - 1
-        row = spread[document.datum][document.completion]
-        for place, value in zip(document.asked.tolist(), values[document.offset :]):
-            row[place - first] = value
-    return [tuple(rows) for rows in spread]

@@ -1,12 +1,15 @@
 """Attention over packed documents: one row of tokens, many documents, none sees another.
 
-Registered with transformers under one name, so every model that takes its attention from that interface
-can use it. Must not know batches, losses or ranks: it is told where documents begin and end.
+Several answers may follow one copy of a prompt. Registered with transformers under one name, so every model that takes
+its attention from that interface can use it. Must not know batches, losses or ranks.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
+import itertools
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +26,21 @@ _FASTEST_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBac
 _GROUPED_HEADS: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Segments of a packed row. One that follows a prompt of another segment names its start and length."""
+
+    lengths: tuple[int, ...]
+    shared: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def key_lengths(self) -> tuple[int, ...]:
+        """What the tokens of each segment look at."""
+        if not self.shared:
+            return self.lengths
+        return tuple(length + prompt for length, (_, prompt) in zip(self.lengths, self.shared, strict=True))
 
 
 class SplitTokens(Protocol):
@@ -53,16 +71,19 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    packed_lengths: tuple[int, ...] | None = None,
+    packed_layout: Layout | None = None,
     packed_boundaries: Tensor | None = None,
     packed_max_length: int | None = None,
     packed_equal_length: int | None = None,
+    packed_keys: Tensor | None = None,
+    packed_key_boundaries: Tensor | None = None,
     packed_split: SplitTokens | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention signature; returns [1, tokens, heads, head_dim].
 
-    `packed_split`: the tokens here are this rank's part of those that the lengths speak of.
+    `packed_keys`: where prompts are shared, the tokens that the segments look at, segment after segment.
+    `packed_split`: the tokens here are this rank's part of those that the layout speaks of.
     """
     for name in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
@@ -84,10 +105,12 @@ def packed_attention(
             scaling=scaling,
             dropout=dropout,
             sliding_window=sliding_window,
-            packed_lengths=packed_lengths,
+            packed_layout=packed_layout,
             packed_boundaries=packed_boundaries,
             packed_max_length=packed_max_length,
             packed_equal_length=packed_equal_length,
+            packed_keys=packed_keys,
+            packed_key_boundaries=packed_key_boundaries,
         )
         return packed_split.scatter(whole), None
     if packed_equal_length is not None and sliding_window is None:
@@ -95,36 +118,73 @@ def packed_attention(
     if packed_boundaries is not None and packed_max_length is not None:
         if dropout:
             raise ValueError("attention dropout is not available in variable-length attention: set it to 0")
-        return _variable_length(query, key, value, scaling, sliding_window, packed_boundaries, packed_max_length), None
-    if packed_lengths is None:
+        keys = packed_boundaries if packed_key_boundaries is None else packed_key_boundaries
+        if packed_keys is not None:
+            key, value = key.index_select(2, packed_keys), value.index_select(2, packed_keys)
+        attended = _variable_length(
+            query, key, value, scaling, sliding_window, packed_boundaries, keys, packed_max_length
+        )
+        return attended, None
+    if packed_layout is None:
         raise ValueError(f"{type(module).__name__} did not pass the document lengths to its attention")
-    return _document_by_document(query, key, value, scaling, dropout, sliding_window, packed_lengths), None
+    return _segment_by_segment(query, key, value, scaling, dropout, sliding_window, packed_layout), None
 
 
-def _document_by_document(
+def _segment_by_segment(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     scaling: float | None,
     dropout: float,
     sliding_window: int | None,
-    lengths: tuple[int, ...],
+    layout: Layout,
 ) -> Tensor:
     grouped = _is_grouped(query, key)
     outputs = []
     # split, not slicing: its backward is one concatenation instead of one zero-filled tensor a document.
-    for q, k, v in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True):
-        length = q.shape[2]
+    keys, values = (_with_prompts(t, layout) for t in (key, value))
+    for q, k, v in zip(query.split(layout.lengths, 2), keys, values, strict=True):
+        length, before = q.shape[2], k.shape[2] - q.shape[2]
         mask = None
-        if sliding_window is not None and length > sliding_window:
-            position = torch.arange(length, device=q.device)
-            distance = position[:, None] - position[None, :]
-            mask = (distance >= 0) & (distance < sliding_window)
+        if before or (sliding_window is not None and length > sliding_window):
+            mask = _causal_mask(length, before, sliding_window, q.device)
         attended = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling, enable_gqa=grouped
         )
         outputs.append(attended.transpose(1, 2))
     return torch.cat(outputs, dim=1)
+
+
+def _with_prompts(tensor: Tensor, layout: Layout) -> list[Tensor]:
+    """[1, heads, tokens, dim] -> for each segment what its tokens look at."""
+    sizes, chosen = _pieces(layout)
+    pieces = tensor.split(sizes, 2)
+    return [pieces[c[0]] if len(c) == 1 else torch.cat([pieces[i] for i in c], dim=2) for c in chosen]
+
+
+@functools.lru_cache(maxsize=8)  # every layer of a model asks again
+def _pieces(layout: Layout) -> tuple[list[int], list[tuple[int, ...]]]:
+    """(sizes of the pieces to cut a row into, the pieces that each segment looks at).
+
+    Cut between segments and at the end of every shared prompt, so that each prompt is one piece.
+    """
+    starts = list(itertools.accumulate(layout.lengths, initial=0))
+    shared = layout.shared or ((0, 0),) * len(layout.lengths)
+    cuts = sorted({*starts, *(start + length for start, length in shared if length)})
+    number = {cut: i for i, cut in enumerate(cuts)}
+    chosen = []
+    for (start, stop), (prompt, length) in zip(itertools.pairwise(starts), shared, strict=True):
+        own = range(number[start], number[stop])
+        chosen.append((number[prompt], *own) if length else tuple(own))
+    return [b - a for a, b in itertools.pairwise(cuts)], chosen
+
+
+@functools.lru_cache(maxsize=64)
+def _causal_mask(length: int, before: int, sliding_window: int | None, device: torch.device) -> Tensor:
+    """[length, before + length]: the last token sees everything, or as far as the window reaches."""
+    distance = (before + torch.arange(length, device=device))[:, None] - torch.arange(before + length, device=device)
+    mask = distance >= 0
+    return mask if sliding_window is None else mask & (distance < sliding_window)
 
 
 def _is_grouped(query: Tensor, key: Tensor) -> bool:
@@ -153,13 +213,14 @@ def _variable_length(
     scaling: float | None,
     sliding_window: int | None,
     boundaries: Tensor,
+    key_boundaries: Tensor,
     max_length: int,
 ) -> Tensor:
     # A window of W tokens counts the token itself: W - 1 to the left.
     window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
     attended = varlen_attn(
-        q, k, v, boundaries, boundaries, max_length, max_length, scale=scaling, window_size=window, **_GROUPED_HEADS
+        q, k, v, boundaries, key_boundaries, max_length, max_length, scale=scaling, window_size=window, **_GROUPED_HEADS
     )
     assert isinstance(attended, Tensor)
     return attended[None]

@@ -1,8 +1,8 @@
 """Log-probs of target tokens straight from hidden states, in chunks: full logits never exist.
 
-Three ways to the gradient, by what is known when: a frozen head keeps each token's unit gradient; a loss
-whose slope per log-prob is known in advance gets its gradients in the forward pass; otherwise logits are
-computed again in the backward pass. Must not know models, losses or ranks.
+Ways to the gradient, by what is known when: a frozen head keeps each token's unit gradient; a loss whose slope per
+log-prob is known in advance gets its gradients in the forward pass; otherwise logits are kept for the backward pass
+as far as memory is granted, and computed again beyond it. Must not know models, losses or ranks.
 """
 
 from __future__ import annotations
@@ -55,11 +55,12 @@ class Vocabulary(Protocol):
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """`vocabulary`: None where the whole head is here."""
+    """`vocabulary`: None where the whole head is here. `kept_bytes`: logits kept for the backward pass, at most."""
 
     transform: LogitTransform = LogitTransform()
     chunk_tokens: int = 1024
     vocabulary: Vocabulary | None = None
+    kept_bytes: int = 0
 
 
 def target_logprobs(
@@ -89,15 +90,34 @@ def weighted_logprob_sum(
     return _WeightedLogprobSum.apply(hidden, weight, bias, targets, slopes, options)
 
 
+@torch.no_grad()
+def collision_logprobs(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: HeadOptions) -> Tensor:
+    """[N] log of the probability that two draws give the same token: of the sum of squared probabilities."""
+    found = hidden.new_empty(len(hidden), dtype=_accumulation_dtype(hidden.dtype))
+    for rows in _chunks(len(hidden), options.chunk_tokens):
+        logits = torch.nn.functional.linear(hidden[rows], weight, bias)
+        wide = options.transform.apply(logits.to(_accumulation_dtype(logits.dtype)))
+        if options.vocabulary is None:
+            found[rows] = torch.logsumexp(2 * wide, dim=1) - 2 * torch.logsumexp(wide, dim=1)
+            continue
+        top = options.vocabulary.max(wide.amax(dim=1) if wide.shape[1] else wide.new_full((len(wide),), -torch.inf))
+        shares = torch.exp(wide - top[:, None])
+        total, squared = (options.vocabulary.sum(part.sum(dim=1)) for part in (shares, shares**2))
+        found[rows] = torch.log(squared) - 2 * torch.log(total)
+    return found
+
+
 class _TargetLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: HeadOptions
     ) -> Tensor:
         frozen = not any(ctx.needs_input_grad[1:3])
+        keeps = not frozen and len(targets) * len(weight) * hidden.element_size() <= options.kept_bytes
         logprobs = hidden.new_empty(targets.shape, dtype=_accumulation_dtype(hidden.dtype))
         unit = torch.empty_like(hidden) if frozen else None
         ones = torch.ones_like(logprobs)
+        ctx.logits = []
         for rows in _chunks(len(targets), options.chunk_tokens):
             logits = torch.nn.functional.linear(hidden[rows], weight, bias)
             if unit is None:
@@ -105,6 +125,8 @@ class _TargetLogprobs(torch.autograd.Function):
             else:
                 logprobs[rows], d_logits = _logprobs_and_gradient(logits, targets[rows], ones[rows], options)
                 torch.mm(d_logits, weight, out=unit[rows])
+            if keeps:
+                ctx.logits.append(logits)
         ctx.options, ctx.frozen = options, frozen
         ctx.save_for_backward(unit) if unit is not None else ctx.save_for_backward(hidden, weight, bias, targets)
         return logprobs
@@ -117,10 +139,14 @@ class _TargetLogprobs(torch.autograd.Function):
             return unit * grad[:, None].to(unit.dtype), None, None, None, None
         hidden, weight, bias, targets = ctx.saved_tensors
         gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
-        for rows in _chunks(len(targets), ctx.options.chunk_tokens):
-            logits = torch.nn.functional.linear(hidden[rows], weight, bias)
+        kept, ctx.logits = ctx.logits, None  # used up below: a second backward over the same graph is an error
+        assert kept is not None, "the head's logits serve one backward pass"
+        for i, rows in enumerate(_chunks(len(targets), ctx.options.chunk_tokens)):
+            logits = kept[i] if kept else torch.nn.functional.linear(hidden[rows], weight, bias)
             _, d_logits = _logprobs_and_gradient(logits, targets[rows], grad[rows], ctx.options)
             gradients.add(rows, d_logits)
+            if kept:
+                kept[i] = None
         return gradients.hidden, gradients.weight, gradients.bias, None, None
 
 

@@ -18,27 +18,36 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lockstep.model import attention
-from lockstep.model.head import HeadOptions, LogitTransform, Vocabulary, target_logprobs, weighted_logprob_sum
+from lockstep.model.head import (
+    HeadOptions,
+    LogitTransform,
+    Vocabulary,
+    collision_logprobs,
+    target_logprobs,
+    weighted_logprob_sum,
+)
 
 
 @dataclass(frozen=True)
 class PackedTokens:
     """Documents laid end to end, and the positions whose next token is asked for.
 
-    Where tokens are split over ranks, everything but `lengths` is of this rank's part.
+    A segment is a document, or an answer that follows the prompt of a document before it. Where tokens are split over
+    ranks, everything but `lengths` and `shared` is of this rank's part.
     """
 
     tokens: Tensor  # [T] int64
-    positions: Tensor  # [T] place within the document
-    lengths: tuple[int, ...]  # of the documents, sum T over all parts
+    positions: Tensor  # [T] place within the text: an answer that follows a shared prompt goes on after it
+    lengths: tuple[int, ...]  # of the segments, sum T over all parts
     asked: Tensor  # [N] indices into T: the hidden state there predicts the target
     targets: Tensor  # [N] int64
+    shared: tuple[tuple[int, int], ...] = ()  # for each segment the (start, length) of the prompt it follows, or (0, 0)
 
 
 class Policy(nn.Module):
     """`model` keeps its own parameter names; checkpoints and exports are written in them."""
 
-    def __init__(self, model: nn.Module, *, chunk_tokens: int = 1024) -> None:
+    def __init__(self, model: nn.Module, *, chunk_tokens: int = 1024, kept_bytes: int = 0) -> None:
         super().__init__()
         attention.register()
         self.model = model
@@ -49,9 +58,10 @@ class Policy(nn.Module):
                 f"the output head of {type(causal).__name__} is a {type(head).__module__}.{type(head).__name__}, "
                 "not a plain linear layer: take it out of lora.targets, or use a causal language model"
             )
-        self.head_options = HeadOptions(logit_transform(causal), chunk_tokens)
+        self.head_options = HeadOptions(logit_transform(causal), chunk_tokens, kept_bytes=kept_bytes)
         self.packs = bool(getattr(causal, "_supports_attention_backend", False))
         self.variable_length = False  # the fused kernel takes boundaries as a tensor instead of lengths
+        self.shares_prompts = self.packs
         self.split_tokens: attention.SplitTokens | None = None
         self._own_attention = causal.config._attn_implementation
         if self.packs:
@@ -71,7 +81,7 @@ class Policy(nn.Module):
         """Give the model its own attention back; from now on it takes one document at a time."""
         if self.packs:
             causal_lm(self.model).set_attn_implementation(self._own_attention)
-        self.packs = self.variable_length = False
+        self.packs = self.variable_length = self.shares_prompts = False
 
     @contextlib.contextmanager
     def own_attention(self) -> Iterator[None]:
@@ -86,16 +96,15 @@ class Policy(nn.Module):
         finally:
             causal.set_attn_implementation(attention.PACKED)
 
-    def forward(self, packed: PackedTokens, slopes: Tensor | None = None, reference: bool = False) -> Any:
-        """[N] log-probs; with `slopes` (sum of slopes * log-probs, log-probs without gradient).
-
-        `reference` takes the model's own full forward and its own logits: slow, for checking the fast path.
-        """
+    def forward(
+        self, packed: PackedTokens, slopes: Tensor | None = None, *, own: bool = False, collision: bool = False
+    ) -> Any:
+        """What `apply_head` gives. `own` takes the model's own full forward and its own logits: slow, for checking."""
         inputs = {"input_ids": packed.tokens[None]}
-        if reference:
+        if own:
             return self.own_logprobs(packed, inputs)
         hidden = self.run_layers(causal_lm(self.model).base_model, packed, inputs)
-        return self.apply_head(hidden[0], packed, slopes)
+        return self.apply_head(hidden[0], packed, slopes, collision=collision)
 
     def own_logprobs(self, packed: PackedTokens, inputs: dict[str, Tensor]) -> Tensor:
         """From the logits that the model itself gives."""
@@ -106,13 +115,18 @@ class Policy(nn.Module):
         """[1, T, H] hidden states of a model without its head."""
         return body(**inputs, **self._arguments(packed)).last_hidden_state
 
-    def apply_head(self, hidden: Tensor, packed: PackedTokens, slopes: Tensor | None) -> Any:
+    def apply_head(
+        self, hidden: Tensor, packed: PackedTokens, slopes: Tensor | None = None, *, collision: bool = False
+    ) -> Any:
+        """[N] log-probs; with `slopes` (sum of slopes * log-probs, log-probs without gradient); with `collision`
+        (log-probs, log of the sum of squared probabilities over the vocabulary, without gradient)."""
         head = causal_lm(self.model).get_output_embeddings()
         weight, bias = _local(head.weight), _local(head.bias)
-        arguments = (hidden.index_select(0, packed.asked), weight, bias, packed.targets)
-        if slopes is None:
-            return target_logprobs(*arguments, self.head_options)
-        return weighted_logprob_sum(*arguments, slopes, self.head_options)
+        asked = hidden.index_select(0, packed.asked)
+        if slopes is not None:
+            return weighted_logprob_sum(asked, weight, bias, packed.targets, slopes, self.head_options)
+        logprobs = target_logprobs(asked, weight, bias, packed.targets, self.head_options)
+        return (logprobs, collision_logprobs(asked, weight, bias, self.head_options)) if collision else logprobs
 
     def _arguments(self, packed: PackedTokens) -> dict[str, Any]:
         return {"position_ids": packed.positions[None], "use_cache": False, **self._attention_arguments(packed)}
@@ -122,16 +136,35 @@ class Policy(nn.Module):
             assert len(packed.lengths) == 1, "a model without packed attention takes one document at a time"
             return {}
         split = {} if self.split_tokens is None else {"packed_split": self.split_tokens}
+        layout = attention.Layout(packed.lengths, packed.shared)
         if not self.variable_length:
-            return {"packed_lengths": packed.lengths, **split}
-        equal = {"packed_equal_length": packed.lengths[0]} if len(set(packed.lengths)) == 1 else {}
-        # Rounded up, so that compiled layers see few different shapes: documents of no length at the end cost nothing.
-        longest = -(-max(packed.lengths) // 128) * 128
-        num_boundaries = -(-len(packed.lengths) // 64) * 64 + 1
-        bounds = np.full(num_boundaries, sum(packed.lengths), dtype=np.int32)
-        bounds[: len(packed.lengths) + 1] = np.cumsum([0, *packed.lengths])
-        boundaries = torch.from_numpy(bounds).to(packed.tokens.device, non_blocking=True)
-        return {"packed_boundaries": boundaries, "packed_max_length": longest, **equal, **split}
+            return {"packed_layout": layout, **split}
+        device = packed.tokens.device
+        found: dict[str, Any] = {"packed_boundaries": _boundaries(layout.lengths, device), **split}
+        # Rounded up, so that compiled layers see few different numbers.
+        found["packed_max_length"] = -(-max(layout.key_lengths) // 128) * 128
+        if packed.shared:
+            found["packed_keys"] = torch.from_numpy(_keys_of(layout)).to(device, non_blocking=True)
+            found["packed_key_boundaries"] = _boundaries(layout.key_lengths, device)
+        elif len(set(layout.lengths)) == 1:
+            found["packed_equal_length"] = layout.lengths[0]
+        return found
+
+
+def _boundaries(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """Where segments begin and end. Filled up with segments of no length, so that shapes are few."""
+    bounds = np.full(-(-len(lengths) // 64) * 64 + 1, sum(lengths), dtype=np.int32)
+    bounds[: len(lengths) + 1] = np.cumsum([0, *lengths])
+    return torch.from_numpy(bounds).to(device, non_blocking=True)
+
+
+def _keys_of(layout: attention.Layout) -> np.ndarray:
+    """The tokens that segments look at, segment after segment."""
+    starts = np.cumsum([0, *layout.lengths])
+    parts = []
+    for start, length, (prompt, prompt_length) in zip(starts, layout.lengths, layout.shared, strict=False):
+        parts += [np.arange(prompt, prompt + prompt_length), np.arange(start, start + length)]
+    return np.concatenate(parts)
 
 
 def _local(tensor: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +25,22 @@ def batches() -> list[list[Datum]]:
     return [make_batch(0), make_batch(1, rows=5)]
 
 
-def run_cell(cell: Cell, group: Group, parallel: ParallelConfig | None = None) -> dict[str, Any]:
-    """What `plain_run` returns, from the backend. All ranks."""
+def run_cell(
+    cell: Cell, group: Group, parallel: ParallelConfig | None = None, settings: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """What `plain_run` returns, from the backend; `settings` are more of its arguments. All ranks."""
     family, lora, budget = cell
-    model = make_model(family, lora=lora)
-    backend = TorchBackend(model, micro_batch_tokens=budget, precision="fp64", group=group, parallel=parallel)
+    settings = {"micro_batch_tokens": budget, "precision": "fp64", "parallel": parallel, **(settings or {})}
+    backend = TorchBackend(make_model(family, lora=lora), group=group, **settings)
     first, second = batches()
     found: dict[str, Any] = {"logprobs": backend.forward(first), "warnings": backend.warnings}
     found["loss"] = backend.forward_backward(first, LossSpec(scale=scale_of(first))).loss
-    found["gradients"] = everywhere({name: _whole(p.grad) for name, p in backend.parameters().items()}, group)
+    found["gradients"] = everywhere({name: whole(p.grad) for name, p in backend.parameters().items()}, group)
     found["norm"] = backend.optim_step(STEP).grad_norm
     backend.forward(second)  # an evaluation between steps must not disturb them
     backend.forward_backward(second, LossSpec(scale=scale_of(second)))
     backend.optim_step(STEP)
-    found["weights"] = everywhere({name: _whole(p.detach()) for name, p in backend.parameters().items()}, group)
+    found["weights"] = everywhere({name: whole(p.detach()) for name, p in backend.parameters().items()}, group)
     return found
 
 
@@ -60,17 +62,19 @@ def run_small_batch(parallel: ParallelConfig, out: Path) -> None:
     batch = make_batch(2, rows=1)
     logprobs = backend.forward(batch)
     result = backend.forward_backward(batch, LossSpec(scale=scale_of(batch)))
-    gradients = {name: _whole(p.grad) for name, p in backend.parameters().items()}
+    gradients = {name: whole(p.grad) for name, p in backend.parameters().items()}
     if group.rank == 0:
         torch.save({"loss": result.loss, "logprobs": logprobs, "gradients": gradients}, out)
     group.leave()
 
 
-def run_cells(cells: Sequence[Cell], parallel: ParallelConfig, out: Path) -> None:
+def run_cells(
+    cells: Sequence[Cell], parallel: ParallelConfig, out: Path, settings: Mapping[str, Any] | None = None
+) -> None:
     """The body of each process: all cells of one layout; rank 0 writes what it found."""
     torch.set_num_threads(1)
     group = join_group("cpu", parallel, timeout_s=60)
-    found = {cell: run_cell(cell, group, parallel) for cell in cells}
+    found = {cell: run_cell(cell, group, parallel, settings) for cell in cells}
     if group.rank == 0:
         torch.save(found, out)
     group.leave()
@@ -91,6 +95,6 @@ def _enter(rank: int, num_ranks: int, port: int, body: Callable[..., None], argu
     body(*arguments)
 
 
-def _whole(tensor: torch.Tensor | None) -> torch.Tensor:
+def whole(tensor: torch.Tensor | None) -> torch.Tensor:
     assert tensor is not None
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()

@@ -5,7 +5,9 @@ Attention is the model's default: transformers' eager one computes its softmax i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import transformers
@@ -43,12 +45,27 @@ FAMILIES = {
     "bloom": lambda: transformers.BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4),
 }
 
+
+def _with_sequence_regions(config: transformers.PretrainedConfig) -> transformers.PretrainedConfig:
+    """Norms are to be computed on a part of the tokens. transformers knows this style; no plan of its own has it."""
+    norms = ("norm", "layers.*.input_layernorm", "layers.*.post_attention_layernorm")
+    config.base_model_tp_plan = {**config.base_model_tp_plan, **dict.fromkeys(norms, "sequence_parallel")}
+    return config
+
+
+SEQUENCE_FAMILIES = {
+    f"{family}-sequence": lambda family=family: _with_sequence_regions(FAMILIES[family]())
+    for family in ("llama", "qwen3")
+}
+
 STEP = OptimStep(learning_rate=1e-2, beta2=0.99, eps=1e-6, weight_decay=0.1, max_grad_norm=0.5)
 
 
 def make_model(family: str, *, lora: bool) -> nn.Module:
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.float64)
+    config = {**FAMILIES, **SEQUENCE_FAMILIES}[family]()
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    _widen_norms(model)
     if not lora:
         return model
     model = add_lora(model, LoraConfig(rank=4, alpha=8))
@@ -57,6 +74,22 @@ def make_model(family: str, *, lora: bool) -> nn.Module:
         if "lora_B" in name:  # zero at first, which would hide the gradient of lora_A
             parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.1
     return model.double()
+
+
+def _widen_norms(model: nn.Module) -> None:
+    """Transformers computes its own norms in float32 whatever the model is in: here they keep float64."""
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = functools.partial(_wide_norm, module)  # type: ignore[method-assign]
+        elif type(module).__name__ == "OlmoLayerNorm":
+            size = (model.config.hidden_size,)
+            module.forward = functools.partial(nn.functional.layer_norm, normalized_shape=size)  # type: ignore[method-assign]
+
+
+def _wide_norm(module: Any, hidden: torch.Tensor) -> torch.Tensor:
+    epsilon = getattr(module, "variance_epsilon", None) or module.eps
+    weight = module.weight + 1 if "Gemma" in type(module).__name__ else module.weight
+    return weight * (hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + epsilon))
 
 
 def make_batch(seed: int = 0, rows: int = 11) -> list[Datum]:
@@ -100,14 +133,7 @@ def plain_run(family: str, *, lora: bool, batches: Sequence[Sequence[Datum]]) ->
     """Loss, gradients, norm and log-probs of the first batch, and the weights after a step on each."""
     model = make_model(family, lora=lora)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    decaying = [p for p in trained.values() if p.ndim >= 2]
-    flat = [p for p in trained.values() if p.ndim < 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": decaying, "weight_decay": STEP.weight_decay}, {"params": flat, "weight_decay": 0.0}],
-        lr=STEP.learning_rate,
-        betas=(STEP.beta1, STEP.beta2),
-        eps=STEP.eps,
-    )
+    optimizer = make_optimizer(trained)
     found: dict = {}
     with torch.no_grad():
         found["logprobs"] = [[logprobs_of(model, d, c).tolist() for c in d.completions] for d in batches[0]]
@@ -123,6 +149,18 @@ def plain_run(family: str, *, lora: bool, batches: Sequence[Sequence[Datum]]) ->
         found.setdefault("norm", norm.item())
     found["weights"] = {name: p.detach().clone() for name, p in trained.items()}
     return found
+
+
+def make_optimizer(trained: Mapping[str, nn.Parameter]) -> torch.optim.AdamW:
+    """AdamW that makes `STEP`, but for clipping. Norms and biases do not decay."""
+    decaying = [p for p in trained.values() if p.ndim >= 2]
+    flat = [p for p in trained.values() if p.ndim < 2]
+    return torch.optim.AdamW(
+        [{"params": decaying, "weight_decay": STEP.weight_decay}, {"params": flat, "weight_decay": 0.0}],
+        lr=STEP.learning_rate,
+        betas=(STEP.beta1, STEP.beta2),
+        eps=STEP.eps,
+    )
 
 
 def scale_of(batch: Sequence[Datum]) -> float:

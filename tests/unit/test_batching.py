@@ -20,9 +20,14 @@ def pack(documents: tuple[Document, ...], batch: list[Datum], scale: float = 1.0
     return to_micro_batch(documents, batch, loss, torch.device("cpu"), torch.float64, multiple_of)
 
 
+def laid_out(document: Document) -> tuple[list[int], list[int], list[int]]:
+    tokens, positions, asked = document.place()
+    return tokens.tolist(), positions.tolist(), asked.tolist()
+
+
 def test_a_completion_is_a_document_with_its_prompt_in_front():
     documents = documents_of(BATCH)
-    assert [(d.datum, d.completion, d.tokens.tolist()) for d in documents] == [
+    assert [(d.datum, d.branches[0].completion, laid_out(d)[0]) for d in documents] == [
         (0, 0, [10, 11, 12, 20, 21, 22, 23]),
         (1, 0, [30, 40, 41]),
         (1, 1, [30, 50, 51, 52]),
@@ -32,25 +37,53 @@ def test_a_completion_is_a_document_with_its_prompt_in_front():
 
 def test_the_place_before_each_weighted_token_is_asked_and_no_other():
     documents = documents_of(BATCH)
-    assert [d.asked.tolist() for d in documents] == [[3, 5], [0, 1], [0, 2], []]
-    assert [d.weights.tolist() for d in documents] == [[1.0, 0.5], [1.0, 1.0], [2.0, 1.0], []]
-    assert [d.tokens[d.asked + 1].tolist() for d in documents] == [[21, 23], [40, 41], [50, 52], []]
+    assert [laid_out(d)[2] for d in documents] == [[3, 5], [0, 1], [0, 2], []]
+    assert [d.branches[0].weights.tolist() for d in documents] == [[1.0, 0.5], [1.0, 1.0], [2.0, 1.0], []]
     # The first token of a completion is predicted by the last of its prompt, also if it alone has a weight.
     (first,) = documents_of([Datum([7, 8], [Completion([9, 9], [1.0, 0.0])])])
-    assert first.asked.tolist() == [1]
+    assert laid_out(first)[2] == [1]
+
+
+def test_completions_share_a_prompt_where_they_fit_together():
+    _, pair, _ = documents_of(BATCH, max_shared_tokens=6)
+    tokens, positions, asked = laid_out(pair)
+    assert tokens == [30, 40, 41, 50, 51, 52]
+    assert positions == [0, 1, 2, 1, 2, 3]
+    assert asked == [0, 1, 0, 4]  # both begin after the prompt
+    assert pair.segments == [3, 3]
+    assert (pair.num_tokens, pair.num_asked) == (6, 4)
+    assert len(documents_of(BATCH, max_shared_tokens=5)) == 4
+
+
+def test_a_group_too_large_for_one_micro_batch_is_cut_and_repeats_its_prompt():
+    group = Datum([1, 2], [Completion([i] * 3, [1.0] * 3) for i in range(5)])
+    documents = documents_of([group], max_shared_tokens=8)
+    assert [[b.completion for b in d.branches] for d in documents] == [[0, 1], [2, 3], [4]]
+    assert [[b.offset for b in d.branches] for d in documents] == [[0, 3], [6, 9], [12]]
+
+
+def test_a_packed_row_says_which_prompt_an_answer_follows():
+    documents = tuple(documents_of([GAPS, PAIR, NOTHING], max_shared_tokens=100))
+    found = pack(documents, BATCH, multiple_of=4)
+    assert found.packed.lengths == (7, 3, 3, 3)
+    assert found.packed.shared == ((0, 0), (0, 0), (7, 1), (0, 0))
+    assert found.packed.asked.tolist() == [3, 5, 7, 8, 7, 11]
+    assert found.packed.targets.tolist() == [21, 23, 40, 41, 50, 52]
+    assert found.inputs.completions.tolist() == [0, 0, 1, 1, 2, 2]
+    assert found.inputs.num_completions == 4
+    assert pack(tuple(documents_of([GAPS])), BATCH).packed.shared == ()
 
 
 def test_offsets_number_the_asked_tokens_of_the_global_batch():
-    assert [d.offset for d in documents_of(BATCH)] == [0, 2, 4, 6]
+    assert [d.branches[0].offset for d in documents_of(BATCH)] == [0, 2, 4, 6]
 
 
 def test_numpy_arrays_and_lists_give_the_same_documents():
     arrays = Datum(np.array([10, 11, 12]), [Completion(np.array([20, 21]), np.array([0.0, 1.0], np.float32))])
     lists = Datum([10, 11, 12], [Completion([20, 21], [0.0, 1.0])])
     (one,), (other,) = documents_of([arrays]), documents_of([lists])
-    assert one.tokens.tolist() == other.tokens.tolist()
-    assert one.asked.tolist() == other.asked.tolist()
-    assert one.weights.dtype == other.weights.dtype == np.float64
+    assert laid_out(one) == laid_out(other)
+    assert one.branches[0].weights.dtype == other.branches[0].weights.dtype == np.float64
 
 
 def test_documents_are_laid_end_to_end_and_positions_start_again():
@@ -63,7 +96,8 @@ def test_documents_are_laid_end_to_end_and_positions_start_again():
     assert packed.asked.tolist() == [3, 5, 7, 8, 10, 12]
     assert packed.targets.tolist() == [21, 23, 40, 41, 50, 52]
     assert packed.targets.tolist() == packed.tokens[packed.asked + 1].tolist()
-    assert found.inputs.weights.tolist() == [0.25, 0.125, 0.25, 0.25, 0.5, 0.25]
+    assert found.inputs.weights.tolist() == [1.0, 0.5, 1.0, 1.0, 2.0, 1.0]
+    assert found.inputs.scale == 0.25
     assert found.inputs.options == {"beta": 0.1}
     assert len(found.packed.tokens) == 17
     assert packed.tokens.dtype == packed.positions.dtype == packed.asked.dtype == packed.targets.dtype == torch.int64
@@ -75,10 +109,10 @@ def test_the_shares_of_all_ranks_are_the_batch(num_ranks, budget):
     documents = documents_of(BATCH)
     shares = [share_of(documents, rank=r, num_ranks=num_ranks, budget_tokens=budget) for r in range(num_ranks)]
     found = [d for share in shares for part in share.micro_batches for d in part]
-    assert sorted((d.datum, d.completion) for d in found) == [(0, 0), (1, 0), (1, 1), (2, 0)]
+    assert sorted((d.datum, d.branches[0].completion) for d in found) == [(0, 0), (1, 0), (1, 1), (2, 0)]
     assert len({len(share.micro_batches) for share in shares}) == 1
-    assert all(sum(len(d.tokens) for d in part) <= budget for share in shares for part in share.micro_batches)
-    loads = [sum(len(d.tokens) for part in share.micro_batches for d in part) for share in shares]
+    assert all(sum(d.num_tokens for d in part) <= budget for share in shares for part in share.micro_batches)
+    loads = [sum(d.num_tokens for part in share.micro_batches for d in part) for share in shares]
     for share in shares:
         assert (share.num_tokens, share.num_asked, share.longest_share_tokens) == (17, 6, max(loads))
 
@@ -104,6 +138,7 @@ def test_an_empty_micro_batch_runs_the_same_passes_with_a_weight_of_zero():
     assert found.inputs.weights.tolist() == [0.0]
     assert found.inputs.values["advantages"].tolist() == [0.0]
     assert found.rows.tolist() == [-1]
+    assert found.inputs.num_completions == 0
 
 
 @pytest.mark.parametrize("multiple_of", [1, 4, 8, 128])
@@ -125,7 +160,7 @@ def test_the_filling_of_a_single_document_is_its_tail():
     (document,) = documents_of([GAPS])
     filled = pack((document,), [GAPS], multiple_of=4)
     assert filled.packed.lengths == (8,)
-    num_filling = 8 - len(document.tokens)
+    num_filling = 8 - document.num_tokens
     assert filled.packed.positions.tolist() == [*range(8 - num_filling), *([0] * num_filling)]
     assert filled.packed.asked.tolist() == [3, 5]
 

@@ -13,20 +13,31 @@ from lockstep.backend.torch_backend import TorchBackend
 from lockstep.parallel.group import Group
 from lockstep.types import LossSpec
 
+LINEAR = [kind for kind, loss in LOSSES.items() if loss.linear]
 
-@pytest.mark.parametrize("kind", [kind for kind, loss in LOSSES.items() if loss.linear])
-def test_a_linear_loss_is_minus_the_weighted_sum(kind):
+
+@pytest.mark.parametrize("kind", LINEAR)
+def test_a_linear_loss_is_minus_the_weighted_sum_times_the_scale(kind):
     logprobs = torch.tensor([-1.0, -2.0, -4.0], dtype=torch.float64)
-    total, _ = LOSSES[kind].fn(logprobs, LossInputs(torch.tensor([0.5, 0.25, 1.0], dtype=torch.float64)))
-    assert total.item() == 0.5 + 0.5 + 4.0
+    weights = torch.tensor([0.5, 0.25, 1.0], dtype=torch.float64)
+    assert LOSSES[kind].fn(logprobs, LossInputs(weights))[0].item() == 0.5 + 0.5 + 4.0
+    assert LOSSES[kind].fn(logprobs, LossInputs(weights, scale=0.5))[0].item() == 2.5
 
 
-@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("kind", LINEAR)
 def test_the_loss_of_a_batch_is_the_sum_of_its_parts(kind):
     logprobs, weights = -torch.rand(10, dtype=torch.float64), torch.rand(10, dtype=torch.float64)
     whole, _ = LOSSES[kind].fn(logprobs, LossInputs(weights))
     parts = [LOSSES[kind].fn(logprobs[p], LossInputs(weights[p]))[0] for p in (slice(3), slice(3, 10))]
     assert whole.item() == pytest.approx(sum(parts).item(), rel=1e-14)
+
+
+def test_cross_entropy_needs_no_other_model_and_measures_nothing_else():
+    loss = LOSSES["cross_entropy"]
+    assert loss.metrics({}) == ()
+    assert loss.is_separable({})
+    assert not loss.needs_reference({})
+    assert not loss.needs_collision({})
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])

@@ -92,7 +92,7 @@ def test_packed_documents_give_what_the_model_gives_each_alone(family, lora):
     with torch.no_grad():
         packed = policy(pack(documents))
         separate = torch.cat([policy(pack([d])) for d in documents])
-        own_logits = policy(pack(documents), reference=True)
+        own_logits = policy(pack(documents), own=True)
     assert_close(packed, expected, family)
     assert_close(separate, expected, family)
     assert_close(own_logits, expected, family)

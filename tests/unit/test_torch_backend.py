@@ -38,7 +38,7 @@ def test_gradients_of_several_batches_add_up_until_the_step() -> None:
 def test_an_error_inside_an_evaluation_leaves_the_model_in_training_mode() -> None:
     backend = TorchBackend(make_model("llama", lora=False), precision="fp64", device="cpu", micro_batch_tokens=64)
     batch = make_batch()
-    backend.policy.forward = lambda *_: 1 / 0  # type: ignore[method-assign]
+    backend.policy.forward = lambda *_, **__: 1 / 0  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
         backend.forward(batch)
     assert backend.policy.training

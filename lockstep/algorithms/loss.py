@@ -1,0 +1,89 @@
+"""What a loss is given and what it gives: log-probs of supervised tokens in, a sum and its metrics out.
+
+Must not know models, batches or ranks, nor any loss by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TensorMetrics = dict[str, Tensor]
+Options = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """Of one micro-batch or of the whole global batch: one value per supervised token (N of them), in order.
+
+    `weights`: how much a token's log-prob counts in the sum of its completion. Not multiplied by `scale`.
+    `scale`: the one number that normalises the sum over the global batch; a loss multiplies its result by it.
+    `completions`: which completion a token belongs to (0, 1, 2, ... in order); a pair is chosen 2k, rejected 2k + 1.
+    `num_completions`: 0 where nothing is to be learned: the micro-batch only runs along with those of other ranks.
+    """
+
+    weights: Tensor
+    scale: float = 1.0
+    values: Mapping[str, Tensor] = field(default_factory=dict)
+    options: Options = field(default_factory=dict)
+    completions: Tensor | None = None
+    num_completions: int = 0
+
+
+LossFn = Callable[[Tensor, LossInputs], tuple[Tensor, TensorMetrics]]
+
+
+def _no_metrics(options: Options) -> tuple[str, ...]:
+    return ()
+
+
+def _always(options: Options) -> bool:
+    return True
+
+
+def _never(options: Options) -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class Loss:
+    """`fn` is pure and never waits for the device. Losses and metrics are sums, never means; metrics are not scaled.
+
+    `linear`: the loss is -sum(scale * weights * logprobs), so its gradient is known before the forward pass.
+    `metrics`: the names that `fn` gives under these options. Ranks that do not compute the loss must know them too.
+    `is_separable`: the loss of a batch is the sum of the losses of its data.
+    `needs_reference`, `needs_collision`: whether `fn` reads values "reference_logprobs", "collision_logprobs".
+    """
+
+    fn: LossFn
+    linear: bool = False
+    metrics: Callable[[Options], tuple[str, ...]] = _no_metrics
+    is_separable: Callable[[Options], bool] = _always
+    needs_reference: Callable[[Options], bool] = _never
+    needs_collision: Callable[[Options], bool] = _never
+
+
+class CompletionSums:
+    """Sums over the tokens of each completion, in float64.
+
+    Long completions lose digits in float32, and what is learned is the small difference between two such sums.
+    """
+
+    def __init__(self, inputs: LossInputs) -> None:
+        assert inputs.completions is not None, "this loss works on completions"
+        places = torch.arange(inputs.num_completions + 1, device=inputs.completions.device)
+        self._bounds = torch.searchsorted(inputs.completions, places)
+        self.lengths = self._bounds.diff().double()
+
+    def of(self, values: Tensor) -> Tensor:
+        # Unlike index_add this adds in the same order every time on CUDA too. `unsafe` skips a check that waits for it.
+        return torch.segment_reduce(values.double(), "sum", offsets=self._bounds, axis=0, unsafe=True, initial=0)
+
+
+def nothing_learned(logprobs: Tensor, names: tuple[str, ...]) -> tuple[Tensor, TensorMetrics]:
+    """Zero with a graph, so that a rank without data still makes its backward pass."""
+    return (logprobs * 0).sum(), {name: logprobs.new_zeros(()) for name in names}

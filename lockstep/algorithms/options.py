@@ -1,0 +1,211 @@
+"""What the losses can be told, and what is nonsense: settings, defaults and checks, before anything is loaded.
+
+Names and defaults are those of TRL where it has them. Must not know torch: a configuration is checked with this.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+Options = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is true of one preference loss, whatever the settings.
+
+    `scored`: it depends on the difference of both log-ratios alone, so other divergences than reverse KL fit it.
+    `smoothed`: it uses `label_smoothing`.
+    `paired`: the loss of a pair depends on that pair alone; otherwise on the order statistics of the whole batch.
+    `counted`: it uses the number of supervised tokens, or each of them with weight 1.
+    """
+
+    reference: bool = True
+    scored: bool = False
+    smoothed: bool = False
+    paired: bool = True
+    counted: bool = False
+
+
+PARTS: dict[str, Part] = {
+    "sigmoid": Part(scored=True, smoothed=True),
+    "sigmoid_norm": Part(scored=True, smoothed=True, counted=True),
+    "hinge": Part(scored=True),
+    "ipo": Part(scored=True, counted=True),
+    "robust": Part(scored=True, smoothed=True),
+    "exo_pair": Part(scored=True, smoothed=True),
+    "discopop": Part(scored=True),
+    "nca_pair": Part(),
+    "bco_pair": Part(),
+    "sppo_hard": Part(),
+    "apo_zero": Part(),
+    "apo_down": Part(),
+    "aot": Part(smoothed=True, paired=False),
+    "aot_unpaired": Part(smoothed=True, paired=False),
+    "sft": Part(reference=False, counted=True),
+    "simpo": Part(reference=False, smoothed=True, counted=True),
+    "orpo": Part(reference=False, counted=True),
+    "cpo": Part(reference=False, smoothed=True, counted=True),
+}
+DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
+KTO_LOSSES = ("kto", "apo_zero_unpaired")
+
+
+@dataclass(frozen=True)
+class PreferenceOptions:
+    """`losses`: how much each part counts.
+
+    `margin`: how far apart SimPO wants a pair to be (its gamma).
+    `cpo_alpha`: how much the chosen answers' own cross-entropy counts in `cpo`.
+    `wpo`: pairs that the policy would hardly write itself count less.
+    `bco_shift`: `bco_pair` measures rewards from their mean over the batch.
+    `ld_alpha`: what a token past the shorter answer's length counts. It reaches the loss as weights of tokens.
+    `num_chosen_tokens`: supervised tokens of the chosen answers in the global batch.
+    """
+
+    losses: Mapping[str, float] = field(default_factory=lambda: {"sigmoid": 1.0})
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    divergence: str = "reverse_kl"
+    divergence_alpha: float = 0.5
+    discopop_tau: float = 0.05
+    margin: float = 0.5
+    cpo_alpha: float = 1.0
+    wpo: bool = False
+    bco_shift: bool = False
+    ld_alpha: float = 1.0
+    num_chosen_tokens: float | None = None
+
+    @property
+    def parts(self) -> list[Part]:
+        return [PARTS[name] for name in self.losses]
+
+    @property
+    def needs_reference(self) -> bool:
+        return any(part.reference for part in self.parts)
+
+    @property
+    def is_separable(self) -> bool:
+        return all(part.paired for part in self.parts) and not (self.bco_shift and "bco_pair" in self.losses)
+
+
+@dataclass(frozen=True)
+class KtoOptions:
+    """`kl`: how far the policy is from the reference, estimated over the global batch and never negative."""
+
+    loss: str = "kto"
+    beta: float = 0.1
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+    kl: float = 0.0
+
+
+def check_options(kind: str, options: Options) -> None:
+    """Raise ValueError, with the name of the option, for what no loss of this kind can mean."""
+    if kind == "preference":
+        check_preference(_read(PreferenceOptions, kind, options))
+    elif kind == "kto":
+        check_kto(_read(KtoOptions, kind, options))
+    elif kind != "cross_entropy":
+        raise ValueError(f"unknown loss {kind!r}: known are cross_entropy, preference, kto")
+    elif options:
+        raise ValueError(f"{_first(options)}: cross_entropy has no options")
+
+
+def _read(shape: Any, kind: str, options: Options) -> Any:
+    known = [f.name for f in fields(shape)]
+    for name in options:
+        if name not in known:
+            raise ValueError(f"{name}: {kind} has no such option; it has {', '.join(known)}")
+    return shape(**options)
+
+
+def check_preference(options: PreferenceOptions) -> None:
+    _check_losses(options.losses)
+    _check_number("beta", options.beta, above=0)
+    _check_number("label_smoothing", options.label_smoothing, least=0, below=0.5)
+    _check_choice("divergence", options.divergence, DIVERGENCES)
+    _check_number("divergence_alpha", options.divergence_alpha)
+    _check_number("discopop_tau", options.discopop_tau, above=0)
+    _check_number("margin", options.margin, least=0)
+    _check_number("cpo_alpha", options.cpo_alpha, least=0)
+    _check_number("ld_alpha", options.ld_alpha, least=0, most=1)
+    if options.num_chosen_tokens is not None:
+        _check_number("num_chosen_tokens", options.num_chosen_tokens, above=0)
+    _check_together(options)
+
+
+def check_kto(options: KtoOptions) -> None:
+    _check_choice("loss", options.loss, KTO_LOSSES)
+    _check_number("beta", options.beta, above=0)
+    _check_number("desirable_weight", options.desirable_weight, least=0)
+    _check_number("undesirable_weight", options.undesirable_weight, least=0)
+    if options.desirable_weight == options.undesirable_weight == 0:
+        raise ValueError("desirable_weight: both weights are 0, nothing would be learned")
+    _check_number("kl", options.kl, least=0)
+
+
+def _check_losses(losses: Any) -> None:
+    if not isinstance(losses, Mapping) or not losses:
+        raise ValueError(f"losses: write each loss with its weight, such as {{sigmoid: 1.0}}, not {losses!r}")
+    for name, weight in losses.items():
+        if name not in PARTS:
+            raise ValueError(f"losses: unknown loss {name!r}; known are {', '.join(PARTS)}")
+        _check_number(f"losses.{name}", weight, least=0)
+    if not any(losses.values()):
+        raise ValueError("losses: every weight is 0, nothing would be learned")
+
+
+def _check_together(options: PreferenceOptions) -> None:
+    """Settings that are sound alone and not together, or that would change nothing."""
+    parts = {name: PARTS[name] for name in options.losses}
+    unpaired = [name for name, part in parts.items() if not part.paired]
+    if options.wpo and unpaired:
+        raise ValueError(f"wpo: {unpaired[0]} sorts the batch, so its losses belong to no pair that could be weighted")
+    if options.wpo and set(parts) == {"sft"}:
+        raise ValueError("wpo: it weighs pairs, and sft compares none")
+    if "exo_pair" in parts and options.label_smoothing == 0:
+        raise ValueError("label_smoothing: exo_pair needs more than 0; its paper recommends 0.001")
+    if options.label_smoothing > 0 and not any(part.smoothed for part in parts.values()):
+        raise ValueError(f"label_smoothing: it changes nothing in {', '.join(parts)}")
+    if options.divergence != "reverse_kl":
+        for name, part in parts.items():
+            if part.reference and not part.scored:
+                raise ValueError(f"divergence: {name} is defined for reverse_kl only, not {options.divergence}")
+        if not any(part.scored for part in parts.values()):
+            raise ValueError(f"divergence: it changes nothing in {', '.join(parts)}, which has no reference")
+    if options.bco_shift and "bco_pair" not in parts:
+        raise ValueError("bco_shift: it belongs to bco_pair, which is not among the losses")
+    counted = [name for name, part in parts.items() if part.counted] + ["wpo"] * options.wpo
+    if options.ld_alpha == 0 and counted:
+        # Tokens of weight 0 are never computed, and these would have to count them.
+        raise ValueError(f"ld_alpha: 0 leaves tokens out that {counted[0]} counts; take a small number such as 0.001")
+
+
+def _check_number(
+    name: str,
+    value: Any,
+    *,
+    least: float = -math.inf,
+    above: float = -math.inf,
+    most: float = math.inf,
+    below: float = math.inf,
+) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{name}: must be a number, not {value!r}")
+    limits = {"at least": least, "above": above, "at most": most, "below": below}
+    if not (least <= value <= most and above < value < below):
+        wanted = " and ".join(f"{word} {limit:g}" for word, limit in limits.items() if math.isfinite(limit))
+        raise ValueError(f"{name}: must be {wanted}, not {value!r}")
+
+
+def _check_choice(name: str, value: Any, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{name}: must be one of {', '.join(known)}, not {value!r}")
+
+
+def _first(options: Options) -> str:
+    return next(iter(options))

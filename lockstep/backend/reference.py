@@ -1,0 +1,104 @@
+"""The model that a policy is compared with, kept in the cheapest way: the policy without its adapter, or a copy of
+what is trained, laid out over ranks as the policy is.
+
+While a reference is in place, the policy's module computes as the reference. Must not know losses or batches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+class Reference(Protocol):
+    def in_place(self) -> contextlib.AbstractContextManager[None]: ...
+
+    def mix(self, share: float) -> None: ...
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint must hold, once it has been mixed."""
+        ...
+
+
+class AdapterOff:
+    """The base model, which an adapter leaves as it was."""
+
+    def __init__(self, model: nn.Module) -> None:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        self._layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+        if not self._layers:
+            raise ValueError("the reference adapter_off needs a model with LoRA adapters: use copy")
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        # The flag alone: PEFT's own switch also changes requires_grad, which sharded parameters do not bear.
+        for layer in self._layers:
+            layer._disable_adapters = True
+        try:
+            yield
+        finally:
+            for layer in self._layers:
+                layer._disable_adapters = False
+
+    def mix(self, share: float) -> None:
+        raise ValueError("a reference that follows the policy must be a copy: set algorithm.reference to copy")
+
+    def state(self) -> dict[str, Tensor]:
+        return {}
+
+
+class Copy:
+    """What is trained, as it was when this was made: whole, or each rank's own part of it."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._kept = {name: p.detach().clone() for name, p in parameters.items()}
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def mix(self, share: float) -> None:
+        for name, parameter in self._parameters.items():
+            _local(self._kept[name]).lerp_(_local(parameter.detach()), share)
+
+    def state(self) -> dict[str, Tensor]:
+        return {f"reference.{name}": kept for name, kept in self._kept.items()}
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for name, parameter in self._parameters.items():
+            kept = self._kept[name]
+            if isinstance(parameter, DTensor):
+                # Contents, not storage: FSDP2 gathers from the storage it knows.
+                ours, theirs = _local(parameter.detach()), _local(kept)
+                before = ours.clone()
+                ours.copy_(theirs)
+                theirs.copy_(before)
+            else:
+                parameter.data, self._kept[name] = kept, parameter.data
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def make_reference(kind: str, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Reference | None:
+    if kind == "none":
+        return None
+    if kind == "adapter_off":
+        return AdapterOff(model)
+    if kind == "copy":
+        return Copy(parameters)
+    raise ValueError(f"unknown reference {kind!r}: none, adapter_off or copy")

@@ -87,6 +87,8 @@ class Share:
     longest_share_tokens: int
     cost_balance: float = 1.0
     """How much longer the ranks take together than were their work level."""
+    is_whole: bool = True
+    """All completions of each datum are in one micro-batch, on all ranks."""
 
 
 def documents_of(batch: Sequence[Datum], *, max_shared_tokens: int = 0) -> list[Document]:
@@ -129,7 +131,9 @@ def share_of(
     mine = tuple(tuple(documents[i] for i in step[rank]) for step in steps)
     loads = [sum(lengths[i] for step in steps for i in step[r]) for r in range(num_ranks)]
     balance = measure_balance(steps, lengths, cost).cost
-    return Share(mine, sum(lengths), sum(d.num_asked for d in documents), max(loads, default=0), balance)
+    homes = [{documents[i].datum for i in part} for step in steps for part in step]
+    is_whole = sum(map(len, homes)) == len({d.datum for d in documents})
+    return Share(mine, sum(lengths), sum(d.num_asked for d in documents), max(loads, default=0), balance, is_whole)
 
 
 def to_micro_batch(

@@ -59,8 +59,7 @@ def is_direct(loss: LossSpec, work: Work, num_parts: int) -> bool:
     rule = find_loss(loss)
     if rule.linear:
         return True
-    together = all(len(d.branches) == len(work.batch[d.datum].completions) for d in work.documents)
-    return rule.is_separable(loss.options) and together and num_parts == 1
+    return rule.is_separable(loss.options) and work.share.is_whole and num_parts == 1
 
 
 def compute_losses(

@@ -175,7 +175,8 @@ class _WeightedLogprobSum(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad = grads[0]
         assert grad is not None
-        scaled = (None if g is None else g * grad.to(g.dtype) for g in ctx.saved_tensors)
+        # In place: a second copy of the weight's gradient would be the largest thing here. They serve one backward pass.
+        scaled = (None if g is None else g.mul_(grad.to(g.dtype)) for g in ctx.saved_tensors)
         return (*scaled, None, None, None)
 
 

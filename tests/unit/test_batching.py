@@ -117,6 +117,16 @@ def test_the_shares_of_all_ranks_are_the_batch(num_ranks, budget):
         assert (share.num_tokens, share.num_asked, share.longest_share_tokens) == (17, 6, max(loads))
 
 
+@pytest.mark.parametrize(
+    ("batch", "max_documents", "whole"),
+    [([PAIR, GAPS], None, True), ([PAIR], None, False), ([PAIR, GAPS], 1, False)],
+)
+def test_every_rank_knows_whether_the_completions_of_each_row_are_in_one_place(batch, max_documents, whole):
+    for rank in (0, 1):
+        share = share_of(documents_of(batch), rank=rank, num_ranks=2, budget_tokens=100, max_documents=max_documents)
+        assert share.is_whole == whole
+
+
 def test_a_share_can_be_limited_to_one_document_at_a_time():
     share = share_of(documents_of(BATCH), rank=0, num_ranks=1, budget_tokens=100, max_documents=1)
     assert [len(part) for part in share.micro_batches] == [1, 1, 1, 1]

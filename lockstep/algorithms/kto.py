@@ -29,7 +29,7 @@ def kto(logprobs: Tensor, inputs: LossInputs) -> tuple[Tensor, TensorMetrics]:
     options, sums, weights = KtoOptions(**inputs.options), CompletionSums(inputs), inputs.weights.double()
     logprob = sums.of(weights * logprobs.double())
     ratio = sums.of(weights * (logprobs.double() - inputs.values["reference_logprobs"].double()))
-    wanted = sums.of(inputs.values["label"]) / sums.lengths.clamp(min=1) > 0.5
+    wanted = sums.of(inputs.values["label"].double()) / sums.lengths.clamp(min=1) > 0.5
     losses = torch.where(wanted, *_losses(ratio, options))
     return (inputs.scale * losses.sum()).to(logprobs.dtype), _measure(logprob, ratio, wanted, options)
 

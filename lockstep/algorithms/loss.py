@@ -57,6 +57,7 @@ class Loss:
     `metrics`: the names that `fn` gives under these options. Ranks that do not compute the loss must know them too.
     `is_separable`: the loss of a batch is the sum of the losses of its data.
     `needs_reference`, `needs_collision`: whether `fn` reads values "reference_logprobs", "collision_logprobs".
+    `needs_entropy`: whether it reads "entropies", of the distribution at each token; these have a gradient too.
     """
 
     fn: LossFn
@@ -65,10 +66,11 @@ class Loss:
     is_separable: Callable[[Options], bool] = _always
     needs_reference: Callable[[Options], bool] = _never
     needs_collision: Callable[[Options], bool] = _never
+    needs_entropy: Callable[[Options], bool] = _never
 
 
 class CompletionSums:
-    """Sums over the tokens of each completion, in float64.
+    """Sums over the tokens of each completion, of float64 values.
 
     Long completions lose digits in float32, and what is learned is the small difference between two such sums.
     """
@@ -80,8 +82,9 @@ class CompletionSums:
         self.lengths = self._bounds.diff().double()
 
     def of(self, values: Tensor) -> Tensor:
+        assert values.dtype == torch.float64
         # Unlike index_add this adds in the same order every time on CUDA too. `unsafe` skips a check that waits for it.
-        return torch.segment_reduce(values.double(), "sum", offsets=self._bounds, axis=0, unsafe=True, initial=0)
+        return torch.segment_reduce(values, "sum", offsets=self._bounds, axis=0, unsafe=True, initial=0)
 
 
 def nothing_learned(logprobs: Tensor, names: tuple[str, ...]) -> tuple[Tensor, TensorMetrics]:

@@ -131,7 +131,7 @@ class DeepSpeedBackend:
         sums = torch.zeros(len(names), dtype=torch.float64, device=self.device)
         micro_batches, carried = work.micro_batches, loss
         if not stepping.is_direct(loss, work, num_parts=1):
-            found = self._logprobs(work, collision=stepping.find_loss(loss).needs_collision(loss.options))
+            found = self._logprobs(work, facts=stepping.needs_facts(loss))
             slopes, metrics = stepping.find_slopes(work, loss, found, reference, self.group)
             micro_batches, carried = [stepping.with_slopes(m, slopes) for m in micro_batches], stepping.SLOPES
             sums += stepping.stack(metrics, names) * (self.group.rank == 0)
@@ -300,11 +300,10 @@ class DeepSpeedBackend:
         ]
         return Work(batch, documents, share, micro_batches)
 
-    def _logprobs(self, work: Work, *, collision: bool = False) -> list[Found]:
+    def _logprobs(self, work: Work, *, facts: bool = False) -> list[Found]:
         """Of each micro-batch, without gradient."""
         with self._evaluation():
-            results = [self._engine(m.packed, collision=collision) for m in work.micro_batches]
-        return [Found(*result) if collision else Found(result) for result in results]
+            return [stepping.keep(self._engine(m.packed, facts=facts)) for m in work.micro_batches]
 
     def _reference_logprobs(self, work: Work) -> list[Tensor]:
         if self._reference is None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.algorithms.losses import LOSSES, Loss
 from lockstep.backend.batching import Document, MicroBatch, Share, whole_inputs
+from lockstep.model.head import TokenFacts
 from lockstep.parallel.group import Group
 from lockstep.types import Datum, Logprobs, LossSpec, OptimStep, Pending
 
@@ -35,10 +36,14 @@ class Work:
 
 @dataclass(frozen=True)
 class Found:
-    """Log-probs of one micro-batch, without gradient; `collision` where the loss asked for it."""
+    """Log-probs of one micro-batch, without gradient; `collision` where the loss needs facts."""
 
     logprobs: Tensor
     collision: Tensor | None = None
+
+
+def keep(found: Tensor | TokenFacts) -> Found:
+    return Found(found) if isinstance(found, Tensor) else Found(found.logprobs, found.collisions)
 
 
 def find_loss(loss: LossSpec) -> Loss:
@@ -49,6 +54,12 @@ def find_loss(loss: LossSpec) -> Loss:
 
 def metric_names(loss: LossSpec) -> list[str]:
     return sorted(["loss", *find_loss(loss).metrics(loss.options)])
+
+
+def needs_facts(loss: LossSpec) -> bool:
+    """Whether the loss reads more of the head than log-probs."""
+    rule = find_loss(loss)
+    return rule.needs_collision(loss.options) or rule.needs_entropy(loss.options)
 
 
 def is_direct(loss: LossSpec, work: Work, num_parts: int) -> bool:
@@ -74,9 +85,11 @@ def compute_losses(
         # Scaled before the pass: the head computes its gradient on the way forward.
         total, logprobs = logprobs_of(-inputs.weights * (inputs.scale * scale))
         return total, {"loss": total.detach() / scale}, logprobs.detach()
-    if rule.needs_collision(loss.options):
-        logprobs, collision = logprobs_of(None, collision=True)
-        inputs = replace(inputs, values={**inputs.values, "collision_logprobs": collision})
+    if needs_facts(loss):
+        logprobs, entropies, collisions = logprobs_of(None, facts=True)
+        inputs = replace(
+            inputs, values={**inputs.values, "entropies": entropies, "collision_logprobs": collisions.detach()}
+        )
     else:
         logprobs = logprobs_of(None)
     total, metrics = rule.fn(logprobs, inputs)
@@ -107,6 +120,8 @@ def find_slopes(
     work: Work, loss: LossSpec, found: Sequence[Found], reference: Sequence[Tensor] | None, group: Group
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(d loss / d log-prob of every asked token, {"loss": ..., metrics}), from the whole batch. All ranks."""
+    if find_loss(loss).needs_entropy(loss.options):
+        raise ValueError(f"{loss.kind} with entropy needs every row's answers in one place: raise micro_batch_tokens")
     logprobs = gather(work, [f.logprobs for f in found], group)
     inputs = whole_inputs(work.documents, work.batch, loss, logprobs.device)
     values = dict(inputs.values)

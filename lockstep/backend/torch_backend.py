@@ -276,13 +276,12 @@ class TorchBackend:
         with self._as_reference():
             return [found.logprobs for found in self._logprobs(work)]
 
-    def _logprobs(self, work: Work, *, collision: bool = False) -> list[Found]:
+    def _logprobs(self, work: Work, *, facts: bool = False) -> list[Found]:
         """Of each micro-batch, without gradient; zeros on ranks that do not have the last stage."""
         with self._evaluation():
             if self._pipelined is not None:
-                return self._logprobs_of_stages(work.micro_batches, collision)
-            results = [self._module(m.packed, collision=collision) for m in work.micro_batches]
-        return [Found(*result) if collision else Found(result) for result in results]
+                return self._logprobs_of_stages(work.micro_batches, facts)
+            return [stepping.keep(self._module(m.packed, facts=facts)) for m in work.micro_batches]
 
     def _passes(self, micro_batches: list[MicroBatch], loss: LossSpec) -> list[tuple[dict[str, Tensor], Tensor]]:
         if self._pipelined is not None:
@@ -294,7 +293,7 @@ class TorchBackend:
         self, work: Work, loss: LossSpec, reference: list[Tensor] | None
     ) -> tuple[dict[str, Tensor], list[tuple[dict[str, Tensor], Tensor]]]:
         """(metrics of the whole batch, passes), where a loss needs log-probs that lie in several micro-batches."""
-        found = self._logprobs(work, collision=stepping.find_loss(loss).needs_collision(loss.options))
+        found = self._logprobs(work, facts=stepping.needs_facts(loss))
         slopes, metrics = stepping.find_slopes(work, loss, found, reference, self.group)
         sloped = [stepping.with_slopes(m, slopes) for m in work.micro_batches]
         return metrics, self._passes(sloped, stepping.SLOPES)
@@ -327,15 +326,13 @@ class TorchBackend:
             self._pipelined.forward_backward(micro_batches, self._hidden_dtype, finish)
         return [found[i] for i in sorted(found)]
 
-    def _logprobs_of_stages(self, micro_batches: list[MicroBatch], collision: bool) -> list[Found]:
+    def _logprobs_of_stages(self, micro_batches: list[MicroBatch], facts: bool) -> list[Found]:
         assert self._pipelined is not None
-        found = [Found(torch.zeros(len(m.places), device=self.device)) for m in micro_batches]
-        if collision:
-            found = [replace(f, collision=f.logprobs) for f in found]
+        nothing = [torch.zeros(len(m.places), device=self.device) for m in micro_batches]
+        found = [Found(zeros, zeros if facts else None) for zeros in nothing]
 
         def finish(number: int, hidden: Tensor) -> Tensor:
-            result = self.policy.apply_head(hidden, micro_batches[number].packed, collision=collision)
-            found[number] = Found(*result) if collision else Found(result)
+            found[number] = stepping.keep(self.policy.apply_head(hidden, micro_batches[number].packed, facts=facts))
             return found[number].logprobs
 
         self._pipelined.forward(micro_batches, self._hidden_dtype, finish)

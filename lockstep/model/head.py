@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -63,19 +63,41 @@ class HeadOptions:
     kept_bytes: int = 0
 
 
+class TokenFacts(NamedTuple):
+    """Of each asked token: its log-prob, the entropy of the distribution it came from, and the log of the sum of that
+    distribution's squared probabilities (which has no gradient)."""
+
+    logprobs: Tensor
+    entropies: Tensor
+    collisions: Tensor
+
+
 def target_logprobs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: HeadOptions
 ) -> Tensor:
     """[N, H] hidden, [V, H] weight, [N] targets -> [N] float log-probs, differentiable."""
+    return _logprobs_with_facts(hidden, weight, bias, targets, options, facts=False)[0]
+
+
+def token_facts(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: HeadOptions
+) -> TokenFacts:
+    """As `target_logprobs`, with what else one look at the logits tells. Entropies are differentiable too."""
+    return TokenFacts(*_logprobs_with_facts(hidden, weight, bias, targets, options, facts=True))
+
+
+def _logprobs_with_facts(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: HeadOptions, *, facts: bool
+) -> tuple[Tensor, ...]:
     if options.vocabulary is not None:
         hidden = options.vocabulary.enter(hidden)
-    if not torch.is_grad_enabled():
-        logprobs = hidden.new_empty(targets.shape, dtype=_accumulation_dtype(hidden.dtype))
-        for rows in _chunks(len(targets), options.chunk_tokens):
-            logits = torch.nn.functional.linear(hidden[rows], weight, bias)
-            logprobs[rows] = _logprobs(logits, targets[rows], options)
-        return logprobs
-    return _TargetLogprobs.apply(hidden, weight, bias, targets, options)
+    if torch.is_grad_enabled():
+        return _TargetLogprobs.apply(hidden, weight, bias, targets, options, facts)
+    found = [
+        _measure(torch.nn.functional.linear(hidden[rows], weight, bias), targets[rows], options, facts=facts)
+        for rows in _chunks(len(targets), options.chunk_tokens)
+    ]
+    return _join(found, hidden, facts)
 
 
 def weighted_logprob_sum(
@@ -90,64 +112,63 @@ def weighted_logprob_sum(
     return _WeightedLogprobSum.apply(hidden, weight, bias, targets, slopes, options)
 
 
-@torch.no_grad()
-def collision_logprobs(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: HeadOptions) -> Tensor:
-    """[N] log of the probability that two draws give the same token: of the sum of squared probabilities."""
-    found = hidden.new_empty(len(hidden), dtype=_accumulation_dtype(hidden.dtype))
-    for rows in _chunks(len(hidden), options.chunk_tokens):
-        logits = torch.nn.functional.linear(hidden[rows], weight, bias)
-        wide = options.transform.apply(logits.to(_accumulation_dtype(logits.dtype)))
-        if options.vocabulary is None:
-            found[rows] = torch.logsumexp(2 * wide, dim=1) - 2 * torch.logsumexp(wide, dim=1)
-            continue
-        top = options.vocabulary.max(wide.amax(dim=1) if wide.shape[1] else wide.new_full((len(wide),), -torch.inf))
-        shares = torch.exp(wide - top[:, None])
-        total, squared = (options.vocabulary.sum(part.sum(dim=1)) for part in (shares, shares**2))
-        found[rows] = torch.log(squared) - 2 * torch.log(total)
-    return found
-
-
 class _TargetLogprobs(torch.autograd.Function):
+    """Log-probs; with `facts` also entropies and collisions."""
+
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: HeadOptions
-    ) -> Tensor:
-        frozen = not any(ctx.needs_input_grad[1:3])
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        options: HeadOptions,
+        facts: bool,
+    ) -> tuple[Tensor, ...]:
+        # A gradient of two kinds cannot be kept in units of one.
+        frozen = not any(ctx.needs_input_grad[1:3]) and not facts
         keeps = not frozen and len(targets) * len(weight) * hidden.element_size() <= options.kept_bytes
-        logprobs = hidden.new_empty(targets.shape, dtype=_accumulation_dtype(hidden.dtype))
         unit = torch.empty_like(hidden) if frozen else None
-        ones = torch.ones_like(logprobs)
-        ctx.logits = []
+        ones = torch.ones(len(targets), dtype=_accumulation_dtype(hidden.dtype), device=hidden.device)
+        ctx.logits, found = [], []
         for rows in _chunks(len(targets), options.chunk_tokens):
             logits = torch.nn.functional.linear(hidden[rows], weight, bias)
             if unit is None:
-                logprobs[rows] = _logprobs(logits, targets[rows], options)
+                found.append(_measure(logits, targets[rows], options, facts=facts))
             else:
-                logprobs[rows], d_logits = _logprobs_and_gradient(logits, targets[rows], ones[rows], options)
+                logprobs, d_logits = _logprobs_and_gradient(logits, targets[rows], ones[rows], options)
                 torch.mm(d_logits, weight, out=unit[rows])
+                found.append((logprobs,))
             if keeps:
                 ctx.logits.append(logits)
-        ctx.options, ctx.frozen = options, frozen
-        ctx.save_for_backward(unit) if unit is not None else ctx.save_for_backward(hidden, weight, bias, targets)
-        return logprobs
+        results = _join(found, hidden, facts)
+        ctx.options, ctx.frozen, ctx.facts = options, frozen, facts
+        if unit is not None:
+            ctx.save_for_backward(unit)
+        else:
+            ctx.save_for_backward(hidden, weight, bias, targets, results[1] if facts else None)
+        if facts:
+            ctx.mark_non_differentiable(results[2])
+        return results
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
+        grad = grads[0]
         if ctx.frozen:
             (unit,) = ctx.saved_tensors
-            return unit * grad[:, None].to(unit.dtype), None, None, None, None
-        hidden, weight, bias, targets = ctx.saved_tensors
+            return unit * grad[:, None].to(unit.dtype), None, None, None, None, None
+        hidden, weight, bias, targets, entropies = ctx.saved_tensors
         gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
-        kept, ctx.logits = ctx.logits, None  # used up below: a second backward over the same graph is an error
+        kept, ctx.logits = ctx.logits, None  # used up below
         assert kept is not None, "the head's logits serve one backward pass"
         for i, rows in enumerate(_chunks(len(targets), ctx.options.chunk_tokens)):
             logits = kept[i] if kept else torch.nn.functional.linear(hidden[rows], weight, bias)
-            _, d_logits = _logprobs_and_gradient(logits, targets[rows], grad[rows], ctx.options)
+            spread = (grads[1][rows], entropies[rows]) if ctx.facts else None
+            _, d_logits = _logprobs_and_gradient(logits, targets[rows], grad[rows], ctx.options, spread)
             gradients.add(rows, d_logits)
             if kept:
                 kept[i] = None
-        return gradients.hidden, gradients.weight, gradients.bias, None, None
+        return gradients.hidden, gradients.weight, gradients.bias, None, None, None
 
 
 class _WeightedLogprobSum(torch.autograd.Function):
@@ -175,7 +196,7 @@ class _WeightedLogprobSum(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad = grads[0]
         assert grad is not None
-        # In place: a second copy of the weight's gradient would be the largest thing here. They serve one backward pass.
+        # In place: a copy of the weight's gradient would be the largest thing here. They serve one backward pass.
         scaled = (None if g is None else g.mul_(grad.to(g.dtype)) for g in ctx.saved_tensors)
         return (*scaled, None, None, None)
 
@@ -198,28 +219,53 @@ class _Gradients:
             self.bias += d_logits.sum(0)
 
 
-def _logprobs(logits: Tensor, targets: Tensor, options: HeadOptions) -> Tensor:
-    """Log-probs of one chunk."""
-    transform = options.transform
-    if options.vocabulary is not None:
-        return _split_log_probabilities(logits, targets, options)[1]
-    if _has_kernel(logits):
-        from lockstep.model.head_kernel import logprobs_of
+def _join(found: list[tuple[Tensor, ...]], hidden: Tensor, facts: bool) -> tuple[Tensor, ...]:
+    """Chunks one after the other; nothing asked is no chunk."""
+    none = hidden.new_empty(0, dtype=_accumulation_dtype(hidden.dtype))
+    parts = list(zip(*found, strict=True)) or [(none,)] * (3 if facts else 1)
+    return tuple(torch.cat(part) for part in parts)
 
-        return logprobs_of(logits, targets, transform.scale, transform.softcap)
-    wide = transform.apply(logits.to(_accumulation_dtype(logits.dtype)))
-    return wide.gather(1, targets[:, None])[:, 0] - torch.logsumexp(wide, dim=1)
+
+def _measure(logits: Tensor, targets: Tensor, options: HeadOptions, *, facts: bool) -> tuple[Tensor, ...]:
+    """(log-probs,) of one chunk, or with `facts` (log-probs, entropies, collisions)."""
+    transform = options.transform
+    if options.vocabulary is None and _has_kernel(logits):
+        from lockstep.model.head_kernel import measure
+
+        return measure(logits, targets, transform.scale, transform.softcap, facts=facts)
+    if options.vocabulary is not None:
+        log_probabilities, chosen, _ = _split_log_probabilities(logits, targets, options)
+    else:
+        wide = transform.apply(logits.to(_accumulation_dtype(logits.dtype)))
+        if not facts:
+            return (wide.gather(1, targets[:, None])[:, 0] - torch.logsumexp(wide, dim=1),)
+        log_probabilities = torch.log_softmax(wide, dim=1)
+        chosen = log_probabilities.gather(1, targets[:, None])[:, 0]
+    if not facts:
+        return (chosen,)
+    probabilities = log_probabilities.exp()
+    entropies, squares = -(probabilities * log_probabilities).sum(dim=1), probabilities.square_().sum(dim=1)
+    if options.vocabulary is not None:
+        entropies, squares = options.vocabulary.sum(entropies), options.vocabulary.sum(squares)
+    return chosen, entropies, squares.log()
 
 
 def _logprobs_and_gradient(
-    logits: Tensor, targets: Tensor, slopes: Tensor, options: HeadOptions
+    logits: Tensor,
+    targets: Tensor,
+    slopes: Tensor,
+    options: HeadOptions,
+    spread: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of one chunk, and d(sum slopes * log-prob) / d logits in the logits' dtype. The logits are used up."""
+    """Log-probs of one chunk, and d(sum slopes * log-prob) / d logits in the logits' dtype. The logits are used up.
+
+    `spread`, (slopes of the entropies, the entropies), adds their gradient.
+    """
     transform, vocabulary = options.transform, options.vocabulary
     if vocabulary is None and _has_kernel(logits):
         from lockstep.model.head_kernel import logprobs_and_gradient
 
-        return logprobs_and_gradient(logits, targets, slopes, transform.scale, transform.softcap)
+        return logprobs_and_gradient(logits, targets, slopes, transform.scale, transform.softcap, spread)
     if vocabulary is not None:
         log_probabilities, chosen, slope = _split_log_probabilities(logits, targets, options)
         here, mine = _in_this_part(targets, logits.shape[1], vocabulary)
@@ -230,7 +276,11 @@ def _logprobs_and_gradient(
         log_probabilities = torch.log_softmax(wide, dim=1)
         chosen = log_probabilities.gather(1, targets[:, None])[:, 0]
         here, bump = targets, slopes
-    gradient = log_probabilities.exp_().mul_(-slopes[:, None])
+    factor: Tensor = -slopes[:, None]
+    if spread is not None:
+        entropy_slopes, entropies = spread
+        factor = factor - entropy_slopes[:, None] * (log_probabilities + entropies[:, None])
+    gradient = log_probabilities.exp_().mul_(factor)
     if gradient.shape[1]:
         gradient.scatter_add_(1, here[:, None], bump[:, None].to(gradient.dtype))
     if isinstance(slope, Tensor) or slope != 1.0:

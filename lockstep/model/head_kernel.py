@@ -23,63 +23,111 @@ def _transform(x, scale, softcap, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _logprob_kernel(
-    logits, targets, slopes, logprobs, vocabulary, scale, softcap,
-    HAS_SOFTCAP: tl.constexpr, WRITES_GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+    logits, targets, slopes, entropy_slopes, logprobs, entropies, collisions, vocabulary, scale, softcap,
+    HAS_SOFTCAP: tl.constexpr, WRITES_GRADIENT: tl.constexpr, WRITES_FACTS: tl.constexpr,
+    HAS_ENTROPY_SLOPES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     first = logits + row * vocabulary
     target = tl.load(targets + row)
     peak = -float("inf")
     total = 0.0
+    weighted = 0.0  # sum of exp(x - peak) * x
+    squares = 0.0  # sum of exp(x - peak) ** 2
     for start in range(0, vocabulary, BLOCK):
         places = start + tl.arange(0, BLOCK)
-        x = tl.load(first + places, mask=places < vocabulary, other=-float("inf")).to(tl.float32)
-        x = tl.where(places < vocabulary, _transform(x, scale, softcap, HAS_SOFTCAP), -float("inf"))
+        inside = places < vocabulary
+        x = tl.load(first + places, mask=inside, other=-float("inf")).to(tl.float32)
+        x = tl.where(inside, _transform(x, scale, softcap, HAS_SOFTCAP), -float("inf"))
         higher = tl.maximum(peak, tl.max(x, axis=0))
-        total = total * tl.exp(peak - higher) + tl.sum(tl.exp(x - higher), axis=0)
+        shrink = tl.exp(peak - higher)
+        share = tl.exp(x - higher)
+        total = total * shrink + tl.sum(share, axis=0)
+        if WRITES_FACTS:
+            weighted = weighted * shrink + tl.sum(tl.where(inside, share * x, 0.0), axis=0)
+            squares = squares * shrink * shrink + tl.sum(share * share, axis=0)
         peak = higher
     normaliser = peak + tl.log(total)
     chosen = _transform(tl.load(first + target).to(tl.float32), scale, softcap, HAS_SOFTCAP)
     tl.store(logprobs + row, chosen - normaliser)
+    if WRITES_FACTS:
+        tl.store(entropies + row, normaliser - weighted / total)
+        tl.store(collisions + row, tl.log(squares) - 2.0 * tl.log(total))
     if WRITES_GRADIENT:
         slope = tl.load(slopes + row)
         for start in range(0, vocabulary, BLOCK):
             places = start + tl.arange(0, BLOCK)
             x = tl.load(first + places, mask=places < vocabulary, other=0.0).to(tl.float32)
             x = _transform(x, scale, softcap, HAS_SOFTCAP)
-            gradient = slope * ((places == target).to(tl.float32) - tl.exp(x - normaliser)) * scale
+            probability = tl.exp(x - normaliser)
+            gradient = slope * ((places == target).to(tl.float32) - probability)
+            if HAS_ENTROPY_SLOPES:
+                entropy = tl.load(entropies + row)
+                gradient -= tl.load(entropy_slopes + row) * probability * (x - normaliser + entropy)
+            gradient = gradient * scale
             if HAS_SOFTCAP:
                 gradient = gradient * (1.0 - (x / softcap) * (x / softcap))
             tl.store(first + places, gradient.to(logits.dtype.element_ty), mask=places < vocabulary)
 
 
-def logprobs_of(logits: Tensor, targets: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """[C, V] logits -> [C] float32 log-probs of the targets."""
-    return _launch(logits, targets, None, scale, softcap)
+def measure(logits: Tensor, targets: Tensor, scale: float, softcap: float | None, *, facts: bool) -> tuple[Tensor, ...]:
+    """[C, V] logits -> ([C] float32 log-probs of the targets,), or with `facts` also entropies and collisions."""
+    results = tuple(_empty(logits) for _ in range(3 if facts else 1))
+    _launch(logits, targets, results, scale, softcap)
+    return results
 
 
 def logprobs_and_gradient(
-    logits: Tensor, targets: Tensor, slopes: Tensor, scale: float, softcap: float | None
+    logits: Tensor,
+    targets: Tensor,
+    slopes: Tensor,
+    scale: float,
+    softcap: float | None,
+    spread: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs, and `logits` overwritten with d(sum of slopes * log-probs) / d logits."""
-    return _launch(logits, targets, slopes, scale, softcap), logits
+    """Log-probs, and `logits` overwritten with d(sum of slopes * log-probs) / d logits.
+
+    `spread`, (slopes of the entropies, the entropies), adds their gradient.
+    """
+    logprobs = _empty(logits)
+    _launch(logits, targets, (logprobs,), scale, softcap, slopes.float(), spread)
+    return logprobs, logits
 
 
-def _launch(logits: Tensor, targets: Tensor, slopes: Tensor | None, scale: float, softcap: float | None) -> Tensor:
+def _empty(logits: Tensor) -> Tensor:
+    return torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+
+
+def _launch(
+    logits: Tensor,
+    targets: Tensor,
+    results: tuple[Tensor, ...],
+    scale: float,
+    softcap: float | None,
+    slopes: Tensor | None = None,
+    spread: tuple[Tensor, Tensor] | None = None,
+) -> None:
     assert logits.is_contiguous()
     rows, vocabulary = logits.shape
-    logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    logprobs, entropies, collisions = results if len(results) == 3 else (*results, *results, *results)
+    entropy_slopes = logprobs  # stands in for what is not given: a kernel takes no None
+    if spread is not None:
+        entropy_slopes, entropies = (part.float().contiguous() for part in spread)
     _logprob_kernel[(rows,)](
         logits,
         targets,
-        logprobs if slopes is None else slopes.float(),
+        logprobs if slopes is None else slopes,
+        entropy_slopes,
         logprobs,
+        entropies,
+        collisions,
         vocabulary,
         scale,
         softcap or 1.0,
         HAS_SOFTCAP=softcap is not None,
         WRITES_GRADIENT=slopes is not None,
+        WRITES_FACTS=len(results) == 3,
+        HAS_ENTROPY_SLOPES=spread is not None,
         BLOCK=_BLOCK,
         num_warps=8,
     )
-    return logprobs

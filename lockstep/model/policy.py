@@ -22,8 +22,8 @@ from lockstep.model.head import (
     HeadOptions,
     LogitTransform,
     Vocabulary,
-    collision_logprobs,
     target_logprobs,
+    token_facts,
     weighted_logprob_sum,
 )
 
@@ -97,14 +97,14 @@ class Policy(nn.Module):
             causal.set_attn_implementation(attention.PACKED)
 
     def forward(
-        self, packed: PackedTokens, slopes: Tensor | None = None, *, own: bool = False, collision: bool = False
+        self, packed: PackedTokens, slopes: Tensor | None = None, *, own: bool = False, facts: bool = False
     ) -> Any:
         """What `apply_head` gives. `own` takes the model's own full forward and its own logits: slow, for checking."""
         inputs = {"input_ids": packed.tokens[None]}
         if own:
             return self.own_logprobs(packed, inputs)
         hidden = self.run_layers(causal_lm(self.model).base_model, packed, inputs)
-        return self.apply_head(hidden[0], packed, slopes, collision=collision)
+        return self.apply_head(hidden[0], packed, slopes, facts=facts)
 
     def own_logprobs(self, packed: PackedTokens, inputs: dict[str, Tensor]) -> Tensor:
         """From the logits that the model itself gives."""
@@ -116,17 +116,17 @@ class Policy(nn.Module):
         return body(**inputs, **self._arguments(packed)).last_hidden_state
 
     def apply_head(
-        self, hidden: Tensor, packed: PackedTokens, slopes: Tensor | None = None, *, collision: bool = False
+        self, hidden: Tensor, packed: PackedTokens, slopes: Tensor | None = None, *, facts: bool = False
     ) -> Any:
-        """[N] log-probs; with `slopes` (sum of slopes * log-probs, log-probs without gradient); with `collision`
-        (log-probs, log of the sum of squared probabilities over the vocabulary, without gradient)."""
+        """[N] log-probs; with `slopes` (sum of slopes * log-probs, log-probs without gradient); with `facts` their
+        TokenFacts."""
         head = causal_lm(self.model).get_output_embeddings()
         weight, bias = _local(head.weight), _local(head.bias)
         asked = hidden.index_select(0, packed.asked)
         if slopes is not None:
             return weighted_logprob_sum(asked, weight, bias, packed.targets, slopes, self.head_options)
-        logprobs = target_logprobs(asked, weight, bias, packed.targets, self.head_options)
-        return (logprobs, collision_logprobs(asked, weight, bias, self.head_options)) if collision else logprobs
+        measure = token_facts if facts else target_logprobs
+        return measure(asked, weight, bias, packed.targets, self.head_options)
 
     def _arguments(self, packed: PackedTokens) -> dict[str, Any]:
         return {"position_ids": packed.positions[None], "use_cache": False, **self._attention_arguments(packed)}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lockstep.backend.torch_backend import TorchBackend
 from lockstep.config import LoraConfig
-from lockstep.model.attention import packed_attention
+from lockstep.model.attention import Layout, packed_attention
 from lockstep.model.head import HeadOptions, LogitTransform, target_logprobs, weighted_logprob_sum
 from lockstep.model.lora import add_lora
 from lockstep.types import Completion, Datum, LossSpec, OptimStep
@@ -52,7 +52,7 @@ def exact_logprobs(logits: Tensor, targets: Tensor, transform: LogitTransform) -
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocabulary", [7, 4096, 4097, 50257, 151936])
 def test_the_kernel_gives_log_probs_and_their_gradient(transform, dtype, vocabulary):
-    from lockstep.model.head_kernel import logprobs_and_gradient, logprobs_of
+    from lockstep.model.head_kernel import logprobs_and_gradient, measure
 
     generator = torch.Generator(CUDA).manual_seed(0)
     logits = (4 * torch.randn(33, vocabulary, device=CUDA, generator=generator)).to(dtype)
@@ -64,7 +64,7 @@ def test_the_kernel_gives_log_probs_and_their_gradient(transform, dtype, vocabul
     expected = exact_logprobs(leaf, targets, transform)
     (gradient,) = torch.autograd.grad((slopes.double() * expected).sum(), leaf)
 
-    alone = logprobs_of(logits, targets, transform.scale, transform.softcap)
+    (alone,) = measure(logits, targets, transform.scale, transform.softcap, facts=False)
     written = logits.clone()
     both, found = logprobs_and_gradient(written, targets, slopes, transform.scale, transform.softcap)
     assert found.data_ptr() == written.data_ptr()
@@ -74,6 +74,34 @@ def test_the_kernel_gives_log_probs_and_their_gradient(transform, dtype, vocabul
     torch.testing.assert_close(both, alone, rtol=1e-5, atol=1e-5)
     assert distance(found, gradient) < (5e-3 if dtype == torch.bfloat16 else 1e-4)
     assert not found[5].any()
+
+
+@needs_triton
+@every_transform
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocabulary", [7, 4097, 151936])
+def test_the_kernel_gives_entropies_collisions_and_the_gradient_of_both_kinds(transform, dtype, vocabulary):
+    from lockstep.model.head_kernel import logprobs_and_gradient, measure
+
+    generator = torch.Generator(CUDA).manual_seed(0)
+    logits = (4 * torch.randn(33, vocabulary, device=CUDA, generator=generator)).to(dtype)
+    targets = torch.randint(vocabulary, (33,), device=CUDA, generator=generator)
+    slopes, entropy_slopes = (torch.randn(33, device=CUDA, generator=generator) for _ in range(2))
+    leaf = logits.double().requires_grad_()
+    wide = leaf * transform.scale
+    if transform.softcap is not None:
+        wide = transform.softcap * torch.tanh(wide / transform.softcap)
+    every = torch.log_softmax(wide, dim=1)
+    chosen, entropies = every.gather(1, targets[:, None])[:, 0], -(every.exp() * every).sum(dim=1)
+    (gradient,) = torch.autograd.grad((slopes * chosen + entropy_slopes * entropies).sum(), leaf)
+
+    found = measure(logits, targets, transform.scale, transform.softcap, facts=True)
+    collisions = (every.detach().exp() ** 2).sum(dim=1).log()
+    for ours, exact in zip(found, (chosen.detach(), entropies.detach(), collisions), strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-4)
+    spread = (entropy_slopes, found[1])
+    _, written = logprobs_and_gradient(logits.clone(), targets, slopes, transform.scale, transform.softcap, spread)
+    assert distance(written, gradient) < (5e-3 if dtype == torch.bfloat16 else 1e-4)
 
 
 @needs_triton
@@ -170,8 +198,8 @@ def attend(dtype: torch.dtype, heads: tuple[int, int], total: int, **arguments: 
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2)], ids=["all heads", "grouped heads"])
 def test_fused_attention_over_documents_is_as_exact_as_one_document_at_a_time(lengths, window, heads):
     shared = {"heads": heads, "total": sum(lengths), "sliding_window": window}
-    exact = attend(torch.float64, packed_lengths=lengths, **shared)
-    plain = attend(torch.bfloat16, packed_lengths=lengths, **shared)
+    exact = attend(torch.float64, packed_layout=Layout(lengths), **shared)
+    plain = attend(torch.bfloat16, packed_layout=Layout(lengths), **shared)
     fused = attend(torch.bfloat16, **fused_arguments(lengths), **shared)
     for name, ours, theirs, wanted in zip(("output", "query", "key", "value"), fused, plain, exact, strict=True):
         assert ours.shape == wanted.shape

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lockstep.model.head import HeadOptions, LogitTransform, target_logprobs, weighted_logprob_sum
+from lockstep.model.head import HeadOptions, LogitTransform, target_logprobs, token_facts, weighted_logprob_sum
 
 ROWS, HIDDEN, VOCABULARY = 13, 6, 11
 TRANSFORMS = {
@@ -65,11 +65,15 @@ def make_inputs(head: tuple[bool, bool | None], dtype: torch.dtype = torch.float
     return Inputs(hidden, weight, None if train_bias is None else bias, targets, draw(ROWS))
 
 
-def plain_logprobs(inputs: Inputs, transform: LogitTransform) -> Tensor:
+def plain_distributions(inputs: Inputs, transform: LogitTransform) -> Tensor:
     logits = F.linear(inputs.hidden, inputs.weight, inputs.bias) * transform.scale
     if transform.softcap is not None:
         logits = torch.tanh(logits / transform.softcap) * transform.softcap
-    return torch.log_softmax(logits, dim=1)[torch.arange(len(inputs.targets)), inputs.targets]
+    return torch.log_softmax(logits, dim=1)
+
+
+def plain_logprobs(inputs: Inputs, transform: LogitTransform) -> Tensor:
+    return plain_distributions(inputs, transform)[torch.arange(len(inputs.targets)), inputs.targets]
 
 
 def arguments_of(inputs: Inputs) -> tuple[Any, ...]:
@@ -121,6 +125,63 @@ def test_log_probs_carry_the_gradient_of_any_loss(transform, head, chunk, loss: 
     plain = plain_logprobs(inputs, transform)
     assert_close(found.detach(), plain.detach())
     assert_same_gradients(loss(found, inputs.slopes), loss(plain, inputs.slopes), inputs)
+
+
+@every_transform
+@every_head
+@every_chunk
+@pytest.mark.parametrize("kept_bytes", [0, 1 << 20], ids=["computed again", "kept"])
+def test_entropies_carry_a_gradient_of_their_own_and_collisions_none(transform, head, chunk, kept_bytes):
+    inputs = make_inputs(head)
+    found = token_facts(*arguments_of(inputs), HeadOptions(transform, chunk, kept_bytes=kept_bytes))
+    every = plain_distributions(inputs, transform)
+    entropies = -(every.exp() * every).sum(dim=1)
+    chosen = plain_logprobs(inputs, transform)
+    assert_close(found.logprobs.detach(), chosen.detach())
+    assert_close(found.entropies.detach(), entropies.detach())
+    assert_close(found.collisions, (every.detach().exp() ** 2).sum(dim=1).log())
+    assert not found.collisions.requires_grad
+    weights = inputs.slopes.flip(0)
+    ours = ratio(found.logprobs, inputs.slopes) + (weights * found.entropies.square()).sum()
+    plain = ratio(chosen, inputs.slopes) + (weights * entropies.square()).sum()
+    assert_same_gradients(ours, plain, inputs)
+    with torch.no_grad():
+        again = token_facts(*arguments_of(inputs), HeadOptions(transform, chunk))
+    for one, other in zip(again, found, strict=True):
+        assert_close(one, other.detach())
+
+
+@every_head
+@pytest.mark.parametrize("kept_bytes", [ROWS * VOCABULARY * 8, ROWS * VOCABULARY * 8 - 1], ids=["fits", "does not fit"])
+def test_logits_that_are_kept_give_the_gradients_of_those_computed_again(head, kept_bytes):
+    inputs = make_inputs(head)
+    with CountedProducts() as products:
+        found = target_logprobs(*arguments_of(inputs), HeadOptions(chunk_tokens=4, kept_bytes=kept_bytes))
+        before = products.count
+        gradients = torch.autograd.grad(square(found, inputs.slopes), inputs.leaves)
+    frozen = not any(head)
+    fits = kept_bytes >= ROWS * VOCABULARY * 8
+    for one, other in zip(
+        gradients,
+        torch.autograd.grad(square(plain_logprobs(inputs, TRANSFORMS["plain"]), inputs.slopes), inputs.leaves),
+    ):
+        assert_close(one, other)
+    # In the backward pass: nothing for a frozen head; otherwise 4 chunks of gradients, and of logits if not kept.
+    per_chunk = 0 if frozen else 1 + bool(head[0]) + (not fits)
+    assert products.count - before == 4 * per_chunk
+
+
+class CountedProducts(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.addmm_.default,
+                               torch.ops.aten.mm.out)  # fmt: skip
+        return func(*args, **(kwargs or {}))
 
 
 @every_transform

@@ -25,8 +25,8 @@ lockstep train lockstep.yaml optim.learning_rate=1e-4 data.train=[a.jsonl,b.json
 - An unknown key is an error that names the nearest known one, with the file and line.
 - Relative paths in the file are relative to the file; those in overrides, to the working directory.
 - `model.path` is a local path if it exists, starts with `.`, `/` or `~`, or ends in `.gguf`; otherwise a Hub id.
-- `model: NAME` is short for `model: {path: NAME}`, `lora: true` for `lora: {}`. Without a `lora` section every weight
-  is trained.
+- `model: NAME` is short for `model: {path: NAME}`, `lora: true` for `lora: {}`, `algorithm: dpo` for
+  `algorithm: {kind: dpo}`. Without a `lora` section every weight is trained.
 - The resolved configuration, with every default written out, is kept as `config.yaml` in the run directory.
 """
 _SOURCE_TITLE = "A source: an entry of data.train, data.validation or data.test"
@@ -41,7 +41,10 @@ def configuration_reference() -> str:
     pages = [_OPENING, _table("Top level", "", {"properties": top, "required": schema["required"]})]
     for name, field in schema["properties"].items():
         section = _section(field, schema)
-        if section is not None:
+        for choice in field.get("oneOf", ()):
+            found = _follow(choice["$ref"], schema)
+            pages.append(_table(f"{name}, kind {found['properties']['kind']['const']}", f"{name}.", found))
+        if section is not None and "oneOf" not in field:
             pages.append(_table(f"{name}{_presence(name, field, schema)}", f"{name}.", section))
         if name == "data":
             pages.append(_table(_SOURCE_TITLE, "", schema["$defs"]["SourceConfig"]))
@@ -49,10 +52,15 @@ def configuration_reference() -> str:
 
 
 def _section(field: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any] | None:
-    for candidate in (field, *field.get("anyOf", ())):
+    for candidate in (field, *field.get("anyOf", ()), *field.get("oneOf", ())):
         if "$ref" in candidate:
-            return schema["$defs"][candidate["$ref"].rsplit("/", 1)[-1]]
+            return _follow(candidate["$ref"], schema)
     return None
+
+
+def _follow(reference: str, schema: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = schema["$defs"][reference.rsplit("/", 1)[-1]]
+    return found
 
 
 def _presence(name: str, field: dict[str, Any], schema: dict[str, Any]) -> str:

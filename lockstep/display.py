@@ -26,7 +26,9 @@ from lockstep.config import RunConfig
 from lockstep.rundir import FINISHED_STATES, RunDir
 
 T = TypeVar("T")
-_VALIDATION_KEYS = {"step", "split", "time", "loss", "rows", "time_s"}  # of a record; the rest are scores
+# What a line about validation leaves out: the rest are scores. Rewards and log-probs are in the file, and in plots.
+_NO_SCORES = {"step", "split", "time", "loss", "rows", "time_s"}
+_NO_SCORES |= {"chosen_reward", "rejected_reward", "chosen_logprob", "rejected_logprob"}
 PLAIN_INTERVAL_S = 2.0
 POLL_INTERVAL_S = 0.2
 STATE_STYLES = {"completed": "green", "failed": "red", "cancelled": "yellow", "running": "cyan", "lost": "red"}
@@ -182,7 +184,7 @@ class RunDisplay:
         if loss < self._best and self._best != float("inf"):
             line.append("  best so far", style="green")
         self._best = min(self._best, loss)
-        scores = {k: v for k, v in record.items() if k not in _VALIDATION_KEYS and isinstance(v, float)}
+        scores = {k: v for k, v in record.items() if k not in _NO_SCORES and isinstance(v, float)}
         line.append("".join(f"  {name} {value:.3f}" for name, value in scores.items()), style="dim")
         return line
 
@@ -196,6 +198,10 @@ class RunDisplay:
         validation = self._validation_loss if self._validation_loss is not None else status.get("validation_loss")
         if validation is not None and not plain:
             facts.append(("validation", f"{validation:.4f}"))
+        if train.get("margin") is not None:
+            facts.append(("margin", f"{train['margin']:.3f}"))
+        if train.get("accuracy") is not None:
+            facts.append(("accuracy", f"{train['accuracy']:.0%}"))
         if train.get("learning_rate") is not None:
             facts.append(("lr", f"{train['learning_rate']:.2e}"))
         if train.get("grad_norm") is not None:
@@ -265,6 +271,8 @@ def _event_line(event: Mapping[str, Any]) -> Text | None:
         )
     if kind == "resumed":
         return Text.assemble(step, "resumed")
+    if kind == "reference":
+        return Text.assemble(("reference ", "bold"), f"{event.get('kind')}: {event.get('why')}")
     if kind == "early_stop":
         return Text.assemble(step, "stopped early: the validation loss no longer improves")
     return None
@@ -277,6 +285,9 @@ def _step_label(record: Mapping[str, Any]) -> tuple[str, str]:
 def print_header(console: Console, run: RunDir, config: RunConfig, resumed: bool) -> None:
     lora = config.lora
     method = f"LoRA rank {lora.rank}" if lora else "full fine-tuning"
+    if config.algorithm.kind != "sft":
+        loss = config.algorithm.loss
+        method += f", {config.algorithm.kind}: {loss if isinstance(loss, str) else ' + '.join(loss)}"
     data = ", ".join(_source_name(source.path) for source in config.data.train)
     console.print(f"[bold]{'resuming' if resumed else 'training'}[/] {escape(config.name)}", highlight=False)
     rows = {
@@ -307,6 +318,10 @@ def print_summary(console: Console, run: RunDir) -> None:
         best, step = status.get("best_validation_loss"), status.get("best_step")
         shown = f"  (best {best:.4f} at step {step})" if best is not None else ""
         rows["validation"] = f"{status['validation_loss']:.4f}{shown}"
+    scores = status.get("validation_scores") or {}
+    if "margin" in scores:
+        accuracy = f", accuracy {scores['accuracy']:.0%}" if "accuracy" in scores else ""
+        rows["held out"] = f"margin {scores['margin']:.3f}{accuracy}"
     if status.get("tokens"):
         speed = f", {format_count(status['tokens_per_s'])} per second" if status.get("tokens_per_s") else ""
         rows["tokens"] = f"{format_count(status['tokens'])}{speed}"

@@ -9,7 +9,7 @@ import html
 import io
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,11 +54,18 @@ class Panel:
     split: str
     key: str
     smooth: bool = False
+    best: Callable[..., int] = min
 
 
 PANELS = (
     Panel("Training loss", "train", "loss", smooth=True),
     Panel("Validation loss (circle: best)", "validation", "loss"),
+    Panel("Reward margin", "train", "margin", smooth=True),
+    Panel("Validation reward margin", "validation", "margin", best=max),
+    Panel("Accuracy: preferred answer ahead", "train", "accuracy", smooth=True),
+    Panel("Validation accuracy", "validation", "accuracy", best=max),
+    Panel("Reward of preferred answers", "train", "chosen_reward", smooth=True),
+    Panel("Reward of rejected answers", "train", "rejected_reward", smooth=True),
     Panel("Learning rate", "train", "learning_rate"),
     Panel("Gradient norm", "train", "grad_norm", smooth=True),
     Panel("Tokens per second", "train", "tokens_per_s", smooth=True),
@@ -149,7 +156,7 @@ def _draw_panel(axis: Any, panel: Panel, runs: Sequence[Curves]) -> None:
             axis.plot(steps, values, color=run.colour, marker="o" if len(values) <= 30 else None, markersize=3.5)
             drawn += values
         if panel.split == "validation" and values:
-            best = min(range(len(values)), key=values.__getitem__)
+            best = panel.best(range(len(values)), key=values.__getitem__)
             axis.plot(steps[best], values[best], marker="o", markersize=9, color=run.colour, fillstyle="none")
     axis.set_title(panel.title)
     axis.set_xlabel("step")

@@ -10,7 +10,8 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 from pydantic.fields import FieldInfo
 
-from lockstep.config import AlgorithmConfig, RunConfig, section_of
+from lockstep.config import RunConfig, sections_of
+from lockstep.config.algorithm import KINDS, SHORT_KINDS
 
 # What a person must decide. Everything else is shown commented out, with its default.
 ACTIVE: dict[str, Any] = {
@@ -27,32 +28,44 @@ _HEADER = """\
 """
 
 
-ALGORITHMS: tuple[str, ...] = get_args(AlgorithmConfig.model_fields["kind"].annotation)
+ALGORITHMS: tuple[str, ...] = (*KINDS, *SHORT_KINDS)
 
 
 def starter_yaml(algorithm: str = "sft", file: str = "lockstep.yaml") -> str:
     lines = [_HEADER.format(algorithm=algorithm, file=file)]
+    values = {**ACTIVE, **_algorithm_values(algorithm)}
     for name, info in RunConfig.model_fields.items():
-        section = section_of(info.annotation)
+        section = next(iter(sections_of(info.annotation)), None)
         if section is None:
-            lines += _setting(name, info, name, "", name in ACTIVE)
+            lines += _setting(info, name, "", values.get(name))
             continue
-        active = any(key.startswith(name + ".") for key in ACTIVE)
+        if name == "algorithm":
+            section = KINDS.get(algorithm, KINDS["dpo"])
+        active = any(key.startswith(name + ".") for key in values)
         lines += ["", f"{_mark(active)}{name}:"]
         for key, child in section.model_fields.items():
-            dotted = f"{name}.{key}"
-            lines += _setting(dotted, child, key, "  ", dotted in ACTIVE)
+            lines += _setting(child, key, "  ", values.get(f"{name}.{key}"))
     return "\n".join(lines) + "\n"
 
 
-def _setting(dotted: str, info: FieldInfo, key: str, indent: str, active: bool) -> list[str]:
+def _algorithm_values(algorithm: str) -> dict[str, Any]:
+    """What to write out: the kind, and the settings that a short name stands for."""
+    if algorithm == "sft":
+        return {}
+    if algorithm in KINDS:
+        return {"algorithm.kind": algorithm}
+    return {f"algorithm.{key}": value for key, value in {"kind": "dpo", **SHORT_KINDS[algorithm]}.items()}
+
+
+def _setting(info: FieldInfo, key: str, indent: str, active: Any) -> list[str]:
+    """`active` is the value to write; without one the default is shown behind a #."""
     choices = _choices(info.annotation)
     comment = " ".join(
         filter(None, [" ".join((info.description or "").split()), f"One of: {', '.join(choices)}." if choices else ""])
     )
-    value = ACTIVE[dotted] if active else None if info.is_required() else info.get_default(call_default_factory=True)
+    default = None if info.is_required() else info.get_default(call_default_factory=True)
     lines = [f"{indent}# {comment}"] if comment else []
-    return [*lines, f"{indent}{_mark(active)}{key}: {_scalar(value)}"]
+    return [*lines, f"{indent}{_mark(active is not None)}{key}: {_scalar(default if active is None else active)}"]
 
 
 def _mark(active: bool) -> str:

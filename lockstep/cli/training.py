@@ -34,7 +34,10 @@ def train(
         _refuse_with_resume(given, run_dir, dry_run)
         changed = [*given, *([] if procs is None else [f"launch.procs={procs}"])]
         raise typer.Exit(_resume(resume, changed, as_json))
+    from lockstep.train.options import check_algorithm
+
     settings = load_settings(given, procs)
+    check_algorithm(settings)
     if dry_run:
         _describe(settings, as_json)
         return
@@ -129,7 +132,7 @@ def _describe(settings: RunConfig, as_json: bool) -> None:
 @app.command()
 def init(
     file: Annotated[Path, typer.Argument(help="The file to write.")] = DEFAULT_CONFIG,
-    algorithm: Annotated[str, typer.Option(help="What to train with: sft.")] = "sft",
+    algorithm: Annotated[str, typer.Option(help="What to train with: sft, dpo, kto, simpo, orpo or cpo.")] = "sft",
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
 ) -> None:
     """Write a commented starter configuration."""

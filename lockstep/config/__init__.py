@@ -1,17 +1,17 @@
 """The run configuration: one YAML file, frozen, validated once at the door."""
 
+from lockstep.config.algorithm import AlgorithmConfig, DpoConfig, KtoConfig, SftConfig
 from lockstep.config.data import DataConfig, SourceConfig
 from lockstep.config.loading import (
     known_keys,
     load_config,
     parse_config,
-    section_of,
+    sections_of,
     settle_config,
     validate_config,
 )
 from lockstep.config.parallel import Degrees, ParallelConfig
 from lockstep.config.sections import (
-    AlgorithmConfig,
     BatchConfig,
     CheckpointConfig,
     EvaluationConfig,
@@ -31,7 +31,9 @@ __all__ = [
     "ConfigError",
     "DataConfig",
     "Degrees",
+    "DpoConfig",
     "EvaluationConfig",
+    "KtoConfig",
     "LaunchConfig",
     "LoggingConfig",
     "LoraConfig",
@@ -39,11 +41,12 @@ __all__ = [
     "OptimConfig",
     "ParallelConfig",
     "RunConfig",
+    "SftConfig",
     "SourceConfig",
     "known_keys",
     "load_config",
     "parse_config",
-    "section_of",
+    "sections_of",
     "settle_config",
     "validate_config",
 ]

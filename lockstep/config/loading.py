@@ -15,6 +15,7 @@ from typing import Any, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from lockstep.config.algorithm import KINDS, SHORT_KINDS, expand_algorithm
 from lockstep.config.data import PARTS, is_local
 from lockstep.config.sections import RunConfig
 from lockstep.config.yamltree import ConfigError, apply_override, lines_of_keys, merge, place_of, refuse_repeated_keys
@@ -63,12 +64,12 @@ def settle_config(
     places = dict(places or {})
     for key in [key for key, value in tree.items() if value is None and key != "lora"]:
         raise ConfigError(f"{place_of(source, places, key)}: {key} is empty: give it a value, or leave it out")
-    _expand_model(tree)
+    _expand_short_forms(tree)
     _resolve_paths(tree, directory or Path.cwd())
     changes: dict[str, Any] = {}
     for override in overrides:
         apply_override(changes, override)
-    _expand_model(changes)
+    _expand_short_forms(changes)
     _resolve_paths(changes, Path.cwd())
     merge(tree, changes)
     for override in overrides:
@@ -83,6 +84,12 @@ def validate_config(
     tree: Mapping[str, Any], *, source: str = "<config>", places: Mapping[str, str] | None = None
 ) -> RunConfig:
     places = places or {}
+    tree = dict(tree)
+    if "algorithm" in tree:
+        try:
+            tree["algorithm"] = expand_algorithm(tree["algorithm"])
+        except ValueError as error:
+            raise ConfigError(f"{place_of(source, places, 'algorithm.loss')}: {error}") from error
     _refuse_unknown_keys(tree, RunConfig, "", source, places)
     try:
         return RunConfig.model_validate(tree)
@@ -92,26 +99,36 @@ def validate_config(
 
 def known_keys(section: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
     """Every dotted key, sections included; not those inside the entries of a list."""
-    keys: list[str] = []
+    keys: dict[str, None] = {}
     for name, info in section.model_fields.items():
-        keys.append(prefix + name)
-        child = section_of(info.annotation)
-        if child is not None:
-            keys += known_keys(child, f"{prefix}{name}.")
-    return keys
+        keys[prefix + name] = None
+        for child in sections_of(info.annotation):
+            keys |= dict.fromkeys(known_keys(child, f"{prefix}{name}."))
+    return list(keys)
 
 
-def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section that a field holds, also where it may be left out."""
+def sections_of(annotation: Any) -> list[type[BaseModel]]:
+    """The section that a field holds, also where it may be left out; several where it is one of some kinds."""
     candidates = [annotation, *getattr(annotation, "__args__", ())]
-    if get_origin(annotation) is tuple:
-        return None
-    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+    if get_origin(annotation) in (tuple, dict):
+        return []
+    return [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+
+
+def _section_of(dotted: str, annotation: Any, value: Any, place: str) -> type[BaseModel] | None:
+    """The one whose settings these are: of several kinds the one that is named."""
+    found = sections_of(annotation)
+    if len(found) < 2 or not isinstance(value, Mapping):
+        return found[0] if found else None
+    kind = value.get("kind", "sft")
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ConfigError(f"{place}: unknown {dotted}.kind {kind!r}; choose one of {', '.join([*KINDS, *SHORT_KINDS])}")
+    return KINDS[kind]
 
 
 def _entry_of(annotation: Any) -> type[BaseModel] | None:
     """The section that each entry of a list is."""
-    return section_of(annotation.__args__[0]) if get_origin(annotation) is tuple else None
+    return next(iter(sections_of(annotation.__args__[0])), None) if get_origin(annotation) is tuple else None
 
 
 def _refuse_unknown_keys(
@@ -124,7 +141,8 @@ def _refuse_unknown_keys(
             raise ConfigError(
                 f"{place_of(source, places, dotted)}: unknown key {dotted!r}; {_suggest(dotted, section, prefix)}"
             )
-        child, entry = section_of(info.annotation), _entry_of(info.annotation)
+        place = place_of(source, places, f"{dotted}.kind")
+        child, entry = _section_of(dotted, info.annotation, value, place), _entry_of(info.annotation)
         if child is not None and isinstance(value, Mapping):
             _refuse_unknown_keys(value, child, dotted + ".", source, places)
         if entry is not None:
@@ -136,6 +154,11 @@ def _refuse_unknown_keys(
 def _suggest(dotted: str, section: type[BaseModel], prefix: str) -> str:
     leaf = dotted.rsplit(".", 1)[-1]
     siblings = list(section.model_fields)
+    if section in KINDS.values():
+        own = next(kind for kind, known in KINDS.items() if known is section)
+        others = [kind for kind, known in KINDS.items() if leaf in known.model_fields]
+        if others:
+            return f"it is a setting of kind {' and '.join(others)}, and this is {own}: set {prefix}kind, or remove it"
     close = difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.6)
     if close:
         return f"did you mean {prefix}{close[0]}?"
@@ -148,9 +171,11 @@ def _suggest(dotted: str, section: type[BaseModel], prefix: str) -> str:
 def _explain(error: ValidationError, source: str, places: Mapping[str, str]) -> str:
     """One sentence per problem; union members that did not match are folded into one."""
     seen: dict[str, str] = {}
+    known = set(known_keys())
     for problem in error.errors(include_url=False):
         parts = [str(p) for p in problem["loc"]]
-        known = set(known_keys())
+        if parts[:1] == ["algorithm"] and parts[1:2] and parts[1] in KINDS:
+            del parts[1]  # which of the kinds it was read as
         while parts and ".".join(parts) not in known:
             parts.pop()
         dotted = ".".join(parts)
@@ -162,6 +187,9 @@ def _explain(error: ValidationError, source: str, places: Mapping[str, str]) -> 
         given = problem.get("input")
         shown = f" (given: {given!r})" if isinstance(given, (str, int, float, bool)) else ""
         text = f"{dotted or 'configuration'}: {message}{shown}"
+        named = message.split(" ", 1)[0]
+        if named in known:  # the sentence itself says which key it is about
+            dotted, text = named, message
         if dotted in seen:
             seen[dotted] = seen[dotted].replace(shown, "") + f", or: {message}{shown}"
         else:
@@ -169,8 +197,10 @@ def _explain(error: ValidationError, source: str, places: Mapping[str, str]) -> 
     return "; ".join(seen.values())
 
 
-def _expand_model(tree: dict[str, Any]) -> None:
-    """`model: NAME` is short for `model: {path: NAME}`, `lora: true` for `lora: {}`."""
+def _expand_short_forms(tree: dict[str, Any]) -> None:
+    """`model: NAME` is short for `model: {path: NAME}`, `lora: true` for `lora: {}`, `algorithm: dpo` for its kind."""
+    if isinstance(tree.get("algorithm"), str):
+        tree["algorithm"] = {"kind": tree["algorithm"]}
     if isinstance(tree.get("model"), str):
         tree["model"] = {"path": tree["model"]}
     if tree.get("lora") is True:
@@ -180,12 +210,13 @@ def _expand_model(tree: dict[str, Any]) -> None:
 
 
 def _resolve_paths(tree: dict[str, Any], directory: Path) -> None:
-    """Make file paths absolute. A model path that names nothing on disk is a Hub id."""
+    """Make file paths absolute."""
     model = tree.get("model")
     if isinstance(model, dict) and isinstance(model.get("path"), str):
-        local = directory / Path(model["path"]).expanduser()
-        if local.exists() or model["path"].startswith((".", "/", "~")) or model["path"].endswith(".gguf"):
-            model["path"] = str(local.resolve())
+        model["path"] = _resolve_model(model["path"], directory)
+    algorithm = tree.get("algorithm")
+    if isinstance(algorithm, dict) and isinstance(algorithm.get("reference_model"), str):
+        algorithm["reference_model"] = _resolve_model(algorithm["reference_model"], directory)
     data = tree.get("data")
     if isinstance(data, dict):
         for part in PARTS:
@@ -199,6 +230,13 @@ def _resolve_paths(tree: dict[str, Any], directory: Path) -> None:
     parallel = tree.get("parallel")
     if isinstance(parallel, dict) and isinstance(parallel.get("deepspeed_config"), str):
         parallel["deepspeed_config"] = _absolute(parallel["deepspeed_config"], directory)
+
+
+def _resolve_model(path: str, directory: Path) -> str:
+    """A path that names nothing on disk is a Hub id."""
+    local = directory / Path(path).expanduser()
+    is_path = local.exists() or path.startswith((".", "/", "~")) or path.endswith(".gguf")
+    return str(local.resolve()) if is_path else path
 
 
 def _resolve_sources(value: Any, directory: Path) -> Any:

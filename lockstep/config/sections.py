@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import yaml
 from pydantic import Field, model_validator
 
+from lockstep.config.algorithm import AlgorithmConfig, SftConfig
 from lockstep.config.data import DataConfig
 from lockstep.config.parallel import ParallelConfig
 from lockstep.config.section import NonNegativeInt, PositiveInt, Section
@@ -29,7 +30,10 @@ class ModelConfig(Section):
     activation_offload: bool = False
     """Keep what the backward pass needs in the CPU's memory. Slower, for what else would not fit."""
     compile: Literal["auto"] | bool = "auto"
-    """torch.compile of decoder layers and head. auto: on CUDA."""
+    """torch.compile of decoder layers. auto: on CUDA."""
+    logits_gib: Annotated[float, Field(gt=0)] = 2.5
+    """Memory for logits, at most. With less, the output head takes smaller pieces, and for preference and policy losses
+    computes them twice: slower, and never other numbers."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for sources you trust."""
 
@@ -47,14 +51,9 @@ class LoraConfig(Section):
     """Weight-decomposed LoRA: also learns the magnitude of each output."""
 
 
-class AlgorithmConfig(Section):
-    kind: Literal["sft"] = "sft"
-    """sft: supervised fine-tuning."""
-
-
 class BatchConfig(Section):
     samples: PositiveInt | None = None
-    """Rows in one optimizer step, over all ranks. Default 16, unless tokens is given."""
+    """Rows (or pairs) in one optimizer step, over all ranks. Default 16, unless tokens is given."""
     tokens: PositiveInt | None = None
     """Instead of samples: as many rows as fit into this many tokens, over all ranks."""
     micro_batch_tokens: PositiveInt = 4096
@@ -73,7 +72,7 @@ class BatchConfig(Section):
 
 class OptimConfig(Section):
     learning_rate: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
-    """auto: 2e-4 for LoRA, 2e-5 for full fine-tuning."""
+    """auto: 2e-4 for LoRA, 2e-5 for full fine-tuning; for dpo and kto 1e-5 and 1e-6."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """How the learning rate falls after the warm-up."""
     warmup_steps: NonNegativeInt | None = None
@@ -154,7 +153,7 @@ class RunConfig(Section):
     model: ModelConfig
     lora: LoraConfig | None = None
     data: DataConfig
-    algorithm: AlgorithmConfig = AlgorithmConfig()
+    algorithm: AlgorithmConfig = SftConfig()
     batch: BatchConfig = BatchConfig()
     optim: OptimConfig = OptimConfig()
     parallel: ParallelConfig = ParallelConfig()
@@ -182,13 +181,45 @@ class RunConfig(Section):
                 raise ValueError(
                     f"evaluation.{key} needs validation data: set data.validation or data.validation_fraction"
                 )
+        _check_algorithm(self)
         return self
 
     @property
     def learning_rate(self) -> float:
         if self.optim.learning_rate != "auto":
             return float(self.optim.learning_rate)
-        return 2e-4 if self.lora else 2e-5
+        full, adapters = (2e-5, 2e-4) if self.algorithm.kind == "sft" else (1e-6, 1e-5)
+        return adapters if self.lora else full
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _check_algorithm(config: RunConfig) -> None:
+    """What an algorithm asks of the other sections."""
+    algorithm = config.algorithm
+    if isinstance(algorithm, SftConfig):
+        return
+    if config.evaluation.metrics and algorithm.kind == "kto":
+        raise ValueError("evaluation.metrics compares answers with good ones, and rows of kto may be bad: remove it")
+    if algorithm.reference == "adapter_off" and config.lora is None:
+        raise ValueError("algorithm.reference adapter_off needs a lora section: set it to auto, or add lora")
+    if algorithm.kind == "kto" and algorithm.loss == "kto" and config.batch.samples == 1:
+        raise ValueError("batch.samples 1 is too few for loss kto, which mixes the rows of a batch: give at least 2")
+    if config.parallel.backend == "deepspeed":
+        _check_deepspeed_reference(config)
+
+
+def _check_deepspeed_reference(config: RunConfig) -> None:
+    algorithm = config.algorithm
+    assert not isinstance(algorithm, SftConfig)
+    for key in ("reference_sync_steps", "reference_model"):
+        if getattr(algorithm, key) is not None:
+            raise ValueError(f"algorithm.{key} is not for parallel.backend deepspeed: remove it, or use backend torch")
+    mixes_rows = algorithm.kind == "kto" and algorithm.loss == "kto"
+    if algorithm.reference == "copy" or (mixes_rows and config.lora is None):
+        raise ValueError(
+            "algorithm.reference copy is not for parallel.backend deepspeed"
+            + (", and kto without lora needs it" if mixes_rows else "")
+            + ": use adapter_off, precomputed or none, or backend torch"
+        )

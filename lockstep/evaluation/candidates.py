@@ -61,7 +61,7 @@ def find_candidates(sources: Sequence[str | Path], *, with_base: bool) -> list[C
             raise ValueError("--base compares a run with the model it started from: name a run")
         config = run.run_config()
         assert config is not None
-        found.insert(0, _base_of(run, config))
+        found.insert(0, base_of(run, config))
     return distinguish(found)
 
 
@@ -74,7 +74,7 @@ def _candidate(source: str) -> Candidate:
     return Candidate(source, source)
 
 
-def _base_of(run: Candidate, config: RunConfig) -> Candidate:
+def base_of(run: Candidate, config: RunConfig) -> Candidate:
     return Candidate(f"{Path(config.model.path).name} (base)", config.model.path, base_of=run.source)
 
 

@@ -17,6 +17,7 @@ from lockstep.evaluation.candidates import Candidate, distinguish, find_candidat
 from lockstep.evaluation.exam import Exam, Options, Source, Track, prepare_exam
 from lockstep.evaluation.metrics import check_metrics
 from lockstep.evaluation.report import write_report
+from lockstep.evaluation.rewards import add_rewards
 from lockstep.evaluation.trial import Outcome, examine
 from lockstep.rundir import write_atomically
 from lockstep.sampling.endpoint import EndpointEngine
@@ -62,6 +63,7 @@ def evaluate(
     answers = AnswerFile(folder, exam.identity(candidates))
     try:
         outcomes = [examine(exam, candidate, engine, answers) for candidate in candidates]
+        add_rewards(exam, candidates, outcomes)
     finally:
         answers.close()
     results = _results(exam, candidates, outcomes)
@@ -79,6 +81,8 @@ def _results(exam: Exam, candidates: Sequence[Candidate], outcomes: Sequence[Out
             answer: dict[str, Any] = dict(outcome.answers[number]) if outcome.answers else {}
             if outcome.losses:
                 answer["loss"] = outcome.losses[number]
+            if outcome.margins and outcome.margins[number] is not None:
+                answer["scores"] = {**answer.get("scores", {}), "reward_margin": outcome.margins[number]}
             found[candidate.name] = answer
         rows.append(
             {"origin": question.origin, "question": question.content, "reference": question.reference, "models": found}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import DataConfig, RunConfig
-from lockstep.data.formats.conversation import Conversation, Passage
+from lockstep.data.formats.conversation import Conversation, Pair, Passage
 from lockstep.evaluation.candidates import Candidate
 from lockstep.evaluation.metrics import LIKELIHOOD, METRICS, check_references
 from lockstep.evaluation.questions import (
@@ -23,6 +23,7 @@ from lockstep.evaluation.questions import (
     ask,
     choose_rows,
     read_contents,
+    read_pairs,
     refuse_unanswerable,
 )
 from lockstep.sampling.sampler import SamplingParams
@@ -80,6 +81,14 @@ class Exam:
     @property
     def wants_loss(self) -> bool:
         return any(name in LIKELIHOOD for name in self.metrics)
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether every row is a preference pair: then a model is also asked which answer it finds likelier."""
+        return all(row.format == "preference" for row in self.chosen)
+
+    def pairs(self, has_template: bool) -> list[Pair]:
+        return read_pairs(self.chosen, has_template=has_template, system=self.options.system)
 
     def contents(self, train_on: str, has_template: bool) -> list[Conversation | Passage]:
         reading = read_contents(self.chosen, train_on=train_on, has_template=has_template, system=self.options.system)

@@ -23,7 +23,7 @@ from lockstep.data.text.template import Template
 from lockstep.data.tokens.encoder import Encoder
 from lockstep.model.load import DTYPES
 from lockstep.model.policy import Policy
-from lockstep.types import Datum, LossSpec
+from lockstep.types import Completion, Datum, LossSpec
 
 # Rows laid out at once: enough to fill micro-batches evenly, few enough to hold.
 _ROWS_AT_ONCE = 256
@@ -31,7 +31,7 @@ _ROWS_AT_ONCE = 256
 
 @dataclass(frozen=True, slots=True)
 class RowLoss:
-    """`total` is the weighted sum of -log p over the tokens of the answer that count."""
+    """Of one answer. `total` is the weighted sum of -log p over its tokens that count."""
 
     total: float
     weight: float
@@ -66,8 +66,8 @@ def encode_rows(
     )
 
 
-def measure_losses(model: Any, data: Sequence[Datum], *, budget_tokens: int = 4096) -> Iterator[RowLoss]:
-    """One per datum, in order. The model's own attention is back in place when the iteration ends."""
+def measure_losses(model: Any, data: Sequence[Datum], *, budget_tokens: int = 4096) -> Iterator[tuple[RowLoss, ...]]:
+    """One per datum, in order, and in it one per answer. The model's own attention is back when the iteration ends."""
     device, dtype = model.device, next(model.parameters()).dtype
     precision = next(name for name, known in DTYPES.items() if known == dtype)
     model.eval()
@@ -83,21 +83,28 @@ def measure_losses(model: Any, data: Sequence[Datum], *, budget_tokens: int = 40
 
 
 @torch.no_grad()
-def _measure_batch(policy: Policy, batch: Sequence[Datum], device: torch.device, budget_tokens: int) -> list[RowLoss]:
-    documents = documents_of(batch)
+def _measure_batch(
+    policy: Policy, batch: Sequence[Datum], device: torch.device, budget_tokens: int
+) -> list[tuple[RowLoss, ...]]:
+    documents = documents_of(batch, max_shared_tokens=budget_tokens if policy.shares_prompts else 0)
     share = share_of(
         documents, rank=0, num_ranks=1, budget_tokens=budget_tokens, max_documents=None if policy.packs else 1
     )
-    totals = np.zeros(len(batch))
+    totals = [[0.0] * len(datum.completions) for datum in batch]
     for part in share.micro_batches:
         if not part:
             continue
         micro_batch = to_micro_batch(part, batch, LossSpec(), device, torch.float32)
         logprobs = policy(micro_batch.packed).double().cpu().numpy()
-        ends = np.cumsum([len(document.asked) for document in part])
-        for document, found in zip(part, np.split(logprobs, ends[:-1]), strict=True):
-            totals[document.datum] -= float(found @ document.weights)
+        branches = [(document, branch) for document in part for branch in document.branches]
+        ends = np.cumsum([len(branch.supervised) for _, branch in branches])
+        for (document, branch), found in zip(branches, np.split(logprobs, ends[:-1]), strict=True):
+            totals[document.datum][branch.completion] = -float(found @ branch.weights)
     return [
-        RowLoss(float(total), datum.total_weight, datum.num_supervised)
-        for total, datum in zip(totals, batch, strict=True)
+        tuple(_row_loss(completion, total) for completion, total in zip(datum.completions, own, strict=True))
+        for datum, own in zip(batch, totals, strict=True)
     ]
+
+
+def _row_loss(completion: Completion, total: float) -> RowLoss:
+    return RowLoss(total, float(np.sum(completion.weights)), int(np.count_nonzero(completion.weights)))

@@ -124,6 +124,25 @@ def read_contents(
     return reading
 
 
+def read_pairs(chosen: Sequence[ChosenRow], *, has_template: bool, system: str | None = None) -> list[Pair]:
+    """Both answers of every row that `read_contents` keeps; all rows must be preference pairs."""
+    readers: dict[int, RowReader] = {}
+    found = []
+    for entry in chosen:
+        if id(entry.source) not in readers:
+            readers[id(entry.source)] = RowReader(
+                entry.source, entry.format, train_on="last", has_template=has_template
+            )
+        pair = readers[id(entry.source)].read(entry.row)
+        if isinstance(pair, Pair):
+            found.append(_told(pair, system) if system else pair)
+    return found
+
+
+def _told(pair: Pair, system: str) -> Pair:
+    return replace(pair, chosen=with_system(pair.chosen, system), rejected=with_system(pair.rejected, system))
+
+
 def _good_answer(content: Content | None) -> Conversation | Passage | None:
     return content.chosen if isinstance(content, Pair) else content
 

@@ -11,7 +11,9 @@ from typing import Any
 
 from lockstep.evaluation.metrics import LOWER_IS_BETTER
 
-_SHARES = frozenset({"exact_match", "numeric"})  # shares of rows, which people read in per cent
+_SHARES = frozenset(
+    {"exact_match", "numeric", "pair_accuracy", "reward_accuracy"}
+)  # shares of rows, which people read in per cent
 
 
 @dataclass(frozen=True, slots=True)

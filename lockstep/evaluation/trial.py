@@ -19,8 +19,9 @@ from lockstep.data.text.template import Template, load_template
 from lockstep.evaluation.answers import AnswerFile, answer_locally, answer_remotely
 from lockstep.evaluation.candidates import Candidate
 from lockstep.evaluation.exam import Exam
-from lockstep.evaluation.likelihood import encode_rows, measure_losses
+from lockstep.evaluation.likelihood import EncodedRows, RowLoss, encode_rows, measure_losses
 from lockstep.evaluation.metrics import METRICS, mean_scores, standard_errors
+from lockstep.evaluation.pairs import PairLogprobs, pair_logprobs
 from lockstep.model.load import load_causal_lm, load_for_inference, load_run_tokenizer
 from lockstep.rundir import RunDir
 from lockstep.sampling.endpoint import EndpointEngine
@@ -35,6 +36,8 @@ class Outcome:
     errors: dict[str, float] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     losses: list[float | None] = field(default_factory=list)
+    pairs: list[PairLogprobs | None] = field(default_factory=list)
+    margins: list[float | None] = field(default_factory=list)
     answers: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -88,27 +91,24 @@ def _measure(
     exam: Exam, candidate: Candidate, outcome: Outcome, model: Any, tokenizer: Any, template: Template | None
 ) -> None:
     """Loss and perplexity, per answer token as in training; rows that do not fit are counted."""
-    contents = exam.contents(exam.data.train_on, template is not None)
-    max_length = min(exam.options.max_length or exam.data.max_length, _num_positions(model) or math.inf)
-    rows = encode_rows(contents, tokenizer, template, exam.data, int(max_length))
-    data = [datum for datum in rows.data if datum is not None]
-    if not data:
-        raise ValueError(f"no row fits into {max_length} tokens: raise --max-length")
-    tracked = exam.track(measure_losses(model, data), f"loss of {candidate.name}", len(data))
-    losses = list(tracked)
+    max_length = longest_row(exam, model)
+    rows, measured = measure_rows(exam, candidate, model, tokenizer, template, max_length)
+    losses = [answers[0] for answers in measured if answers is not None]
     total, weight = math.fsum(row.total for row in losses), math.fsum(row.weight for row in losses)
     loss = total / weight
     if not math.isfinite(loss):
         raise ValueError(f"the loss of {candidate.name} is {loss}: its weights hold nan or inf, or overflow")
     outcome.metrics |= {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}  # beyond it JSON has no number
     outcome.facts |= {
-        "rows_measured": len(data),
+        "rows_measured": len(losses),
         "supervised_tokens": sum(row.num_tokens for row in losses),
         "rows_cut": rows.prompts_cut + rows.answers_cut,
         "rows_dropped": rows.dropped,
     }
-    found = iter(losses)
-    outcome.losses = [None if datum is None else _mean(next(found)) for datum in rows.data]
+    outcome.losses = [None if answers is None else _mean(answers[0]) for answers in measured]
+    if exam.has_pairs:
+        outcome.pairs = [None if answers is None else pair_logprobs(answers) for answers in measured]
+        note_scores(outcome, [{"pair_accuracy": float(p.chosen > p.rejected)} for p in outcome.pairs if p])
     for count, what in (
         (rows.answers_cut, "answers lost their end"),
         (rows.prompts_cut, "prompts were cut from the left"),
@@ -118,8 +118,32 @@ def _measure(
             outcome.warnings.append(f"{candidate.name}: {count} {what} to fit {max_length} tokens: raise --max-length")
 
 
+def measure_rows(
+    exam: Exam, candidate: Candidate, model: Any, tokenizer: Any, template: Template | None, max_length: int
+) -> tuple[EncodedRows, list[tuple[RowLoss, ...] | None]]:
+    """The loss of every answer of every row: of a pair the preferred one first. None where a row was dropped."""
+    has_template = template is not None
+    contents = exam.pairs(has_template) if exam.has_pairs else exam.contents(exam.data.train_on, has_template)
+    rows = encode_rows(contents, tokenizer, template, exam.data, max_length)
+    data = [datum for datum in rows.data if datum is not None]
+    if not data:
+        raise ValueError(f"no row fits into {max_length} tokens: raise --max-length")
+    found = iter(list(exam.track(measure_losses(model, data), f"loss of {candidate.name}", len(data))))
+    return rows, [None if datum is None else next(found) for datum in rows.data]
+
+
+def note_scores(outcome: Outcome, scores: Sequence[dict[str, float]]) -> None:
+    outcome.metrics |= mean_scores(scores)
+    outcome.errors |= standard_errors(scores)
+
+
 def _mean(row: Any) -> float:
     return float(row.total / row.weight)
+
+
+def longest_row(exam: Exam, model: Any) -> int:
+    """In tokens."""
+    return int(min(exam.options.max_length or exam.data.max_length, _num_positions(model) or math.inf))
 
 
 def _num_positions(model: Any) -> int | None:

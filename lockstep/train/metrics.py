@@ -1,6 +1,6 @@
-"""The one path of metrics: a record into metrics.jsonl, status.json and TensorBoard.
+"""The one path of metrics: a record into metrics.jsonl, status.json and TensorBoard, and warnings that follow from it.
 
-Only the run directory's owner writes. Must not know models or ranks.
+Only the run directory's owner writes. Must not know models or this process's rank.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 from lockstep.config import LoggingConfig
 from lockstep.rundir import RunDir
 from lockstep.train.progress import Progress
+from lockstep.train.stragglers import StragglerWatch, take_seconds
 
 
 class MetricsLog:
@@ -18,13 +19,17 @@ class MetricsLog:
         self._run = run
         self._writer = None
         self._status_at = 0.0
+        self._stragglers = StragglerWatch()
         if config.tensorboard and run.owner:
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(run.path / "tensorboard"), purge_step=first_step)
 
     def train(self, step: int, progress: Progress, record: dict[str, Any], *, last: bool) -> None:
+        record, busy_s = take_seconds(record)
         self._write(step, "train", record)
+        for slow in self._stragglers.note(step, busy_s):
+            self._run.log_event("warning", step=step, **slow.as_event())
         # Once a second is enough for eyes; the last step always.
         if last or time.monotonic() - self._status_at > 1.0:
             self._status_at = time.monotonic()

@@ -6,6 +6,8 @@ waits on another's tokenizer inside a collective.
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +22,7 @@ from lockstep.config import ConfigError, RunConfig
 from lockstep.data.dataset import Compiled, compile_data
 from lockstep.data.order import Batches
 from lockstep.data.packing import partition
+from lockstep.data.store.cache import cache_folder
 from lockstep.evaluation import metrics
 from lockstep.model.export import export_run
 from lockstep.model.load import (
@@ -28,13 +31,20 @@ from lockstep.model.load import (
     choose_precision,
     load_hf_config,
     load_run_tokenizer,
+    load_tokenizer,
 )
 from lockstep.parallel.group import Group, choose_device
 from lockstep.rundir import RunDir
 from lockstep.sampling.borrowed import BorrowedEngine
-from lockstep.train import sft
+from lockstep.train import dpo, sft
 from lockstep.train.evaluation import AnswerScores, last_answer
+from lockstep.train.options import check_algorithm
+from lockstep.train.preferences import count_padded_tokens
 from lockstep.train.progress import Checkpoints, Progress
+from lockstep.train.reference import Precomputing, ReferenceChoice, add_reference, has_all
+from lockstep.train.reference_store import describe_files
+from lockstep.train.rows import RowsToLearn, computed_lengths, plan_reference, row_warnings, rows_to_learn
+from lockstep.train.steps import Diverged, num_steps
 
 if TYPE_CHECKING:
     from lockstep.backend.deepspeed_backend import DeepSpeedBackend
@@ -48,13 +58,18 @@ def run(run_dir: Path) -> None:
     config.parallel.degrees(num_ranks)
     run.write_status(state="preparing", phase="reading data", error=None, started_at=time.time(), ranks=num_ranks)
     run.sweep()
+    check_algorithm(config)
     tokenizer = load_run_tokenizer(config)
+    check_reference_model(config, tokenizer)
     data = prepare_data(config, tokenizer, run, num_ranks)
+    rows = rows_to_learn(config, data)
+    reference = plan_reference(config, rows.train)
+    if config.algorithm.kind != "sft":
+        run.log_event("reference", kind=reference.kind, why=reference.why)
 
     run.write_status(phase="joining the other ranks" if num_ranks > 1 else "loading the model")
     group = join_group(config.launch.device, config.parallel, config.launch.timeout_s)
-    run.write_status(phase="loading the model")
-    backend = make_backend(config, group, run)
+    backend, rows = build(config, group, run, rows, reference)
     progress = resume(run, backend, group, data.digest)
     checkpoints = Checkpoints(
         run,
@@ -66,8 +81,13 @@ def run(run_dir: Path) -> None:
     )
     try:
         answers = answer_scores(config, backend, data, tokenizer, run)
-        progress = sft.train(config, backend, data.train, data.validation, run, checkpoints, progress, answers)
-    except sft.Diverged:
+        around = (run, checkpoints, progress, answers)
+        if config.algorithm.kind == "sft":
+            progress = sft.train(config, backend, rows.train, rows.validation, *around)
+        else:
+            asks = reference.asks_backend
+            progress = dpo.train(config, backend, rows.train, rows.validation, *around, asks_backend=asks)
+    except Diverged:
         checkpoints.wait()  # one that is being written was made before, and is sound
         raise
     exported = export(config, backend, run)
@@ -83,7 +103,7 @@ def prepare_data(config: RunConfig, tokenizer: Any, run: RunDir, num_ranks: int)
         run.write_status(phase=f"{progress.phase} {progress.part}: {progress.rows:,} rows")
 
     data = compile_data(config.data, tokenizer, seed=config.seed, timeout_s=config.launch.timeout_s, on_progress=show)
-    for message in data.report.warnings():
+    for message in [*data.report.warnings(), *row_warnings(config, data)]:
         run.log_event("warning", message=message)
     run.log_event("data", **asdict(data.report))
     if run.owner and data.report.skipped_files:
@@ -129,26 +149,114 @@ def answer_scores(
 
 
 def check_data(config: RunConfig, data: Compiled, num_ranks: int) -> None:
-    if data.kind != "answers":
-        what = {"pairs": "preference pairs", "labelled": "answers with a label (unpaired preferences)"}[data.kind]
-        raise ConfigError(
-            f"data.train holds {what}, and algorithm.kind sft learns answers: to learn only the preferred ones, set "
-            "data.format to prompt_completion and data.columns to {completion: chosen}"
-        )
-    rows = config.batch.samples_per_step
-    if rows is not None and rows < num_ranks:
-        raise ConfigError(f"batch.samples {rows} is less than the {num_ranks} ranks: some would never have a row")
-    if len(data.train) < num_ranks:
-        raise ConfigError(f"{num_ranks} ranks for {len(data.train)} training rows: use at most one rank per row")
+    rows, per_step = rows_to_learn(config, data), config.batch.samples_per_step
+    if per_step is not None and per_step < num_ranks:
+        raise ConfigError(f"batch.samples {per_step} is less than the {num_ranks} ranks: some would never have a row")
+    if len(rows.train) < num_ranks:
+        raise ConfigError(f"{num_ranks} ranks for {len(rows.train)} training rows: use at most one rank per row")
 
 
-def _choose_backend(config: RunConfig, model: Any, group: Group, precision: str) -> TorchBackend | DeepSpeedBackend:
+def check_reference_model(config: RunConfig, tokenizer: Any) -> None:
+    """Another model as the reference must know the same tokens by the same numbers."""
+    path = getattr(config.algorithm, "reference_model", None)
+    if path is None:
+        return
+    other = load_tokenizer(_reference_config(config).model).get_vocab()
+    own = tokenizer.get_vocab()
+    if own == other:
+        return
+    token = next((t for t in [*own, *other] if own.get(t) != other.get(t)), "")
+    raise ConfigError(
+        f"algorithm.reference_model {path} has another vocabulary than {config.model.path} ({len(other):,} and "
+        f"{len(own):,} tokens; {token!r} is {other.get(token, 'unknown')} there and {own.get(token, 'unknown')} here), "
+        "so its log-probs are of other tokens: use a model of the same family"
+    )
+
+
+def _reference_config(config: RunConfig) -> RunConfig:
+    """The run as it would be with the reference in the place of the model."""
+    path = getattr(config.algorithm, "reference_model", None)
+    if path is None:
+        return config
+    model = config.model.model_copy(update={"path": path, "revision": None})
+    return config.model_copy(update={"model": model, "lora": None})
+
+
+def build(
+    config: RunConfig, group: Group, run: RunDir, rows: RowsToLearn, reference: ReferenceChoice
+) -> tuple[TorchBackend | DeepSpeedBackend, RowsToLearn]:
+    """The backend as it is before the first step, and the rows with what it must know of the reference. All ranks."""
+    precision = agree_on_precision(config.model.precision, group)
+    run.write_status(phase="loading the model")
+    if reference.kind != "precomputed":
+        return make_backend(config, group, run, precision, reference.kind), rows
+    ahead = _precomputing(config, group, run, precision)
+    if _reference_config(config) is not config:
+        rows = _precompute_with_other_model(config, group, run, rows, ahead)
+        return make_backend(config, group, run, precision, "none"), rows
+    # Without a checkpoint loaded yet, the policy is the reference; under LoRA it is without its new adapters.
+    has_adapter = config.lora is not None
+    backend = make_backend(config, group, run, precision, "adapter_off" if has_adapter else "none")
+    forward = functools.partial(backend.forward, reference=has_adapter)
+    return backend, _with_reference(rows, forward, ahead)
+
+
+def _with_reference(rows: RowsToLearn, forward: Any, ahead: Precomputing) -> RowsToLearn:
+    train = add_reference(rows.train, "train", forward, ahead)
+    return RowsToLearn(train, add_reference(rows.validation, "validation", forward, ahead))
+
+
+def _precompute_with_other_model(
+    config: RunConfig, group: Group, run: RunDir, rows: RowsToLearn, ahead: Precomputing
+) -> RowsToLearn:
+    """Built, asked and dropped before the policy is built: the two are never in memory together."""
+    if has_all(ahead, [rows.train, rows.validation]):
+        return _with_reference(rows, None, ahead)
+    run.write_status(phase="loading the reference model")
+    other = _reference_config(config)
+    model = build_model(other.model, None, ahead.precision, with_weights=group.rank == 0)
+    backend = _choose_backend(other, model, group, ahead.precision, "none")
+    rows = _with_reference(rows, backend.forward, ahead)
+    backend.policy.stop_packing()
+    del backend, model
+    gc.collect()
+    if group.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return rows
+
+
+def _precomputing(config: RunConfig, group: Group, run: RunDir, precision: str) -> Precomputing:
+    model = _reference_config(config).model
+
+    def describe_weights() -> Any:
+        run.write_status(phase="reading the reference's files")
+        if Path(model.path).exists():
+            return describe_files(Path(model.path))
+        commit = getattr(load_hf_config(model), "_commit_hash", None)
+        return {"hub": model.path, "commit": commit or model.revision}
+
+    return Precomputing(
+        cache_folder(config.data.cache_dir) / "reference",
+        group.broadcast_object(describe_weights() if group.rank == 0 else None),
+        precision,
+        writes=int(os.environ.get("LOCAL_RANK", "0")) == 0,
+        agree=group.gather_objects,
+        tell=lambda phase: run.write_status(phase=phase),
+        warn=lambda message: run.log_event("warning", message=message),
+    )
+
+
+def _choose_backend(
+    config: RunConfig, model: Any, group: Group, precision: str, reference: str
+) -> TorchBackend | DeepSpeedBackend:
     options: dict[str, Any] = {
+        "reference": reference,
         "micro_batch_tokens": config.batch.micro_batch_tokens,
         "precision": precision,
         "activation_checkpointing": config.model.activation_checkpointing,
         "activation_offload": config.model.activation_offload,
         "compile": config.model.compile,
+        "logits_gib": config.model.logits_gib,
         "seed": config.seed,
         "group": group,
     }
@@ -168,12 +276,13 @@ def _choose_backend(config: RunConfig, model: Any, group: Group, precision: str)
     )
 
 
-def make_backend(config: RunConfig, group: Group, run: RunDir) -> TorchBackend | DeepSpeedBackend:
-    precision = agree_on_precision(config.model.precision, group)
-    run.write_status(precision=precision, device=str(group.device))
+def make_backend(
+    config: RunConfig, group: Group, run: RunDir, precision: str, reference: str
+) -> TorchBackend | DeepSpeedBackend:
+    run.write_status(phase="loading the model", precision=precision, device=str(group.device))
     torch.manual_seed(config.seed)  # new adapters begin alike in every run and layout
     model = build_model(config.model, config.lora, precision, with_weights=group.rank == 0)
-    backend = _choose_backend(config, model, group, precision)
+    backend = _choose_backend(config, model, group, precision, reference)
     for message in backend.warnings:
         run.log_event("warning", message=message)
     trained = backend.parameters().values()
@@ -226,36 +335,46 @@ def describe(config: RunConfig, on_progress: Callable[[Any], None] | None = None
     choose_device(config.launch.device)
     num_ranks = config.launch.procs
     degrees = config.parallel.degrees(num_ranks)
+    check_algorithm(config)
     architecture = load_hf_config(config.model)
+    tokenizer = load_run_tokenizer(config)
+    check_reference_model(config, tokenizer)
     data = compile_data(
         config.data,
-        load_run_tokenizer(config),
+        tokenizer,
         seed=config.seed,
         timeout_s=config.launch.timeout_s,
         on_progress=on_progress,
     )
     check_data(config, data, num_ranks)
-    batches = Batches(data.train, config.batch, seed=config.seed, shuffle=config.data.shuffle)
+    rows = rows_to_learn(config, data)
+    batches = Batches(rows.train, config.batch, seed=config.seed, shuffle=config.data.shuffle)
     batch, _ = batches.batch_at(0)
-    lengths = [datum.num_tokens for datum in batch]
+    lengths = computed_lengths(batch, config.batch.micro_batch_tokens)
     steps = partition(lengths, num_ranks=num_ranks, budget_tokens=config.batch.micro_batch_tokens)
+    preference: dict[str, Any] = {}
+    if config.algorithm.kind != "sft":
+        saved = 1 - sum(lengths) / count_padded_tokens(batch)
+        preference = {"reference": str(plan_reference(config, rows.train)), "padding_saved": f"{saved:.0%}"}
     return {
         "model": f"{(architecture.architectures or [type(architecture).__name__])[0]} from {config.model.path}",
+        "algorithm": config.algorithm.kind,
         "training": "LoRA" if config.lora is not None else "full",
         "precision": choose_precision(config.model.precision, choose_device(config.launch.device)),
         "ranks": num_ranks,
         "layout": " x ".join(f"{axis} {size}" for axis, size in degrees._asdict().items() if size > 1) or "one rank",
-        "steps": sft.num_steps(config, batches),
+        "steps": num_steps(config, batches),
         "samples": len(batch),
         "tokens": sum(lengths),
         "supervised_tokens": sum(datum.num_supervised for datum in batch),
         "micro_batches": len(steps) * num_ranks,
         "micro_batches_per_rank": len(steps),
         "learning_rate": config.learning_rate,
-        "train_rows": len(data.train),
-        "validation_rows": len(data.validation),
-        "train_tokens": int(data.train.lengths.sum()),
+        **preference,
+        "train_rows": len(rows.train),
+        "validation_rows": len(rows.validation),
+        "train_tokens": int(rows.train.lengths.sum()),
         "prompts_cut": data.report.prompts_cut,
         "answers_cut": data.report.answers_cut,
-        "warnings": data.report.warnings(),
+        "warnings": [*data.report.warnings(), *row_warnings(config, data)],
     }

@@ -1,4 +1,4 @@
-"""A run of the supervised loop with a fake backend and a real run directory, and what tests look at in it."""
+"""A run of a loop with a fake backend and a real run directory, and what tests look at in it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.backend.fake import FakeBackend
 from lockstep.config import RunConfig
 from lockstep.parallel.group import Group
 from lockstep.rundir import RunDir
-from lockstep.train import sft
+from lockstep.train import dpo, sft
 from lockstep.train.progress import Checkpoints, Progress
 from lockstep.train.run import resume
 from lockstep.types import Completion, Datum, Logprobs
@@ -47,6 +47,25 @@ def make_rows(count: int, *, length: int | None = None, name: str = "train.jsonl
     return rows
 
 
+def make_pairs(count: int, *, name: str = "train.jsonl") -> list[Datum]:
+    """One prompt and two answers of different lengths, each; the preferred one has tokens further from the weight."""
+    rows = []
+    for i in range(count):
+        chosen, rejected = ([(i + t * 3) % 5 for t in range(3 + i % 3)], [(5 + i * t) % 7 for t in range(2 + i % 4)])
+        answers = [Completion(tokens, [0.0] * (i % 2) + [1.0] * (len(tokens) - i % 2)) for tokens in (chosen, rejected)]
+        rows.append(Datum([1, 2, i % 50], answers, f"{name}:{i + 1}"))
+    return rows
+
+
+def make_labelled(count: int, *, name: str = "train.jsonl") -> list[Datum]:
+    rows = []
+    for i, pair in enumerate(make_pairs(count, name=name)):
+        answer = pair.completions[i % 2]
+        label = [float(i % 2 == 0)] * len(answer.tokens)
+        rows.append(Datum(pair.prompt, [Completion(answer.tokens, answer.weights, {"label": label})], pair.origin))
+    return rows
+
+
 def train(
     folder: Path,
     config: RunConfig,
@@ -54,6 +73,7 @@ def train(
     rows: Sequence[Datum],
     validation: Sequence[Datum] = (),
     timeout_s: float = 20.0,
+    asks_backend: bool = True,
 ) -> tuple[RunDir, Progress]:
     """The run in `folder`, from its start or from its newest checkpoint: what train.run does around the loop."""
     run = RunDir(folder, owner=True) if (folder / "config.yaml").exists() else RunDir.create(folder, config)
@@ -67,8 +87,11 @@ def train(
         timeout_s=timeout_s,
         last_step=progress.step or None,
     )
+    around = (run, checkpoints, progress)
     try:
-        return run, sft.train(config, backend, rows, validation, run, checkpoints, progress)
+        if config.algorithm.kind == "sft":
+            return run, sft.train(config, backend, rows, validation, *around)
+        return run, dpo.train(config, backend, rows, validation, *around, asks_backend=asks_backend)
     finally:
         checkpoints.close()
 
@@ -96,7 +119,7 @@ class ScriptedBackend(FakeBackend):
         super().__init__(**options)
         self.losses = list(losses)
 
-    def forward(self, batch: Sequence[Datum]) -> list[Logprobs]:
-        super().forward(batch)
+    def forward(self, batch: Sequence[Datum], *, reference: bool = False) -> list[Logprobs]:
+        super().forward(batch, reference=reference)
         loss = self.losses.pop(0)
         return [[[-loss] * len(c.tokens) for c in datum.completions] for datum in batch]

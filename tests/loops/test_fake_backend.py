@@ -37,7 +37,7 @@ def test_the_loss_is_the_sum_of_its_own_weighted_log_probs():
         for w, lp in zip(c.weights, row, strict=True)
     ]
     assert result.loss == pytest.approx(-0.25 * sum(w * lp for w, lp in pairs), rel=1e-14)
-    assert (result.num_tokens, result.num_supervised) == (4 + 3 + 4, 5)
+    assert (result.num_tokens, result.num_supervised) == (4 + 5, 5)  # a prompt counts once
 
 
 def test_gradients_add_up_until_they_are_applied():

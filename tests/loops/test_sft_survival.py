@@ -21,8 +21,8 @@ from loops.fake_run import (
 
 from lockstep.backend.fake import FakeBackend
 from lockstep.rundir import RunDir
-from lockstep.train import sft
 from lockstep.train.progress import CheckpointError, Checkpoints
+from lockstep.train.steps import Diverged
 from lockstep.types import OptimResult, OptimStep
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def test_a_finished_run_that_is_resumed_does_nothing(tmp_path):
 def test_a_loss_that_is_not_a_number_ends_the_run_and_names_step_and_rows(deferred, tmp_path):
     backend = FakeBackend(deferred=deferred, nonfinite_at=[5])
     config = make_config(checkpoint={"every_steps": 1, "asynchronous": False}, optim={"epochs": 9})
-    with pytest.raises(sft.Diverged) as caught:
+    with pytest.raises(Diverged) as caught:
         train(tmp_path / "run", config, backend, make_rows(10))
     run = RunDir(tmp_path / "run")
     guilty = backend.calls_of("forward_backward")[4].batch[0].origin
@@ -148,7 +148,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_names_the_whole_batch(tm
             return OptimResult(lambda: math.inf)
 
     backend = Overflowing()
-    with pytest.raises(sft.Diverged) as caught:
+    with pytest.raises(Diverged) as caught:
         train(tmp_path / "run", make_config(batch={"samples": 7}), backend, make_rows(10))
     first_five = ", ".join(batches_of(backend)[0][:5])
     assert f"the gradient norm is inf at step 1, in rows {first_five} and 2 more:" in str(caught.value)
@@ -157,7 +157,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_names_the_whole_batch(tm
 
 def test_a_validation_loss_that_is_not_a_number_ends_the_run(tmp_path):
     config = make_config(evaluation={"every_steps": 1}, checkpoint={"every_steps": 1, "asynchronous": False})
-    with pytest.raises(sft.Diverged, match="the validation loss is nan after step 2"):
+    with pytest.raises(Diverged, match="the validation loss is nan after step 2"):
         train(tmp_path / "run", config, ScriptedBackend([5.0, math.nan]), make_rows(10), make_rows(2))
     assert committed(RunDir(tmp_path / "run")) == [1]
 

@@ -23,6 +23,7 @@ from lockstep.config import (
     parse_config,
     validate_config,
 )
+from lockstep.config.algorithm import KINDS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 MINIMAL = "model: org/model\ndata: {train: train.jsonl}\n"
@@ -338,9 +339,12 @@ def test_the_resolved_file_reads_back_as_the_same_configuration(tmp_path):
     assert again.to_yaml() == config.to_yaml()
 
 
-def test_the_resolved_file_writes_every_key_out():
-    tree = yaml.safe_load(parse(MINIMAL, "lora=true").to_yaml())
-    for key in known_keys():
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_resolved_file_writes_every_key_out(kind):
+    tree = yaml.safe_load(parse(MINIMAL, "lora=true", f"algorithm={kind}").to_yaml())
+    others = {f"algorithm.{key}" for known in KINDS.values() for key in known.model_fields}
+    others -= {f"algorithm.{key}" for key in KINDS[kind].model_fields}
+    for key in set(known_keys()) - others:
         node = tree
         for part in key.split("."):
             assert part in node, f"{key} is not in the resolved configuration"

@@ -125,6 +125,24 @@ def test_summary_says_how_to_go_on(run: RunDir) -> None:
     assert "(from step 2)" in text_of(console)
 
 
+def test_a_run_on_pairs_shows_margin_accuracy_and_its_reference(run: RunDir) -> None:
+    console = make_console(terminal=False)
+    view = RunDisplay(run, console)
+    judged = {"margin": 0.4567, "accuracy": 0.75, "chosen_reward": 1.0, "rejected_logprob": -9.0}
+    run.log_event("reference", kind="copy", why="as configured")
+    run.log_metrics({"step": 1, "split": "train", "loss": 0.5, **judged})
+    run.log_metrics({"step": 1, "split": "validation", "loss": 0.6, **judged})
+    answers = iter([True, False])
+    view.follow(lambda: next(answers))
+    lines = text_of(console).splitlines()
+    assert "reference copy: as configured" in lines
+    assert "step 1  loss 0.5000  margin 0.457  accuracy 75%" in lines
+    assert "step 1  validation loss 0.6000  margin 0.457  accuracy 0.750" in lines
+    run.write_status(state="completed", step=1, loss=0.5, validation_loss=0.6, validation_scores=judged)
+    print_summary(console, run)
+    assert "held out    margin 0.457, accuracy 75%" in text_of(console)
+
+
 def test_facts_of_any_shape() -> None:
     console = make_console(terminal=False)
     facts = {"steps": 1200, "data": {"rows": 5, "cut": False}, "warnings": ["a", "b"], "drift": None, "rate": 2e-4}

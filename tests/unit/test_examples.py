@@ -44,6 +44,21 @@ def test_every_row_shows_the_one_habit(path):
         assert len(answer["content"].split()) <= 50, answer["content"]
 
 
+def test_every_pair_prefers_one_short_sentence_to_a_long_answer():
+    pairs = {}
+    for part in ("train", "validation"):
+        text = (EXAMPLES / "data" / f"one_sentence_{part}.jsonl").read_text(encoding="utf-8")
+        pairs[part] = [json.loads(line) for line in text.splitlines()]
+        for pair in pairs[part]:
+            assert pair.keys() == {"prompt", "chosen", "rejected"}
+            assert "\n" not in pair["chosen"]
+            assert len(pair["chosen"].split()) <= 25
+            assert len(pair["rejected"].split()) >= 30
+    assert (len(pairs["train"]), len(pairs["validation"])) == (80, 18)
+    prompts = [pair["prompt"] for part in pairs.values() for pair in part]
+    assert len(set(prompts)) == len(prompts)
+
+
 def test_no_question_occurs_twice_or_in_two_files():
     prompts = (EXAMPLES / "data" / "short_answers_prompts.txt").read_text().lower().splitlines()
     heldout = [re.sub(r"\W+", " ", line).strip() for line in prompts]

@@ -13,14 +13,18 @@ from lockstep.config import parse_config
 from lockstep.plot import PANELS, _read_runs, _smooth, plot_runs
 from lockstep.rundir import RunDir
 
+PAIR_KEYS = {"margin", "accuracy", "chosen_reward", "rejected_reward"}
 
-def make_run(path: Path, num_steps: int = 40, *, validation: bool = True) -> Path:
+
+def make_run(path: Path, num_steps: int = 40, *, validation: bool = True, pairs: bool = False) -> Path:
     run = RunDir.create(path, parse_config("model: x\ndata: {train: a}"))
     for step in range(1, num_steps + 1):
         record = {"loss": 1 / step, "learning_rate": 1e-4, "grad_norm": 1.0, "tokens_per_s": 100.0}
+        record |= {"margin": step / 9, "accuracy": 0.5, "chosen_reward": 0.1, "rejected_reward": -0.1} if pairs else {}
         run.log_metrics({"step": step, "split": "train", **record})
         if validation and step % 10 == 0:
-            run.log_metrics({"step": step, "split": "validation", "loss": 2 / step})
+            judged = {"margin": -step, "accuracy": 0.1 * step} if pairs else {}
+            run.log_metrics({"step": step, "split": "validation", "loss": 2 / step, **judged})
     run.write_status(state="completed", step=num_steps, loss=1 / num_steps, tokens=5000, started_at=1.0)
     return path
 
@@ -35,8 +39,20 @@ def test_several_runs_over_each_other(tmp_path: Path) -> None:
     assert "b&lt;i&gt;" in text
     assert "<i>" not in text
     for panel in PANELS:
-        assert panel.title in text
+        assert (panel.title in text) == (panel.key not in PAIR_KEYS)
     ElementTree.fromstring(text[text.index("<svg") : text.index("</svg>") + 6])
+
+
+def test_a_run_on_pairs_also_shows_rewards_margin_and_accuracy(tmp_path: Path) -> None:
+    _, page = plot_runs([make_run(tmp_path / "a", pairs=True)], tmp_path)
+    text = page.read_text()
+    assert all(panel.title in text for panel in PANELS)
+
+
+def test_the_best_of_a_score_is_its_highest_and_of_a_loss_its_lowest() -> None:
+    best = {(panel.split, panel.key): panel.best for panel in PANELS if panel.split == "validation"}
+    assert best["validation", "loss"] is min
+    assert best["validation", "margin"] is best["validation", "accuracy"] is max
 
 
 def test_numbers_that_are_none_or_not_finite_are_left_out(tmp_path: Path) -> None:

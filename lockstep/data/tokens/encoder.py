@@ -147,6 +147,10 @@ class Encoder:
     def _check_answers(self, row: Rendered, prompt: Ints, answers: list[Answer]) -> None:
         if any(len(ids) == 0 for ids, _ in answers):
             raise DataError(f"{row.origin}: nothing to learn: one token with nothing before it: remove the row")
+        if _are_alike(answers):
+            raise DataError(
+                f"{row.origin}: nothing to prefer: 'chosen' and 'rejected' are the same in tokens: remove the row"
+            )
         start = [int(i) for i in (*prompt[:2], *answers[0][0][:1])][:2]
         if self._bos is not None and self._bos != self._eos and start == [self._bos, self._bos]:
             raise DataError(
@@ -161,7 +165,9 @@ class Encoder:
                 f"{row.origin}: {num_uncut} tokens, data.max_length is {self._max_length}: raise it, shorten the row, "
                 "or set data.truncate to prompt_left, right or drop"
             )
-        return fit(prompt, answers, max_length=self._max_length, policy=self._truncate, bos=self._bos)
+        fitted = fit(prompt, answers, max_length=self._max_length, policy=self._truncate, bos=self._bos)
+        # A pair that differs only behind the cut says nothing: it goes, and is counted among those that are too long.
+        return Fitted(prompt, (), answer_cut=True) if _are_alike(fitted.answers) else fitted
 
     # --- text to tokens ----------------------------------------------------------------------------------------
 
@@ -289,6 +295,11 @@ def _uncertain_cuts(variant: Variant, tokens: _Tokens, turns: list[_Turn]) -> se
 def _same_prompt(divided: list[tuple[Ints, Answer]]) -> bool:
     first = divided[0][0]
     return all(np.array_equal(first, prompt) for prompt, _ in divided[1:])
+
+
+def _are_alike(answers: Sequence[Answer]) -> bool:
+    """Whether a row has several answers, and they have the same tokens."""
+    return len(answers) > 1 and all(np.array_equal(answers[0][0], ids) for ids, _ in answers[1:])
 
 
 def _build_datum(row: Rendered, fitted: Fitted) -> Datum | None:

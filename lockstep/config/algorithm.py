@@ -1,0 +1,201 @@
+"""The algorithm section: what is learned from the data. One class for each kind, with the settings that it has.
+
+Must not know how a loss is computed: `lockstep.algorithms` checks what its options mean together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self, get_args
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from lockstep.config.section import PositiveInt, Section
+
+LossPart = Literal[
+    "sigmoid",
+    "hinge",
+    "ipo",
+    "robust",
+    "exo_pair",
+    "nca_pair",
+    "bco_pair",
+    "sppo_hard",
+    "aot",
+    "aot_unpaired",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+    "sft",
+    "sigmoid_norm",
+    "simpo",
+    "orpo",
+    "cpo",
+]
+REFERENCE_FREE = frozenset({"sft", "simpo", "orpo", "cpo"})
+# Kinds that are short for dpo with one loss, with the numbers of its paper where they are far from our defaults.
+SHORT_KINDS: dict[str, dict[str, Any]] = {
+    "simpo": {"loss": "simpo", "beta": 2.0, "margin": 1.0},
+    "orpo": {"loss": "orpo"},
+    "cpo": {"loss": "cpo"},
+}
+# Settings that only one loss reads: beside any other they would do nothing, and say nothing.
+_OF_ONE_LOSS = {"margin": "simpo", "cpo_alpha": "cpo", "discopop_tau": "discopop", "bco_shift": "bco_pair"}
+ReferenceKind = Literal["adapter_off", "precomputed", "copy", "none"]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class SftConfig(Section):
+    kind: Literal["sft"] = "sft"
+    """sft: supervised fine-tuning."""
+
+    @property
+    def needs_reference(self) -> bool:
+        return False
+
+
+class _ReferencedConfig(Section):
+    """What algorithms have in common that compare the model in training with a reference."""
+
+    kind: Literal["dpo", "kto"]
+    loss: Any
+    beta: Positive = 0.1
+    """How strongly the model is held to its reference: less lets it move further. Also scales rewards and margins."""
+    reference: Literal["auto"] | ReferenceKind = "auto"
+    """Where the reference's log-probs come from. adapter_off: from the model itself without its LoRA adapters.
+    precomputed: computed once before the first step and kept on disk. copy: from a frozen second copy of the weights.
+    none: for losses without one. auto: the cheapest that is right; the run says which, and why."""
+    reference_model: str | None = None
+    """Another model as the reference: a folder or a Hub id with the same vocabulary. Always precomputed. Default: the
+    model as it was before training."""
+    reference_sync_steps: PositiveInt | None = None
+    """Move the reference towards the model in training every so many steps. null: never."""
+    reference_mix: Share = 0.6
+    """How far it moves then: 1 is all the way."""
+
+    @property
+    def needs_reference(self) -> bool:
+        return True
+
+    @model_validator(mode="after")
+    def _one_reference(self) -> Self:
+        if self.reference_model is not None and self.reference not in ("auto", "precomputed"):
+            raise ValueError(
+                f"algorithm.reference {self.reference} does not go with reference_model, which is always precomputed: "
+                "remove one of them"
+            )
+        if self.reference_sync_steps is not None:
+            if self.reference_model is not None:
+                raise ValueError("algorithm.reference_sync_steps cannot move another reference_model: remove one")
+            if self.reference not in ("auto", "copy"):
+                raise ValueError(
+                    f"algorithm.reference_sync_steps needs a reference that can move: set reference to copy, not "
+                    f"{self.reference}"
+                )
+        return self
+
+
+def _as_weights(value: Any) -> Any:
+    """`sigmoid`, `[sigmoid, sft]` and `{sigmoid: 1.0, sft: 0.2}` are all losses with their weights."""
+    if isinstance(value, str):
+        return {value: 1.0}
+    if isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value):
+        return dict.fromkeys(value, 1.0)
+    return value
+
+
+class DpoConfig(_ReferencedConfig):
+    kind: Literal["dpo"]
+    """dpo: learns from pairs which of two answers is better. simpo, orpo and cpo are short for dpo with that loss
+    (simpo also with beta 2.0 and margin 1.0)."""
+    loss: Annotated[dict[LossPart, Positive], BeforeValidator(_as_weights)] = Field({"sigmoid": 1.0}, min_length=1)
+    """One of sigmoid, hinge, ipo, robust, exo_pair, nca_pair, bco_pair, sppo_hard, aot, aot_unpaired, apo_zero,
+    apo_down, discopop, sigmoid_norm; without a reference simpo, orpo, cpo, sft. Several: a list, or a mapping with
+    weights like {sigmoid: 1.0, sft: 0.2}."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """How often a pair may be the wrong way round. Not every loss knows it; exo_pair needs more than 0."""
+    divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl"
+    """How the distance from the reference is measured."""
+    divergence_alpha: Positive = 0.5
+    """Of divergence alpha."""
+    ld_alpha: Share = 1.0
+    """Length desensitisation: what tokens count by which one answer is longer than the other. 1: as all others."""
+    wpo: bool = False
+    """Weigh each pair by how likely the model itself is to write it."""
+    discopop_tau: Positive = 0.05
+    """Of loss discopop: where it changes from one shape to the other."""
+    margin: NonNegative = 0.5
+    """Of loss simpo: how much better the preferred answer should be."""
+    cpo_alpha: NonNegative = 1.0
+    """Of loss cpo: how much it also learns the preferred answer itself, as sft does."""
+    bco_shift: bool = False
+    """Of loss bco_pair: compare rewards with the mean of the whole batch, as in its paper."""
+
+    @property
+    def needs_reference(self) -> bool:
+        return not REFERENCE_FREE.issuperset(self.loss)
+
+    @model_validator(mode="after")
+    def _applies(self) -> Self:
+        for key, loss in _OF_ONE_LOSS.items():
+            if loss not in self.loss and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"algorithm.{key} is for loss {loss}, and this is {', '.join(self.loss)}: remove it")
+        if self.divergence != "alpha" and self.divergence_alpha != type(self).model_fields["divergence_alpha"].default:
+            raise ValueError(f"algorithm.divergence_alpha is for divergence alpha, and this is {self.divergence}")
+        if self.needs_reference:
+            if self.reference == "none":
+                raise ValueError(f"algorithm.reference is none, but loss {', '.join(self.loss)} needs one: set auto")
+            return self
+        for key in ("reference", "reference_model", "reference_sync_steps"):
+            if getattr(self, key) not in ("auto", "none", None):
+                raise ValueError(
+                    f"algorithm.{key} is given, but loss {', '.join(self.loss)} has no reference: remove it"
+                )
+        return self
+
+
+class KtoConfig(_ReferencedConfig):
+    kind: Literal["kto"]
+    """kto: learns from single answers with a label, good or bad."""
+    loss: Literal["kto", "apo_zero_unpaired"] = "kto"
+    """kto compares with an estimate of how far the model is from its reference; apo_zero_unpaired does not."""
+    desirable_weight: Positive = 1.0
+    """What a good answer counts."""
+    undesirable_weight: Positive = 1.0
+    """What a bad answer counts. Raise it, or desirable_weight, where one label is much rarer than the other."""
+
+    @model_validator(mode="after")
+    def _applies(self) -> Self:
+        if self.reference == "none":
+            raise ValueError("algorithm.reference is none, but kto needs one: set auto")
+        if self.loss == "kto" and (self.reference == "precomputed" or self.reference_model is not None):
+            key = "reference_model" if self.reference_model is not None else "reference precomputed"
+            raise ValueError(
+                f"algorithm.{key} does not go with loss kto, which puts prompts and answers together anew in every "
+                "batch: set reference to adapter_off or copy, or loss to apo_zero_unpaired"
+            )
+        return self
+
+
+def expand_algorithm(given: Any) -> Any:
+    """`dpo` is short for `{kind: dpo}`, kind simpo for dpo with that loss; without a kind it is sft."""
+    if isinstance(given, str):
+        given = {"kind": given}
+    if not isinstance(given, Mapping):
+        return given
+    kind = given.get("kind", "sft")
+    if isinstance(kind, str) and kind in SHORT_KINDS:
+        short = SHORT_KINDS[kind]
+        if given.get("loss", short["loss"]) != short["loss"]:
+            raise ValueError(f"algorithm.loss is {given['loss']}, and kind {kind} already names one: use kind dpo")
+        return {**short, **given, "kind": "dpo"}
+    return {**given, "kind": kind}
+
+
+AlgorithmConfig = Annotated[
+    SftConfig | DpoConfig | KtoConfig, Field(discriminator="kind"), BeforeValidator(expand_algorithm)
+]
+KINDS: dict[str, type[Section]] = {"sft": SftConfig, "dpo": DpoConfig, "kto": KtoConfig}
+LOSS_PARTS: tuple[str, ...] = get_args(LossPart)

@@ -1,0 +1,1 @@
+"""Llama Stack's post_training API on top of the job service. Needs no llama-stack package."""

@@ -1,0 +1,298 @@
+"""From a Llama Stack request to a Lockstep configuration, field by field.
+
+What cannot be done is an error with the field's name; what is done in another way is said in a warning.
+Pure: must not know the job store, files or HTTP.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.service.llama_stack.rows import RequestError
+from lockstep.service.llama_stack.schemas import (
+    DPOAlignmentConfig,
+    EfficiencyConfig,
+    FineTuneRequest,
+    LoraFinetuningConfig,
+    OptimizerConfig,
+    PreferenceRequest,
+    QATFinetuningConfig,
+    TrainingConfig,
+)
+
+Tree = dict[str, Any]
+MAX_LENGTH = 2048  # tokens in a row, as Lockstep's own default
+_MICRO_BATCH_TOKENS = 4096
+_PRECISIONS = {
+    **dict.fromkeys(("bf16", "bfloat16"), "bf16"),
+    **dict.fromkeys(("fp16", "float16"), "fp16"),
+    **dict.fromkeys(("fp32", "float32"), "fp32"),
+    **dict.fromkeys(("fp64", "float64"), "fp64"),
+}
+# What torchtune calls a module, and what Hugging Face models call it.
+_MODULE_NAMES = {"output_proj": "o_proj", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_MLP_MODULES = ("gate_proj", "up_proj", "down_proj")
+_LOGGING_NAMES = {"log_every_n_steps": "every_steps", "every_steps": "every_steps", "tensorboard": "tensorboard"}
+_JOB_SETTINGS = ("priority", "max_restarts")
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Data sets as a configuration names them, and how many rows they have."""
+
+    train: str
+    num_train: int
+    validation: str | None = None
+
+
+@dataclass(frozen=True)
+class MappedJob:
+    """`epoch_steps` is the number of optimizer steps that Llama Stack calls an epoch; None where rows are packed."""
+
+    config: Tree
+    warnings: tuple[str, ...]
+    epoch_steps: int | None
+    priority: int = 0
+    max_restarts: int = 0
+
+
+@dataclass
+class _Draft:
+    """A configuration being written."""
+
+    overrides: Tree
+    """The caller's provider_config: it wins in the end, and what depends on its lengths must know them before."""
+    tree: Tree = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+    def overridden(self, section: str) -> Mapping[str, Any]:
+        given = self.overrides.get(section)
+        return given if isinstance(given, Mapping) else {}
+
+    @property
+    def max_length(self) -> int:
+        given = self.overridden("data").get("max_length", MAX_LENGTH)
+        return given if isinstance(given, int) else MAX_LENGTH  # what is no number is refused with the configuration
+
+    def put(self, section: str, **settings: Any) -> None:
+        self.tree.setdefault(section, {}).update(settings)
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
+
+
+def map_fine_tune(request: FineTuneRequest, model: str, data: TrainingData) -> MappedJob:
+    draft = _begin(request, model)
+    draft.put("algorithm", kind="sft")
+    _map_adapter(draft, request.algorithm_config)
+    return _finish(draft, request, data, pairs=False)
+
+
+def map_preference(request: PreferenceRequest, model: str, data: TrainingData) -> MappedJob:
+    draft = _begin(request, model)
+    _map_dpo(draft, request.algorithm_config)
+    return _finish(draft, request, data, pairs=True)
+
+
+def _begin(request: FineTuneRequest | PreferenceRequest, model: str) -> _Draft:
+    if request.hyperparam_search_config:
+        keys = ", ".join(request.hyperparam_search_config)
+        raise RequestError(
+            f"hyperparam_search_config: there is no search here, and {keys} was given: submit one job for each "
+            "setting and leave this empty"
+        )
+    draft = _Draft(copy.deepcopy(request.provider_config or {}))
+    draft.tree["name"] = request.job_uuid
+    draft.put("model", path=model)
+    return draft
+
+
+def _finish(
+    draft: _Draft, request: FineTuneRequest | PreferenceRequest, data: TrainingData, *, pairs: bool
+) -> MappedJob:
+    config = request.training_config
+    _map_precision(draft, config.dtype)
+    _map_data(draft, config, data, pairs=pairs)
+    _map_batch(draft, config, pairs=pairs)
+    epoch_steps = _map_steps(draft, config, data)
+    _map_optimizer(draft, config.optimizer_config)
+    _map_efficiency(draft, config.efficiency_config)
+    _map_logging(draft, request.logger_config or {})
+    job = _read_job_settings(draft.overrides.pop("job", {}))
+    merge_settings(draft.tree, draft.overrides)
+    return MappedJob(draft.tree, tuple(draft.warnings), epoch_steps, **job)
+
+
+# --- the parts of a request ----------------------------------------------------------------------------------------
+
+
+def _map_adapter(draft: _Draft, given: LoraFinetuningConfig | QATFinetuningConfig | None) -> None:
+    if given is None:
+        return
+    if isinstance(given, QATFinetuningConfig):
+        raise RequestError("algorithm_config.type: QAT is not available: use LoRA, or leave algorithm_config out")
+    if given.quantize_base:
+        raise RequestError("algorithm_config.quantize_base: a quantised base is not available: set it to false")
+    if given.apply_lora_to_output:
+        raise RequestError(
+            "algorithm_config.apply_lora_to_output: the output layer gets no adapter here: set it to false"
+        )
+    targets = [_MODULE_NAMES.get(name, name) for name in given.lora_attn_modules]
+    targets += [name for name in _MLP_MODULES if given.apply_lora_to_mlp]
+    if not targets:
+        raise RequestError(
+            "algorithm_config.lora_attn_modules: no module gets an adapter: name some, or set apply_lora_to_mlp"
+        )
+    adapter = {"rank": given.rank, "alpha": given.alpha, "targets": list(dict.fromkeys(targets))}
+    draft.tree["lora"] = {**adapter, "dora": bool(given.use_dora)}
+
+
+def _map_dpo(draft: _Draft, given: DPOAlignmentConfig) -> None:
+    if given.loss_type == "kto_pair":
+        raise RequestError("algorithm_config.loss_type: kto_pair is not available for pairs: use sigmoid, hinge or ipo")
+    settings: Tree = {"kind": "dpo", "loss": given.loss_type or "sigmoid"}
+    if given.beta is not None:
+        settings["beta"] = given.beta
+        if given.reward_scale not in (None, given.beta):
+            draft.warn(f"algorithm_config.reward_scale {given.reward_scale} is not used: beta {given.beta} says it")
+    elif given.reward_scale is not None:
+        if given.reward_scale <= 0:
+            raise RequestError(
+                f"algorithm_config.reward_scale: {given.reward_scale} is used as DPO's beta and must be above 0: "
+                "0.1 is usual"
+            )
+        settings["beta"] = given.reward_scale
+        draft.warn(f"algorithm_config.reward_scale {given.reward_scale} is used as DPO's beta")
+    for name in ("reward_clip", "epsilon", "gamma"):
+        if getattr(given, name) is not None:
+            draft.warn(f"algorithm_config.{name} {getattr(given, name)} is not used: DPO has no such setting")
+    draft.tree["algorithm"] = settings
+
+
+def _map_precision(draft: _Draft, dtype: str | None) -> None:
+    if dtype is None:
+        return
+    if dtype not in _PRECISIONS:
+        raise RequestError(f"training_config.dtype: {dtype!r} is not one of {', '.join(_PRECISIONS)}")
+    draft.put("model", precision=_PRECISIONS[dtype])
+
+
+def _map_data(draft: _Draft, config: TrainingConfig, data: TrainingData, *, pairs: bool) -> None:
+    given = config.data_config
+    assert given is not None, "without it there is no TrainingData"
+    draft.put("data", train=data.train, shuffle=given.shuffle, max_length=draft.max_length)
+    if data.validation is not None:
+        draft.put("data", validation=data.validation)
+    if pairs:
+        if given.train_on_input:
+            raise RequestError(
+                "training_config.data_config.train_on_input: DPO compares answers and learns no prompts: set it false"
+            )
+        return
+    # An instruction has one answer, the last; in a dialogue every answer is learned.
+    answers = "last" if given.data_format == "instruct" else "assistant"
+    draft.put("data", train_on="all" if given.train_on_input else answers)
+
+
+def _map_batch(draft: _Draft, config: TrainingConfig, *, pairs: bool) -> None:
+    given = config.data_config
+    assert given is not None
+    rows = given.batch_size * (config.gradient_accumulation_steps or 1)
+    if given.packed and pairs:
+        draft.warn(
+            f"training_config.data_config.packed: pairs are always computed without padding, and a step takes {rows}"
+        )
+    if given.packed and not pairs:
+        draft.put("batch", tokens=rows * draft.max_length)
+    else:
+        draft.put("batch", samples=rows)
+    # batch_size is what the caller's memory holds at once; here that never changes the numbers.
+    at_once = given.batch_size * draft.max_length * (2 if pairs else 1)
+    draft.put("batch", micro_batch_tokens=max(draft.max_length, min(at_once, _MICRO_BATCH_TOKENS)))
+    for size, other in (("samples", "tokens"), ("tokens", "samples")):
+        if draft.overridden("batch").get(size) is not None:
+            draft.tree["batch"].pop(other, None)
+    merge_settings(draft.tree["batch"], draft.overridden("batch"))
+
+
+def _map_steps(draft: _Draft, config: TrainingConfig, data: TrainingData) -> int | None:
+    limit = config.max_steps_per_epoch
+    samples = draft.tree["batch"].get("samples")
+    whole = math.ceil(data.num_train / samples) if isinstance(samples, int) and samples > 0 else None
+    draft.put("optim", epochs=config.n_epochs)
+    if limit is None:
+        draft.warn("training_config.max_steps_per_epoch was not given: every epoch goes through all rows")
+    elif whole is None or limit < whole:
+        draft.put("optim", max_steps=config.n_epochs * limit)
+        if config.n_epochs > 1:
+            draft.warn(
+                f"training_config.max_steps_per_epoch {limit}: the run has at most {config.n_epochs * limit} steps, "
+                "and each goes on in the rows where the last one stopped"
+            )
+    epoch_steps = min(limit or whole, whole) if whole else None
+    if epoch_steps:
+        draft.put("checkpoint", every_steps=epoch_steps)
+        draft.put("evaluation", every_steps=epoch_steps)
+    return epoch_steps
+
+
+def _map_optimizer(draft: _Draft, given: OptimizerConfig | None) -> None:
+    if given is None:
+        return
+    place = "training_config.optimizer_config"
+    if given.optimizer_type == "sgd":
+        raise RequestError(f"{place}.optimizer_type: sgd is not available: use adamw")
+    if given.optimizer_type == "adam" and given.weight_decay:
+        raise RequestError(
+            f"{place}.optimizer_type: adam would add weight_decay {given.weight_decay} to the gradient; here it "
+            "shrinks the weights: use adamw, or set weight_decay to 0"
+        )
+    draft.put("optim", learning_rate=given.lr, weight_decay=given.weight_decay, warmup_steps=given.num_warmup_steps)
+
+
+def _map_efficiency(draft: _Draft, given: EfficiencyConfig | None) -> None:
+    if given is None:
+        return
+    if given.enable_activation_checkpointing:
+        draft.put("model", activation_checkpointing="full")
+    if given.enable_activation_offloading:
+        draft.put("model", activation_offload=True)
+    place = "training_config.efficiency_config"
+    if given.fsdp_cpu_offload:
+        draft.put("parallel", offload=True)
+        if draft.overridden("launch").get("procs", 1) == 1:
+            draft.warn(f"{place}.fsdp_cpu_offload does nothing with one process: raise launch.procs in provider_config")
+    if given.memory_efficient_fsdp_wrap:
+        draft.warn(
+            f"{place}.memory_efficient_fsdp_wrap is not used: layers are split one by one, embedding and head together"
+        )
+
+
+def _map_logging(draft: _Draft, given: Mapping[str, Any]) -> None:
+    for name, value in given.items():
+        if name in _LOGGING_NAMES:
+            draft.put("logging", **{_LOGGING_NAMES[name]: value})
+        else:
+            draft.warn(f"logger_config.{name} is not used: known are {', '.join(_LOGGING_NAMES)}")
+
+
+def _read_job_settings(given: Any) -> dict[str, int]:
+    if not isinstance(given, Mapping) or given.keys() - set(_JOB_SETTINGS):
+        raise RequestError(f"provider_config.job: give a mapping with {' or '.join(_JOB_SETTINGS)}")
+    for name, value in given.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise RequestError(f"provider_config.job.{name}: {value!r} is not a whole number")
+    return dict(given)
+
+
+def merge_settings(tree: Tree, changes: Mapping[str, Any]) -> None:
+    """Section by section; what `changes` says wins."""
+    for key, value in changes.items():
+        if isinstance(value, Mapping) and isinstance(tree.get(key), dict):
+            merge_settings(tree[key], value)
+        else:
+            tree[key] = copy.deepcopy(value)

@@ -1,0 +1,175 @@
+"""What Llama Stack's post_training API sends and expects, from 0.2.3 to 0.6.1, in one set of classes.
+
+A field that was left out stays None, so that what the caller said can be told from Llama Stack's defaults.
+Must not know jobs, configurations or HTTP. No annotations from the future: stack servers read these at run time.
+"""
+
+from datetime import datetime
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from lockstep.service.schemas import Identifier
+
+Count = Annotated[int, Field(ge=1)]
+Name = Annotated[str, Field(min_length=1, max_length=1000)]
+Settings = dict[str, Any]
+
+
+class _Wire(BaseModel):
+    # A misspelt field is refused rather than ignored.
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+
+class DataConfig(_Wire):
+    dataset_id: Name
+    batch_size: Count
+    shuffle: bool
+    data_format: Literal["instruct", "dialog"]
+    validation_dataset_id: str | None = None
+    packed: bool | None = None
+    train_on_input: bool | None = None
+
+
+class OptimizerConfig(_Wire):
+    optimizer_type: Literal["adam", "adamw", "sgd"]
+    lr: Annotated[float, Field(gt=0)]
+    weight_decay: Annotated[float, Field(ge=0)]
+    num_warmup_steps: Annotated[int, Field(ge=0)]
+
+
+class EfficiencyConfig(_Wire):
+    enable_activation_checkpointing: bool | None = None
+    enable_activation_offloading: bool | None = None
+    memory_efficient_fsdp_wrap: bool | None = None
+    fsdp_cpu_offload: bool | None = None
+
+
+class TrainingConfig(_Wire):
+    n_epochs: Count
+    max_steps_per_epoch: Count | None = None
+    gradient_accumulation_steps: Count | None = None
+    max_validation_steps: Count | None = None
+    data_config: DataConfig | None = None
+    optimizer_config: OptimizerConfig | None = None
+    efficiency_config: EfficiencyConfig | None = None
+    dtype: str | None = None
+
+
+class LoraFinetuningConfig(_Wire):
+    type: Literal["LoRA"] = "LoRA"
+    lora_attn_modules: list[str]
+    apply_lora_to_mlp: bool
+    apply_lora_to_output: bool
+    rank: Count
+    alpha: Count
+    use_dora: bool | None = None
+    quantize_base: bool | None = None
+
+
+class QATFinetuningConfig(_Wire):
+    type: Literal["QAT"] = "QAT"
+    quantizer_name: str
+    group_size: int
+
+
+AlgorithmConfig = Annotated[LoraFinetuningConfig | QATFinetuningConfig, Field(discriminator="type")]
+
+
+class DPOAlignmentConfig(_Wire):
+    """Both shapes: `beta` and `loss_type` since 0.2.16, the other four before."""
+
+    beta: Annotated[float, Field(gt=0)] | None = None
+    loss_type: Literal["sigmoid", "hinge", "ipo", "kto_pair"] | None = None
+    reward_scale: float | None = None
+    reward_clip: float | None = None
+    epsilon: float | None = None
+    gamma: float | None = None
+
+
+class _Submission(_Wire):
+    job_uuid: Identifier
+    training_config: TrainingConfig
+    hyperparam_search_config: Settings | None = None
+    logger_config: Settings | None = None
+    provider_config: Annotated[
+        Settings | None, Field(description="Settings of Lockstep's own configuration; they win over all others.")
+    ] = None
+
+
+class FineTuneRequest(_Submission):
+    model: Name | None = None
+    checkpoint_dir: str | None = None
+    algorithm_config: AlgorithmConfig | None = None
+
+
+class PreferenceRequest(_Submission):
+    finetuned_model: Name
+    algorithm_config: DPOAlignmentConfig
+
+
+class CancelRequest(_Wire):
+    job_uuid: Identifier
+
+
+JobStatus = Literal["completed", "in_progress", "failed", "scheduled", "cancelled"]
+
+
+class TrainingMetrics(BaseModel):
+    """After a number of whole epochs. Perplexity is of the validation rows where there are some; not for DPO."""
+
+    epoch: int
+    train_loss: float | None
+    validation_loss: float | None = None
+    perplexity: float | None = None
+
+
+class Checkpoint(BaseModel):
+    """`path` of an adapter loads in peft, of a model in transformers; a training state only in Lockstep."""
+
+    identifier: str
+    created_at: datetime
+    epoch: int
+    post_training_job_id: str
+    path: str
+    training_metrics: TrainingMetrics | None = None
+    format: Literal["adapter", "model", "training_state"]
+    step: int
+
+
+class PostTrainingJob(BaseModel):
+    job_uuid: str
+
+
+class ListedJob(PostTrainingJob):
+    status: JobStatus
+
+
+class JobList(BaseModel):
+    data: list[ListedJob]
+
+
+class JobProgress(BaseModel):
+    phase: str | None = None
+    step: int | None = None
+    total_steps: int | None = None
+    fraction: float | None = None
+    eta_s: float | None = None
+    queue_position: int | None = None
+
+
+class JobStatusResponse(PostTrainingJob):
+    status: JobStatus
+    scheduled_at: datetime | None = None
+    started_at: datetime | None = None
+    completed_at: datetime | None = None
+    resources_allocated: Settings | None = None
+    checkpoints: list[Checkpoint] = []
+    error: str | None = None
+    warnings: Annotated[list[str], Field(description="What of the request was understood in another way.")] = []
+    progress: JobProgress | None = None
+    metrics: Settings | None = None
+
+
+class JobArtifactsResponse(PostTrainingJob):
+    checkpoints: list[Checkpoint] = []

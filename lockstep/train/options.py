@@ -1,0 +1,48 @@
+"""From the algorithm section to what its loss is told. Checked before anything is loaded.
+
+Must not know torch: the command line checks a configuration with this.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lockstep.algorithms.options import check_options
+from lockstep.config import ConfigError, DpoConfig, KtoConfig, RunConfig
+
+_SHARED = (
+    "beta",
+    "label_smoothing",
+    "divergence",
+    "divergence_alpha",
+    "discopop_tau",
+    "margin",
+    "cpo_alpha",
+    "wpo",
+    "bco_shift",
+    "ld_alpha",
+)
+
+
+def check_algorithm(config: RunConfig) -> None:
+    """What the losses themselves find wrong with their settings."""
+    algorithm = config.algorithm
+    try:
+        if isinstance(algorithm, DpoConfig):
+            check_options("preference", pair_options(algorithm))
+        elif isinstance(algorithm, KtoConfig):
+            check_options("kto", label_options(algorithm))
+    except ValueError as error:
+        raise ConfigError(f"algorithm.{str(error).replace('losses', 'loss', 1)}") from error
+
+
+def pair_options(algorithm: DpoConfig, num_chosen_tokens: float | None = None) -> dict[str, Any]:
+    """`num_chosen_tokens`: supervised tokens of the preferred answers in the global batch."""
+    options: dict[str, Any] = {name: getattr(algorithm, name) for name in _SHARED}
+    return {**options, "losses": dict(algorithm.loss), "num_chosen_tokens": num_chosen_tokens}
+
+
+def label_options(algorithm: KtoConfig, kl: float = 0.0) -> dict[str, Any]:
+    """`kl`: how far the model is from its reference, estimated over the global batch."""
+    names = ("loss", "beta", "desirable_weight", "undesirable_weight")
+    return {**{name: getattr(algorithm, name) for name in names}, "kl": kl}

@@ -154,8 +154,8 @@ def write_report(sizes: Sequence[Size], title: str, out: Path) -> list[Path]:
 
     picture, document = out / "scaling.png", out / "scaling.html"
     try:
-        svg = draw(sizes, picture)
-        write_atomically(document, report_page(title, sizes, svg))
+        svgs = draw(sizes, picture)
+        write_atomically(document, report_page(title, sizes, svgs))
     except OSError as error:
         raise ValueError(f"cannot write into {out}: {error.strerror or error}") from error
     return [picture, document]

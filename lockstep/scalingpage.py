@@ -6,7 +6,7 @@ Measures nothing itself.
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,26 +84,32 @@ def format_bytes(count: float) -> str:
 # --- picture --------------------------------------------------------------------------------------------------------
 
 
-def draw(sizes: Sequence[Size], picture: Path) -> str:
-    """Write the PNG; returns the same as SVG."""
+def draw(sizes: Sequence[Size], picture: Path) -> list[str]:
+    """Write all panels as one PNG; returns each as SVG, so that a page can put them where there is room."""
     import matplotlib
     from matplotlib import pyplot
 
     with matplotlib.rc_context(STYLE):
-        figure, axes = pyplot.subplots(1, 4, figsize=(15, 3.4), layout="constrained")
-        _draw_speed(axes[0], sizes)
-        _draw_bars(axes[1], sizes, "Efficiency", [100 * size.efficiency for size in sizes], "%")
-        _draw_traffic(axes[2], sizes)
-        _draw_bars(axes[3], sizes, "Peak memory of a rank", [size.memory_gib for size in sizes], "GiB")
-        for axis in axes:
-            axis.set_axisbelow(True)
-            axis.grid(visible=False, axis="x")
-        svg = io.StringIO()
+        figure, axes = pyplot.subplots(1, len(_PANELS), figsize=(15, 3.4), layout="constrained")
         try:
-            figure.savefig(svg, format="svg")
+            for panel, axis in zip(_PANELS, axes, strict=True):
+                panel(axis, sizes)
             figure.savefig(picture, dpi=150)
         finally:
             pyplot.close(figure)
+        return [_draw_alone(panel, sizes) for panel in _PANELS]
+
+
+def _draw_alone(panel: Callable[[Any, Sequence[Size]], None], sizes: Sequence[Size]) -> str:
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(4, 3.2), layout="constrained")
+    svg = io.StringIO()
+    try:
+        panel(axis, sizes)
+        figure.savefig(svg, format="svg")
+    finally:
+        pyplot.close(figure)
     text = svg.getvalue()
     return text[text.index("<svg") :]  # without the XML prologue
 
@@ -118,49 +124,79 @@ def _draw_speed(axis: Any, sizes: Sequence[Size]) -> None:
     axis.set_ylim(bottom=0)
     axis.yaxis.set_major_formatter(lambda value, _: format_count(value))
     axis.legend(frameon=False)
+    _rule_behind(axis)
 
 
-def _draw_bars(axis: Any, sizes: Sequence[Size], title: str, heights: Sequence[float], unit: str) -> None:
+def _draw_efficiency(axis: Any, sizes: Sequence[Size]) -> None:
+    _draw_bars(axis, sizes, "Efficiency (%)", [100 * size.efficiency for size in sizes])
+
+
+def _draw_memory(axis: Any, sizes: Sequence[Size]) -> None:
+    _draw_bars(axis, sizes, "Peak memory of a rank (GiB)", [size.memory_gib for size in sizes])
+
+
+def _draw_bars(axis: Any, sizes: Sequence[Size], title: str, heights: Sequence[float]) -> None:
     bars = axis.bar([str(size.procs) for size in sizes], heights, color=COLOURS[0], width=0.6)
-    axis.bar_label(bars, fmt="%.3g")
-    axis.set_title(f"{title} ({unit})")
+    axis.bar_label(bars, fmt="%.3g", padding=2)
+    axis.set_title(title)
     axis.set_xlabel("processes")
+    axis.set_ylim(top=1.12 * max(heights))  # room for the numbers
+    _rule_behind(axis)
 
 
 def _draw_traffic(axis: Any, sizes: Sequence[Size]) -> None:
     """Beside each other: what was sent, in a colour for each axis and kind, and the least, in outline."""
     names = sorted({(flow.axis, flow.kind) for size in sizes for flow in size.flows if flow.least_bytes})
+    top = max(size.sent_bytes for size in sizes)
+    unit, unit_bytes = next((u for u in (("GiB", 2**30), ("MiB", 2**20)) if top >= u[1]), ("KiB", 2**10))
     for i, size in enumerate(sizes):
         sent = least = 0.0
         for flow in size.flows:
             place = (flow.axis, flow.kind)
             colour = COLOURS[names.index(place) % len(COLOURS)] if place in names else "#bbbbbb"
-            axis.bar(i - 0.2, flow.sent_bytes / 2**20, 0.36, bottom=sent / 2**20, color=colour)
+            axis.bar(i - 0.2, flow.sent_bytes / unit_bytes, 0.36, bottom=sent / unit_bytes, color=colour)
             sent, least = sent + flow.sent_bytes, least + (flow.least_bytes or 0.0)
-        axis.bar(i + 0.2, least / 2**20, 0.36, fill=False, edgecolor="#666666")
+        axis.bar(i + 0.2, least / unit_bytes, 0.36, fill=False, edgecolor="#666666")
     for i, (name, kind) in enumerate(names):
         axis.bar(0, 0, color=COLOURS[i % len(COLOURS)], label=f"{name} {kind.replace('_', '-')}")
     axis.bar(0, 0, fill=False, edgecolor="#666666", label="least")
     axis.set_xticks(range(len(sizes)), [str(size.procs) for size in sizes])
-    axis.set_title("Sent by rank 0 in a step (MiB)")
+    axis.set_title(f"Sent by rank 0 in a step ({unit})")
     axis.set_xlabel("processes")
-    axis.legend(frameon=False)
+    axis.set_ylim(0, max(top / unit_bytes, 1e-3) * (1.1 + 0.1 * (len(names) + 1)))  # the legend lies above the bars
+    axis.legend(frameon=False, loc="upper left")
+    _rule_behind(axis)
+
+
+def _rule_behind(axis: Any) -> None:
+    axis.set_axisbelow(True)
+    axis.grid(visible=False, axis="x")
+
+
+_PANELS = (_draw_speed, _draw_efficiency, _draw_traffic, _draw_memory)
 
 
 # --- page -----------------------------------------------------------------------------------------------------------
 
 
-def report_page(title: str, sizes: Sequence[Size], svg: str) -> str:
+_STYLE = """
+.panels { display: grid; grid-template-columns: repeat(auto-fit, minmax(17rem, 1fr)); gap: .8rem; margin: 0 0 1.6rem }
+.panels svg { background: #fff; border-radius: 8px; padding: .5rem; width: 100% }
+th, td { white-space: nowrap }
+"""
+
+
+def report_page(title: str, sizes: Sequence[Size], svgs: Sequence[str]) -> str:
     warnings = "".join(f"<li>{escape(warning)}</li>" for warning in warnings_of(sizes))
     flows = [[str(size.procs), *flow_row(flow)] for size in sizes for flow in size.flows]
     parts = [
         f'<ul class="warnings">{warnings}</ul>' if warnings else "",
-        f'<div class="scroll">{svg}</div>',
+        f'<div class="panels">{"".join(svgs)}</div>',
         _html_table(COLUMNS, [size_row(size) for size in sizes], 2),
         f"<h2>Traffic</h2>{_html_table(FLOW_COLUMNS, flows, 3)}" if flows else "",
         f'<p class="quiet">{escape(UNIT)}</p>',
     ]
-    return page(title, "\n".join(parts), "svg { background: #fff; border-radius: 8px }")
+    return page(title, "\n".join(parts), _STYLE)
 
 
 def _html_table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:

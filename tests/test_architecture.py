@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sampling": BASE | {"model"},
     "train": BASE | {"data", "algorithms", "sampling.sampler"},
     "evaluation": BASE | {"data", "sampling", "model", "backend"},
-    "verification": BASE | {"data", "model", "parallel", "backend"},
+    "verification": BASE | CORE | {"backend", "train.dpo", "train.options", "train.reference", "train.rows"},
     "plan": BASE | {"model", "parallel"},
     "launch": BASE,
     "service": BASE | {"launch", "plan"},
@@ -200,7 +200,7 @@ def test_the_command_starts_without_heavy_libraries(modules):
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "train").glob("*.py")), ids=name_of)
 def test_loops_do_not_know_ranks(path):
-    if path.name == "run.py":
+    if path.name in ("run.py", "stragglers.py"):  # who composes, and who is told about ranks without being one
         return
     for node in ast.walk(parse(path)):
         name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""

@@ -31,7 +31,13 @@ def split(modules: Mapping[str, tuple[nn.Module, str]], mesh: DeviceMesh) -> Non
     for name, (module, style) in modules.items():
         if style not in _STYLES:
             raise ValueError(f"{name} is to be split as {style!r}, which is not known: known are {', '.join(_STYLES)}")
-        entrance = entrances.get(name.rpartition(".")[0]) or _Entrance(mesh, 1)
+        parent = name.rpartition(".")[0]
+        if style == "sequence_parallel" and parent in readers:
+            raise ValueError(
+                f"{name} is to be split as {style!r} beside modules that are split by columns: each rank has other "
+                "columns there, and no tokens to share; split it as 'replicated_with_grad_allreduce'"
+            )
+        entrance = entrances.get(parent) or _Entrance(mesh, 1)
         _STYLES[style](_Splitter(name, mesh, done, entrance), module)
 
 
@@ -113,7 +119,7 @@ def _split_columns_and_gather(splitter: _Splitter, module: nn.Module) -> None:
 def _split_rows_and_inputs(splitter: _Splitter, module: nn.Module) -> None:
     for linear in _linears(splitter, module, "lora_A"):
         splitter.parameter(linear, "weight", 1)
-        linear.forward = _then(lambda x: _Cut.apply(x, splitter.mesh), _rows(linear, splitter.mesh))
+        linear.forward = _then(lambda x: _Cut.apply(x, splitter.mesh, x.ndim - 1), _rows(linear, splitter.mesh))
 
 
 def _split_vocabulary(splitter: _Splitter, module: nn.Module) -> None:
@@ -125,17 +131,13 @@ def _split_vocabulary(splitter: _Splitter, module: nn.Module) -> None:
 
 def _sum_gradients(splitter: _Splitter, module: nn.Module) -> None:
     """Every rank has the parameters, and sees only its own heads: gradients are sums over ranks."""
-    forward, registry = module.forward, module._parameters
+    module.forward = _summing(module, splitter.mesh)
 
-    def summing(*arguments: Any, **options: Any) -> Any:
-        own = dict(registry)
-        try:
-            registry.update({key: p if p is None else _Enter.apply(p, splitter.mesh) for key, p in own.items()})
-            return forward(*arguments, **options)
-        finally:
-            registry.update(own)
 
-    module.forward = summing
+def _split_tokens(splitter: _Splitter, module: nn.Module) -> None:
+    """Every rank has the parameters and computes some of the tokens of [rows, tokens, ...], one by one independent."""
+    forward, mesh = _summing(module, splitter.mesh), splitter.mesh
+    module.forward = lambda x: _Gather.apply(forward(_Cut.apply(x, mesh, 1)), mesh, x.shape[1], 1)
 
 
 _STYLES: dict[str, Callable[[_Splitter, Any], None]] = {
@@ -145,6 +147,7 @@ _STYLES: dict[str, Callable[[_Splitter, Any], None]] = {
     "rowwise_split_input": _split_rows_and_inputs,
     "embedding_rowwise": _split_vocabulary,
     "replicated_with_grad_allreduce": _sum_gradients,
+    "sequence_parallel": _split_tokens,
 }
 
 
@@ -170,6 +173,21 @@ def _rows(linear: Any, mesh: DeviceMesh) -> Forward:
     return forward
 
 
+def _summing(module: nn.Module, mesh: DeviceMesh) -> Callable[..., Any]:
+    """The module's own forward, whose parameters' gradients are then sums over ranks."""
+    forward, registry = module.forward, module._parameters
+
+    def summing(*arguments: Any, **options: Any) -> Any:
+        own = dict(registry)
+        try:
+            registry.update({key: p if p is None else _Enter.apply(p, mesh) for key, p in own.items()})
+            return forward(*arguments, **options)
+        finally:
+            registry.update(own)
+
+    return summing
+
+
 def _lookup(module: Any, mesh: DeviceMesh) -> Forward:
     def forward(ids: Tensor) -> Tensor:
         rows, first = local(module.weight), first_row(module.weight)
@@ -185,7 +203,7 @@ def _lookup(module: Any, mesh: DeviceMesh) -> Forward:
 
 
 def _gathered(width: int, mesh: DeviceMesh) -> Forward:
-    return lambda x: _Gather.apply(x, mesh, width)
+    return lambda x: _Gather.apply(x, mesh, width, x.ndim - 1)
 
 
 def _then(first: Forward, second: Forward) -> Forward:
@@ -254,31 +272,36 @@ class _Leave(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Everybody's columns side by side; the gradient of what all then compute alike is this rank's cut of it."""
+    """Everybody's parts of `dim` put together; the gradient of what all then compute alike is this rank's cut of it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, width: int) -> Tensor:
-        piece = -(-width // mesh.size())
-        ctx.start, ctx.size = min(mesh.get_local_rank() * piece, width), x.shape[-1]
-        filled = F.pad(x, (0, piece - x.shape[-1]))
-        return _side_by_side(filled, mesh)[..., :width]
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, size: int, dim: int) -> Tensor:
+        ctx.part = (dim, *_part(size, mesh))
+        return _put_together(x, mesh, size, dim)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return gradients[0].narrow(-1, ctx.start, ctx.size), None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return gradients[0].narrow(*ctx.part), None, None, None
 
 
 class _Cut(torch.autograd.Function):
-    """This rank's columns of what all have."""
+    """This rank's part of what all have, along `dim`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
-        ctx.mesh = mesh
-        return x.chunk(mesh.size(), dim=-1)[mesh.get_local_rank()].contiguous()
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+        ctx.whole = (mesh, x.shape[dim], dim)
+        return x.narrow(dim, *_part(x.shape[dim], mesh)).contiguous()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _side_by_side(gradients[0], ctx.mesh), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return _put_together(gradients[0], *ctx.whole), None, None
+
+
+def _part(size: int, mesh: DeviceMesh) -> tuple[int, int]:
+    """(start, length) of this rank's: equal pieces, the last ones may be short or empty."""
+    piece = -(-size // mesh.size())
+    start = min(mesh.get_local_rank() * piece, size)
+    return start, min(piece, size - start)
 
 
 def _reduce(x: Tensor, mesh: DeviceMesh, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
@@ -287,7 +310,9 @@ def _reduce(x: Tensor, mesh: DeviceMesh, how: dist.ReduceOp.RedOpType = dist.Red
     return total
 
 
-def _side_by_side(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    gathered = x.new_empty((mesh.size() * x.shape[0], *x.shape[1:]))
-    _all_gather(gathered, x.contiguous(), group=mesh.get_group())
-    return torch.cat(gathered.chunk(mesh.size(), dim=0), dim=-1)
+def _put_together(x: Tensor, mesh: DeviceMesh, size: int, dim: int) -> Tensor:
+    missing = -(-size // mesh.size()) - x.shape[dim]
+    filled = F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing)).contiguous()
+    gathered = x.new_empty((mesh.size() * filled.shape[0], *filled.shape[1:]))
+    _all_gather(gathered, filled, group=mesh.get_group())
+    return torch.cat(gathered.chunk(mesh.size(), dim=0), dim=dim).narrow(dim, 0, size)

@@ -130,9 +130,19 @@ class Traffic:
         found = {"memory_gib_max": max(memory_gib)}
         if self._measures_time:
             found |= {"compute_s": statistics.median(compute_s), "wait_s": statistics.fmean(wait_s)}
-            rank = find_straggler(compute_s)
-            if rank is not None:
-                found |= {"straggler": rank, "straggler_compute_s": compute_s[rank]}
+            found |= self._compare_stages(compute_s)
+        return found
+
+    def _compare_stages(self, compute_s: Sequence[float]) -> Metrics:
+        """Every rank's seconds by stage, and the slow rank: stages differ by what they are, ranks of one should not."""
+        found: Metrics = {}
+        stage_size = self._group.num_ranks // self._group.degrees.pipeline  # stages are the outermost axis
+        for stage, first in enumerate(range(0, len(compute_s), stage_size)):
+            seconds = compute_s[first : first + stage_size]
+            found |= {f"busy_s/{stage}/{first + place}": mine for place, mine in enumerate(seconds)}
+            slow = find_straggler(seconds)
+            if slow is not None and seconds[slow] > found.get("straggler_compute_s", 0.0):
+                found |= {"straggler": first + slow, "straggler_compute_s": seconds[slow]}
         return found
 
     # --- called by the hooks ----------------------------------------------------------------------------------------
@@ -181,7 +191,8 @@ def find_straggler(compute_s: Sequence[float]) -> int | None:
         return None
     slowest = max(range(len(compute_s)), key=compute_s.__getitem__)
     others = [seconds for rank, seconds in enumerate(compute_s) if rank != slowest]
-    return slowest if compute_s[slowest] > STRAGGLES * statistics.median(others) > 0 else None
+    # The higher of the middle two, where there are two: one fast rank makes nobody slow.
+    return slowest if compute_s[slowest] > STRAGGLES * statistics.median_high(others) > 0 else None
 
 
 class _Flights:

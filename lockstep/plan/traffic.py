@@ -40,6 +40,8 @@ class Sizes:
     """The same in backward."""
     head_sums: int = 0
     """The same per asked token, in both directions together."""
+    gathers: int = 0
+    """Widths gathered over the tensor axis per token, in both directions together."""
     summed_parameters: int = 0
     """Trained parameters that every rank of the tensor axis has, each with a part of the gradient."""
     compute_bytes: int = 4
@@ -68,6 +70,9 @@ def least_traffic(sizes: Sizes, degrees: Degrees, work: Work, *, keep_parameters
         numbers = work.tokens * (sizes.forward_sums + sizes.backward_sums) + work.asked * sizes.head_sums
         numbers += work.micro_batches * sizes.summed_parameters
         found["tensor", "all_reduce"] = _twice(degrees.tensor) * numbers * sizes.compute_bytes
+        if sizes.gathers:
+            gathered = work.tokens * sizes.gathers * sizes.compute_bytes
+            found["tensor", "all_gather"] = _once(degrees.tensor) * gathered
     if degrees.context > 1:
         # Queries, keys and values go out and what was attended comes back; the gradients the other way.
         widths = 2 * 2 * (sizes.split_queries + sizes.split_keys) * len(sizes.layers)
@@ -194,7 +199,8 @@ def _sums(policy: Any, causal: Any, hidden: int) -> dict[str, int]:
 
     plan = tensor_plan(policy.model)
     head, embedding = causal.get_output_embeddings(), causal.get_input_embeddings()
-    readers, forward, backward, parameters = set(), 0, 0, 0
+    readers, forward, backward, gathers, parameters = set(), 0, 0, 0, 0
+    frozen = getattr(embedding, "weight", None) is not None and not embedding.weight.requires_grad
     for name, (module, style) in plan.items():
         if style == "embedding_rowwise":
             forward += hidden
@@ -203,16 +209,19 @@ def _sums(policy: Any, causal: Any, hidden: int) -> dict[str, int]:
         elif style == "colwise" and module is not head:
             readers.add(name.rpartition(".")[0])
             backward += _adapter_ranks(module, "lora_B")
-        elif style == "replicated_with_grad_allreduce":
+        elif style in ("replicated_with_grad_allreduce", "sequence_parallel"):
             parameters += sum(p.numel() for p in module.parameters() if p.requires_grad)
+        if style == "sequence_parallel":
+            # What came out; backward, the gradient of what went in, if anybody asks for it.
+            gathers += hidden * (1 if frozen and not gathers else 2)
     backward += hidden * len(readers)
-    frozen = getattr(embedding, "weight", None) is not None and not embedding.weight.requires_grad
     if frozen and readers:
         backward -= hidden  # nobody asks for the gradient of the first layer's input
     return {
         "forward_sums": forward,
         "backward_sums": backward,
         "head_sums": hidden + 3,  # hidden's gradient; the largest logit, the sum of all, the target's
+        "gathers": gathers,
         "summed_parameters": parameters,
     }
 

@@ -6,6 +6,7 @@ compute: they are told by a folder, and answer in it.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import multiprocessing
 import os
@@ -13,9 +14,10 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import ModuleType
 
 from lockstep.verification.job import failures
 
@@ -33,7 +35,8 @@ def run_ranks(folder: Path, num_ranks: int, *, module: str, deadline_s: float) -
         for rank in range(num_ranks):
             arguments = (module, str(folder), _environment(rank, num_ranks, port))
             process = _CONTEXT.Process(target=_be_rank, args=arguments, daemon=True)
-            process.start()
+            with _without_main():
+                process.start()
             ranks.append(process)
         codes, overdue = _wait(ranks, deadline_s)
     finally:
@@ -41,6 +44,18 @@ def run_ranks(folder: Path, num_ranks: int, *, module: str, deadline_s: float) -
             process.kill()
             process.join()
     return _explain(folder, codes, overdue, deadline_s)
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """A process that starts imports the main module of the one that starts it. Ranks need nothing of it, and a script
+    without a guard around `verify` would begin again in each of them."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _be_rank(module: str, folder: str, environment: Mapping[str, str]) -> None:

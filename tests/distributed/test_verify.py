@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,21 @@ def test_verify_answers_in_json(config: Path, capsys: pytest.CaptureFixture[str]
     assert max(row["errors"]["by_parameter"].values()) < 1e-10
     assert any("lora_A" in name for name in row["errors"]["by_parameter"])
     assert not any("clipped" in note for note in report["notes"])
+
+
+def test_a_script_needs_no_guard(config: Path, tmp_path: Path) -> None:
+    """Ranks are new processes, and none of them runs the script again."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from lockstep.config import load_config\n"
+        "from lockstep.verification import verify\n"
+        "print('once')\n"
+        f"report = verify(load_config({str(config)!r}), layouts='shard=2')\n"
+        "print(report.passed, len(report.verdicts), __name__)\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["once", "True", "2", "__main__"]
 
 
 def test_a_layout_that_the_model_cannot_have_is_a_bad_request(config: Path) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import transformers
@@ -64,8 +63,7 @@ STEP = OptimStep(learning_rate=1e-2, beta2=0.99, eps=1e-6, weight_decay=0.1, max
 def make_model(family: str, *, lora: bool) -> nn.Module:
     torch.manual_seed(0)
     config = {**FAMILIES, **SEQUENCE_FAMILIES}[family]()
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
-    _widen_norms(model)
+    model = keep_float64(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64))
     if not lora:
         return model
     model = add_lora(model, LoraConfig(rank=4, alpha=8))
@@ -76,20 +74,28 @@ def make_model(family: str, *, lora: bool) -> nn.Module:
     return model.double()
 
 
-def _widen_norms(model: nn.Module) -> None:
-    """Transformers computes its own norms in float32 whatever the model is in: here they keep float64."""
+def keep_float64(model: nn.Module) -> nn.Module:
+    """Norms compute in float32 whatever the model is in, and round gradients to it on the way back.
+
+    A prompt that is computed once, for two answers, gets the rounded sum of what two prompts get as a sum of rounded
+    ones. To see that they are otherwise the same, norms must not round.
+    """
     for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = functools.partial(_wide_norm, module)  # type: ignore[method-assign]
-        elif type(module).__name__ == "OlmoLayerNorm":
-            size = (model.config.hidden_size,)
-            module.forward = functools.partial(nn.functional.layer_norm, normalized_shape=size)  # type: ignore[method-assign]
+        name = type(module).__name__
+        if name.endswith("RMSNorm"):
+            assert isinstance(module.weight, nn.Parameter)
+            eps = module.eps if hasattr(module, "eps") else module.variance_epsilon
+            module.forward = functools.partial(_rms_norm, module.weight, name.startswith("Gemma"), eps)
+        elif name == "OlmoLayerNorm":
+            module.forward = functools.partial(
+                nn.functional.layer_norm, normalized_shape=module.normalized_shape, eps=1e-5
+            )
+    return model
 
 
-def _wide_norm(module: Any, hidden: torch.Tensor) -> torch.Tensor:
-    epsilon = getattr(module, "variance_epsilon", None) or module.eps
-    weight = module.weight + 1 if "Gemma" in type(module).__name__ else module.weight
-    return weight * (hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + epsilon))
+def _rms_norm(weight: torch.Tensor, from_one: bool, eps: float, hidden: torch.Tensor) -> torch.Tensor:
+    scaled = hidden / torch.sqrt((hidden * hidden).mean(dim=-1, keepdim=True) + eps)
+    return scaled * (1 + weight if from_one else weight)
 
 
 def make_batch(seed: int = 0, rows: int = 11) -> list[Datum]:

@@ -5,7 +5,6 @@ Everything is in float64 and nothing here is shared with what it judges.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lockstep.types import Completion, Datum
 
@@ -184,28 +182,6 @@ def make_pairs(seed: int = 0, rows: int = 5) -> list[Datum]:
         completions = [complete(length, min(lengths), half) for length in lengths]
         batch.append(Datum([0, *draw(0, 97, draw(1, 9, 1)[0])], completions, f"pair {row}"))
     return batch
-
-
-def keep_float64(model: nn.Module) -> nn.Module:
-    """Norms compute in float32 whatever the model is in, and round gradients to it on the way back.
-
-    A prompt that is computed once, for two answers, gets the rounded sum of what two prompts get as a sum of rounded
-    ones. To see that they are otherwise the same, norms must not round.
-    """
-    for module in model.modules():
-        name = type(module).__name__
-        if name.endswith("RMSNorm"):
-            assert isinstance(module.weight, nn.Parameter)
-            eps = module.eps if hasattr(module, "eps") else module.variance_epsilon
-            module.forward = functools.partial(_rms_norm, module.weight, name.startswith("Gemma"), eps)
-        elif name == "OlmoLayerNorm":
-            module.forward = functools.partial(F.layer_norm, normalized_shape=module.normalized_shape, eps=1e-5)
-    return model
-
-
-def _rms_norm(weight: Tensor, from_one: bool, eps: float, hidden: Tensor) -> Tensor:
-    scaled = hidden / torch.sqrt((hidden * hidden).mean(dim=-1, keepdim=True) + eps)
-    return scaled * (1 + weight if from_one else weight)
 
 
 def padded_answers(model: nn.Module, reference: nn.Module, batch: Sequence[Datum], side: str) -> list[Answer]:

@@ -205,10 +205,10 @@ def test_one_rank_makes_the_same_step(tmp_path: Path, stage: int) -> None:
 
 def _divide_wrongly(patch: pytest.MonkeyPatch) -> None:
     """Half of the gradient: two ranks' average, as if losses were means."""
-    from lockstep.backend import deepspeed_backend
+    from deepspeed import DeepSpeedEngine
 
-    honest = deepspeed_backend._losses
-    patch.setattr(deepspeed_backend, "_losses", lambda *given: honest(*given[:-1], given[-1] / 2))
+    honest = DeepSpeedEngine.backward
+    patch.setattr(DeepSpeedEngine, "backward", lambda self, loss: honest(self, loss / 2))
 
 
 def _leave_out_the_sum(patch: pytest.MonkeyPatch) -> None:

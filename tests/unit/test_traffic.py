@@ -69,6 +69,12 @@ def test_tensor_ranks_sum_hidden_states():
     assert found == {("tensor", "all_reduce"): 1.0 * (60 * 40 + 20 * 11 + 3 * 5) * 2}
 
 
+def test_tensor_ranks_gather_what_each_computed_of_some_tokens():
+    sizes = Sizes((), Unit(0, 0), 8, forward_sums=24, gathers=32, compute_bytes=2)
+    found = least_traffic(sizes, Degrees(tensor=4), WORK)
+    assert found == {("tensor", "all_reduce"): 1.5 * 60 * 24 * 2, ("tensor", "all_gather"): 0.75 * 60 * 32 * 2}
+
+
 def test_stages_send_hidden_states_to_their_neighbours():
     found = least_traffic(SIZES, Degrees(pipeline=2), Work(60, 20, 3, stage_sends=1))
     assert found == {("pipeline", "send"): 60 * 8 * 2}
@@ -89,6 +95,7 @@ def test_one_rank_sends_nothing():
         ([1.0, 1.21], 1),
         ([3.0, 1.0, 1.1, 0.9], 0),
         ([1.0, 1.1, 0.9, 1.05], None),
+        ([1.0, 1.0, 0.1], None),
         ([5.0], None),
         ([0.0, 0.0], None),
     ],
@@ -138,9 +145,31 @@ def test_everybodys_facts_are_read_from_their_sum():
         "memory_gib_max": 4.0,
         "compute_s": 1.1,
         "wait_s": pytest.approx(0.2),
+        "busy_s/0/0": 1.0,
+        "busy_s/0/1": 1.1,
+        "busy_s/0/2": 2.0,
         "straggler": 2,
         "straggler_compute_s": 2.0,
     }
+
+
+def test_a_dear_stage_is_no_straggler():
+    traffic = Traffic(Group(0, 4, torch.device("cpu"), Degrees(shard=2, pipeline=2)))
+
+    def read(*compute_s: float) -> dict[str, float]:
+        return traffic.read_facts([fact for seconds in compute_s for fact in (seconds, 0.0, 1.0)])
+
+    found = read(1.0, 1.1, 3.0, 3.1)
+    assert "straggler" not in found
+    assert [name for name in found if name.startswith("busy_s/")] == [
+        "busy_s/0/0",
+        "busy_s/0/1",
+        "busy_s/1/2",
+        "busy_s/1/3",
+    ]
+    assert read(1.0, 1.1, 4.0, 3.0)["straggler"] == 2
+    assert read(2.0, 1.1, 4.0, 3.0)["straggler"] == 2
+    assert read(9.0, 1.1, 4.0, 3.0)["straggler"] == 0
 
 
 # --- scale ----------------------------------------------------------------------------------------------------------
@@ -198,7 +227,8 @@ def test_the_report_names_the_straggler_and_escapes_its_title(tmp_path):
     assert "a &lt;b&gt; run" in text
     assert "<b>" not in text
     assert "3 MiB" in text
-    assert "<svg" in text
+    assert text.count("<svg") == 4
+    assert "Sent by rank 0 in a step (MiB)" in text
     assert "http-equiv" not in text
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import transformers
@@ -83,9 +84,8 @@ def keep_float64(model: nn.Module) -> nn.Module:
     for module in model.modules():
         name = type(module).__name__
         if name.endswith("RMSNorm"):
-            assert isinstance(module.weight, nn.Parameter)
-            eps = module.eps if hasattr(module, "eps") else module.variance_epsilon
-            module.forward = functools.partial(_rms_norm, module.weight, name.startswith("Gemma"), eps)
+            # Given the module, not its weight: layouts put other tensors into its place.
+            module.forward = functools.partial(_rms_norm, module)
         elif name == "OlmoLayerNorm":
             module.forward = functools.partial(
                 nn.functional.layer_norm, normalized_shape=module.normalized_shape, eps=1e-5
@@ -93,9 +93,10 @@ def keep_float64(model: nn.Module) -> nn.Module:
     return model
 
 
-def _rms_norm(weight: torch.Tensor, from_one: bool, eps: float, hidden: torch.Tensor) -> torch.Tensor:
+def _rms_norm(module: Any, hidden: torch.Tensor) -> torch.Tensor:
+    eps = module.eps if hasattr(module, "eps") else module.variance_epsilon
     scaled = hidden / torch.sqrt((hidden * hidden).mean(dim=-1, keepdim=True) + eps)
-    return scaled * (1 + weight if from_one else weight)
+    return scaled * (1 + module.weight if type(module).__name__.startswith("Gemma") else module.weight)
 
 
 def make_batch(seed: int = 0, rows: int = 11) -> list[Datum]:

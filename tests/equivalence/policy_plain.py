@@ -1,6 +1,6 @@
 """The plainest policy gradients: the papers' formulas answer by answer and token by token, in float64.
 
-Nothing here is shared with what it judges. The loss of a whole batch is written as each paper writes it, with its means.
+Nothing here is shared with what it judges. The loss of a batch is written as each paper writes it, with its means.
 """
 
 from __future__ import annotations

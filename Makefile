@@ -9,7 +9,7 @@ BIN := .venv/bin
 STAMP := .venv/installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 1)
 QUICK := not slow and not gpu and not peers
 
-.PHONY: demo test check sweep format docs clean
+.PHONY: demo test check sweep test-peers test-llama-stack format docs clean
 .DEFAULT_GOAL := test
 
 demo: $(STAMP)
@@ -26,6 +26,18 @@ check: $(STAMP)
 sweep: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not gpu and not peers"
 
+# Beside TRL, loss by loss.
+test-peers: $(STAMP)
+	$(BIN)/python -m pip install --quiet -e '.[dev,peers]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "peers and not gpu"
+
+# The real Llama Stack server and client need an environment of their own.
+test-llama-stack:
+	test -e .venv-stack/bin/llama || $(PYTHON) -m venv .venv-stack
+	.venv-stack/bin/python -m pip install --quiet $(TORCH)
+	.venv-stack/bin/python -m pip install --quiet -e '.[llama-stack]' pytest
+	OMP_NUM_THREADS=1 .venv-stack/bin/python -m pytest tests/providers $(filter-out %_schema.py,$(wildcard tests/service/test_llama_stack_*.py))
+
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -34,7 +46,7 @@ docs: $(STAMP)
 	$(BIN)/python docs/reference.py
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-stack build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find lockstep tests examples docs -name __pycache__ -type d -exec rm -rf {} +
 
 # Another torch means another environment: pip would take the one that is there for good enough.

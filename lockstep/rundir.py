@@ -127,6 +127,10 @@ class RunDir:
     def log_event(self, kind: str, /, **fields: Any) -> None:
         self._append("events.jsonl", {"time": time.time(), "event": kind, **fields})
 
+    def log_sample(self, **fields: Any) -> None:
+        """An answer of the model in training, for people to read: step, prompt, answer, and what was expected."""
+        self._append("samples.jsonl", fields)
+
     def metrics(self) -> list[dict[str, Any]]:
         """The record of each (step, split), the latest where a resumed run wrote a step again, in step order."""
         latest: dict[tuple[int, str], dict[str, Any]] = {}

@@ -122,6 +122,6 @@ def evaluate(
         max_length=config.data.max_length,
     )
     note_validation_loss(config, progress, loss)
-    scores |= answers.measure() if answers is not None else {}
+    scores |= answers.measure(progress.step) if answers is not None else {}
     record = {"loss": loss, "rows": len(data), "time_s": time.perf_counter() - started}
     metrics.validation(progress, record, scores)

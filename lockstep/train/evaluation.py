@@ -42,13 +42,16 @@ class AnswerScores:
     sample: Callable[[Sequence[Prompt], SamplingParams], list[list[TextCompletion]]]
     score: Callable[[Sequence[str], Sequence[str]], Metrics]
     max_tokens: int
+    keep: Callable[[int, Sequence[str]], None] = lambda step, answers: None
+    """Called with the step and all answers, for people to read."""
 
-    def measure(self) -> Metrics:
+    def measure(self, step: int) -> Metrics:
         """All ranks."""
         answers = self.sample(self.prompts, SamplingParams(max_tokens=self.max_tokens, temperature=0.0))
         cut = sum(answer.finish_reason == "length" for (answer,) in answers)
-        scores = self.score([answer.text for (answer,) in answers], self.references)
-        return {**scores, "answers_cut": cut / len(answers)}
+        texts = [answer.text for (answer,) in answers]
+        self.keep(step, texts)
+        return {**self.score(texts, self.references), "answers_cut": cut / len(answers)}
 
 
 def last_answer(datum: Datum) -> tuple[list[int], list[int]]:

@@ -50,6 +50,9 @@ if TYPE_CHECKING:
     from lockstep.backend.deepspeed_backend import DeepSpeedBackend
 
 
+SAMPLES_KEPT = 4  # of the answers to validation rows, each time
+
+
 def run(run_dir: Path) -> None:
     """Train until the end, or from the newest sound checkpoint if there is one. Every rank."""
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -145,7 +148,12 @@ def answer_scores(
         return found
 
     prompts = [prompt for prompt, _ in questions]
-    return AnswerScores(prompts, references, engine.sample, score, wanted.max_tokens)
+
+    def keep(step: int, answers: Sequence[str]) -> None:
+        for prompt, answer, reference in list(zip(prompts, answers, references))[:SAMPLES_KEPT]:
+            run.log_sample(step=step, prompt=tokenizer.decode(prompt), answer=answer, reference=reference)
+
+    return AnswerScores(prompts, references, engine.sample, score, wanted.max_tokens, keep)
 
 
 def check_data(config: RunConfig, data: Compiled, num_ranks: int) -> None:

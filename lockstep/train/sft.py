@@ -84,7 +84,7 @@ def evaluate(
     started = time.perf_counter()
     loss = mean_loss(backend, data)
     note_validation_loss(config, progress, loss)
-    scores = answers.measure() if answers is not None else {}
+    scores = answers.measure(progress.step) if answers is not None else {}
     record = {"loss": loss, "rows": len(data), "time_s": time.perf_counter() - started}
     metrics.validation(progress, record, scores)
 

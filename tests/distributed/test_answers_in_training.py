@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tiny
 
-from lockstep.rundir import RunDir
+from lockstep.rundir import RunDir, read_jsonl
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
@@ -57,3 +57,6 @@ def test_answers_are_scored_and_training_is_not_disturbed(
         assert {"exact_match", "rouge1", "rouge2", "rougeL", "answers_cut"} <= record.keys()
         assert 0 <= record["answers_cut"] <= 1
     assert run.status()["validation_scores"]["answers_cut"] == found[-1]["answers_cut"]
+    samples = list(read_jsonl(run.path / "samples.jsonl"))  # three rows each time, for people
+    assert [sample["step"] for sample in samples] == [0] * 3 + [6] * 3 + [12] * 3
+    assert all({"prompt", "answer", "reference"} <= sample.keys() and sample["prompt"] for sample in samples)

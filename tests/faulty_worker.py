@@ -5,9 +5,11 @@ Every fault is a mistake somebody could make in the product, and gives numbers t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,10 +47,10 @@ def mask_leaks_across_ranks() -> None:
 
     from lockstep.model import attention
 
-    def leaky(*arguments: Any, packed_split: Any = None, packed_lengths: Any = None, **options: Any) -> Any:
-        if packed_split is not None and packed_lengths is not None:
-            packed_lengths = (sum(packed_lengths),)
-        return honest(*arguments, packed_split=packed_split, packed_lengths=packed_lengths, **options)
+    def leaky(*arguments: Any, packed_split: Any = None, packed_layout: Any = None, **options: Any) -> Any:
+        if packed_split is not None and packed_layout is not None:
+            packed_layout = attention.Layout((sum(packed_layout.lengths),))
+        return honest(*arguments, packed_split=packed_split, packed_layout=packed_layout, **options)
 
     honest = attention.packed_attention
     register = attention.register
@@ -134,9 +136,9 @@ def head_not_reduced() -> None:
 
 def norms_decay() -> None:
     """Weight decay is applied to norms, too."""
-    from lockstep.backend import torch_backend
+    from lockstep.backend import stepping
 
-    honest = torch_backend._build_optimizer
+    honest = stepping.build_optimizer
 
     def build(*arguments: Any) -> Any:
         optimizer = honest(*arguments)
@@ -144,7 +146,7 @@ def norms_decay() -> None:
             group["decays"] = True
         return optimizer
 
-    torch_backend._build_optimizer = build
+    stepping.build_optimizer = build
 
 
 def one_replica_strays() -> None:
@@ -176,6 +178,104 @@ def rank_is_killed() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def reference_has_adapters() -> None:
+    """The reference is the model with its adapters."""
+    from lockstep.backend.reference import AdapterOff
+
+    AdapterOff.in_place = contextlib.nullcontext  # type: ignore
+
+
+def sides_swapped_on_one_rank() -> None:
+    """One rank takes the rejected answers for the chosen ones."""
+    _change_share(lambda self, share: _reversed(share) if self.group.data_rank == 1 else share)
+
+
+def _reversed(share: Any) -> Any:
+    parts = [tuple(replace(d, branches=d.branches[::-1]) for d in part) for part in share.micro_batches]
+    return replace(share, micro_batches=tuple(parts))
+
+
+def _change_share(change: Callable[[Any, Any], Any], change_loss: Callable[[Any, Any], Any] | None = None) -> None:
+    from lockstep.backend.torch_backend import TorchBackend
+
+    honest = TorchBackend._micro_batches
+
+    def micro_batches(self: TorchBackend, share: Any, batch: Any, loss: Any) -> Any:
+        return honest(self, change(self, share), batch, change_loss(share, loss) if change_loss else loss)
+
+    TorchBackend._micro_batches = micro_batches  # type: ignore[method-assign]
+
+
+def pairs_counted_per_rank() -> None:
+    """Every rank divides by the number of its own pairs."""
+
+    def own_scale(share: Any, loss: Any) -> Any:
+        own = {document.datum for part in share.micro_batches for document in part}
+        return replace(loss, scale=1.0 / len(own)) if loss.kind == "preference" else loss
+
+    _change_share(lambda self, share: share, own_scale)
+
+
+def statistic_per_micro_batch() -> None:
+    """A loss over the whole batch is computed in each micro-batch."""
+    from lockstep.algorithms.losses import LOSSES
+
+    LOSSES["preference"] = replace(LOSSES["preference"], is_separable=lambda options: True)
+
+
+def cut_pairs_taken_for_whole() -> None:
+    """Answers of a pair in two micro-batches are compared with whatever is beside them."""
+    from lockstep.backend import stepping
+
+    stepping.is_direct = lambda *given: True
+
+
+def answers_see_each_other() -> None:
+    """What follows a shared prompt also sees the answer that stands before it."""
+    from lockstep.backend import batching
+
+    def segments(documents: Sequence[Any], filling: int) -> Any:
+        lengths = [document.num_tokens for document in documents]
+        return tuple(lengths) + ((filling,) if filling else ()), ()
+
+    batching._segments = segments
+
+
+def reference_follows_on_one_rank_only() -> None:
+    from lockstep.backend.reference import Copy
+
+    if int(os.environ["RANK"]) == 1:
+        Copy.mix = lambda self, share: None  # type: ignore[method-assign]
+
+
+def every_rank_its_own_kl() -> None:
+    """Ranks estimate differently how far the model is from its reference."""
+    from lockstep.train import dpo
+
+    honest = dpo.estimate_kl
+    dpo.estimate_kl = lambda backend, *given: honest(backend, *given) * (1 + int(os.environ["RANK"]))
+
+
+def norms_round() -> None:
+    """No fault: what models do by themselves, and the reduced copy does not."""
+    from lockstep.verification import reduced
+
+    reduced.keep_float64 = lambda model: None
+
+
+PREFERENCE_FAULTS: dict[str, Callable[[], None]] = {
+    fault.__name__: fault
+    for fault in (
+        reference_has_adapters,
+        sides_swapped_on_one_rank,
+        pairs_counted_per_rank,
+        statistic_per_micro_batch,
+        cut_pairs_taken_for_whole,
+        answers_see_each_other,
+        reference_follows_on_one_rank_only,
+        every_rank_its_own_kl,
+    )
+}
 FAULTS: dict[str, Callable[[], None]] = {
     fault.__name__: fault
     for fault in (
@@ -199,5 +299,6 @@ FAULTS: dict[str, Callable[[], None]] = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    FAULTS[os.environ["LOCKSTEP_TEST_FAULT"]]()
+    faults = {**FAULTS, **PREFERENCE_FAULTS, "norms_round": norms_round}
+    faults[os.environ["LOCKSTEP_TEST_FAULT"]]()
     return worker.main(arguments)

@@ -14,10 +14,21 @@ from lockstep.cli.options import app
 
 # isort: off
 # In the order in which --help lists the commands.
-from lockstep.cli import training, data, verification, evaluation, generation, runs, scaling
+from lockstep.cli import training, data, verification, evaluation, generation, runs, scaling, service
 # isort: on
 
-__all__ = ["app", "data", "evaluation", "generation", "main", "runs", "scaling", "training", "verification"]
+__all__ = [
+    "app",
+    "data",
+    "evaluation",
+    "generation",
+    "main",
+    "runs",
+    "scaling",
+    "service",
+    "training",
+    "verification",
+]
 
 
 def main() -> None:

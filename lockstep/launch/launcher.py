@@ -14,8 +14,13 @@ from typing import Literal, Protocol
 
 @dataclass(frozen=True, slots=True)
 class Resources:
+    """`devices` are the GPUs a run may use, by the names CUDA_VISIBLE_DEVICES takes; empty: all. `threads` is for each
+    process on CPU; None: an equal share of all cores."""
+
     procs: int = 1
     device: str = "auto"
+    devices: tuple[str, ...] = ()
+    threads: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +52,13 @@ class RunState:
 
 
 class Launcher(Protocol):
-    def start(self, run_dir: Path, resources: Resources) -> RunHandle: ...
+    def start(self, run_dir: Path, resources: Resources, *, mark: str | None = None) -> RunHandle:
+        """`mark` is the name of this launch, for `find`; a new one if None."""
+        ...
+
+    def find(self, run_dir: Path, mark: str) -> RunHandle | None:
+        """The launch of that name, also when whoever began it was killed meanwhile. None: nothing was started."""
+        ...
 
     def poll(self, handle: RunHandle) -> RunState:
         """Once no process is left, the answer is final and the same as what status.json says."""

@@ -7,6 +7,7 @@ While workers live, rank 0 owns the run directory; once all are gone, the launch
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import signal
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lockstep.launch.launcher import Resources, RunHandle, RunState
@@ -22,6 +23,7 @@ from lockstep.rundir import FINISHED_STATES, RunDir, write_atomically
 
 WORKER_MODULE = "lockstep.launch.worker"
 HANDLE_FILE = "launch.json"
+LOCK_FILE = ".launch.lock"
 MARK_VARIABLE = "LOCKSTEP_LAUNCH_MARK"
 _PATIENCE_S = 5.0  # from a rank's failure to the end of all processes
 # The signals that come from outside or from a crash: a rank they end is the cause, other ranks' errors its consequence.
@@ -29,37 +31,61 @@ _FATAL_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL)
 
 
 class LocalLauncher:
-    def __init__(self, worker_module: str | None = None, grace_s: float = 10.0) -> None:
+    def __init__(
+        self, worker_module: str | None = None, grace_s: float = 10.0, working_dir: Path | None = None
+    ) -> None:
         self.worker_module = worker_module or WORKER_MODULE
         self.grace_s = grace_s
+        self.working_dir = working_dir
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._overdue: set[str] = set()  # marks of runs that failed and had to be ended: signals are not their cause
 
-    def start(self, run_dir: Path, resources: Resources) -> RunHandle:
+    def start(self, run_dir: Path, resources: Resources, *, mark: str | None = None) -> RunHandle:
         run_dir = Path(run_dir).resolve()
         earlier = read_handle(run_dir)
         if earlier is not None:
             if self._is_alive(earlier):
                 raise ValueError(f"{run_dir} is still running as process {earlier.pid}: end that process first")
             self._end(earlier)  # workers that outlived a killed torchrun would write into the same run
-        run = RunDir(run_dir, owner=True)
-        run.clear_failures()
-        run.write_status(state="created", error=None, phase="starting")
-        mark = uuid.uuid4().hex
-        run.logs.mkdir(exist_ok=True)
-        with (run.logs / "launcher.log").open("wb") as log:
-            child = subprocess.Popen(
-                self._command(run_dir, resources.procs),
-                env=_environment(mark, resources),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        mark = mark or uuid.uuid4().hex
+        with _launch_lock(run_dir) as lock:
+            run = RunDir(run_dir, owner=True)
+            run.clear_failures()
+            run.write_status(state="created", error=None, phase="starting", launch=mark)
+            run.logs.mkdir(exist_ok=True)
+            _keep_log(run.logs / "launcher.log")
+            with (run.logs / "launcher.log").open("wb") as log:
+                child = subprocess.Popen(
+                    self._command(run_dir, resources.procs),
+                    env=_environment(mark, resources),
+                    cwd=self.working_dir,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    pass_fds=(lock,),
+                )
         self._children[child.pid] = child
-        handle = RunHandle("local", str(run_dir), child.pid, _start_time(child.pid), mark)
-        write_atomically(run_dir / HANDLE_FILE, handle.to_json())
-        return handle
+        return _note_handle(run_dir, child.pid, mark)
+
+    def find(self, run_dir: Path, mark: str) -> RunHandle | None:
+        """Where start was killed before it could write the handle, the processes themselves tell."""
+        run_dir = Path(run_dir).resolve()
+        noted = read_handle(run_dir)
+        if noted is not None and noted.mark == mark:
+            return noted
+        deadline = time.monotonic() + _PATIENCE_S
+        while True:
+            locked = _is_locked(run_dir)  # asked first: what holds the lock and has no mark yet is about to have it
+            if processes := _marked_processes(mark):
+                return _note_handle(run_dir, min(processes, key=lambda pid: int(_start_time(pid) or 0)), mark)
+            if not locked or time.monotonic() > deadline:
+                break
+            time.sleep(0.02)
+        run = RunDir(run_dir)
+        status = run.status()
+        began = status.get("launch") == mark and (status.get("state") != "created" or bool(run.failures()))
+        return RunHandle("local", str(run_dir), 0, "", mark) if began else None
 
     def poll(self, handle: RunHandle) -> RunState:
         if self._is_alive(handle):
@@ -135,11 +161,50 @@ def is_running(run_dir: str | Path) -> bool:
     return handle is not None and _is_same_process(handle.pid, handle.started)
 
 
+def _note_handle(run_dir: Path, pid: int, mark: str) -> RunHandle:
+    handle = RunHandle("local", str(run_dir), pid, _start_time(pid), mark)
+    write_atomically(run_dir / HANDLE_FILE, handle.to_json())
+    return handle
+
+
+@contextlib.contextmanager
+def _launch_lock(run_dir: Path) -> Iterator[int]:
+    """Held by the launcher from before the first process to after it, and by that process for as long as it lives."""
+    descriptor = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{run_dir} is still running: end its processes first") from None
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _is_locked(run_dir: Path) -> bool:
+    try:
+        with _launch_lock(run_dir):
+            return False
+    except FileNotFoundError:
+        return False
+    except ValueError:
+        return True
+
+
+def _keep_log(path: Path) -> None:
+    """What an earlier launch printed stays, under a number."""
+    if path.exists() and path.stat().st_size:
+        path.rename(path.with_name(f"launcher-{1 + len(list(path.parent.glob('launcher-*.log')))}.log"))
+
+
 def _environment(mark: str, resources: Resources) -> dict[str, str]:
     environment = {**os.environ, MARK_VARIABLE: mark, "PYTHONUNBUFFERED": "1"}
     on_cpu = resources.device == "cpu" or (resources.device == "auto" and not Path("/dev/nvidiactl").exists())
     if on_cpu:
-        environment.setdefault("OMP_NUM_THREADS", str(max(_num_cores() // resources.procs, 1)))
+        threads = resources.threads or max(_num_cores() // resources.procs, 1)
+        environment.setdefault("OMP_NUM_THREADS", str(threads))
+    if resources.devices:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(resources.devices)
     return environment
 
 
@@ -167,6 +232,8 @@ def _start_time(pid: int) -> str:
 
 
 def _is_same_process(pid: int, started: str) -> bool:
+    if not pid:
+        return False
     stat = _process_stat(pid)
     if stat is not None:
         return stat[0] not in "ZX" and stat[19] == started  # a zombie has ended

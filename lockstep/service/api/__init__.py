@@ -1,0 +1,1 @@
+"""The service's own API, one module for each kind of thing."""

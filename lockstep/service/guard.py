@@ -1,0 +1,131 @@
+"""What every request passes before anything else: right host, right origin, bounded body, a deadline; and the headers
+that every answer carries. Plain ASGI, so that streams stay streams. Must not know jobs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lockstep.service.errors import Forbidden, Misdirected, ServiceError, TooLarge
+from lockstep.service.settings import LOOPBACK, ServiceSettings
+
+_POLICY = (
+    "default-src 'self'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
+    "object-src 'none'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+)
+_HEADERS = {
+    "content-security-policy": _POLICY,
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+}
+_SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+_METHODS = (*_SAFE_METHODS, "POST", "PUT", "PATCH", "DELETE")
+UPLOADS = "/api/datasets/"
+
+
+class Guard:
+    def __init__(self, app: ASGIApp, settings: ServiceSettings, answers: Counter[tuple[str, int]]) -> None:
+        self._app = app
+        self._settings = settings
+        self._answers = answers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+
+        async def answer(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                method = scope["method"] if scope["method"] in _METHODS else "other"
+                self._answers[(method, message["status"])] += 1
+                _add_headers(MutableHeaders(raw=message["headers"]), scope["path"])
+            await send(message)
+
+        try:
+            self._check_host(headers)
+            self._check_origin(scope["method"], headers)
+            limit = self._check_length(scope, headers)
+        except ServiceError as error:
+            await _refuse(error, answer)
+            return
+        bounded = _Bounded(receive, limit, self._settings, is_upload=scope["path"].startswith(UPLOADS))
+        await self._app(scope, bounded, answer)
+
+    def _check_host(self, headers: Headers) -> None:
+        """Without tokens, a page of another site must not reach us under a name it made point here."""
+        if self._settings.token_file is not None:
+            return
+        host = headers.get("host", "")
+        name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
+        if name.strip("[]").lower() not in (*LOOPBACK, self._settings.host):
+            raise Misdirected("this service answers to localhost only")
+
+    def _check_origin(self, method: str, headers: Headers) -> None:
+        """A browser says which page sends a change: only our own may."""
+        origin = headers.get("origin")
+        if method not in _SAFE_METHODS and origin is not None and urlsplit(origin).netloc != headers.get("host"):
+            raise Forbidden("changes are not taken from pages of other sites")
+
+    def _check_length(self, scope: Scope, headers: Headers) -> int:
+        limit = self._settings.max_body_bytes
+        if scope["path"].startswith(UPLOADS) and scope["method"] == "POST":
+            limit = self._settings.max_upload_mb << 20
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > limit:
+            raise TooLarge(f"the body is larger than the {limit:,} bytes allowed")
+        return limit
+
+
+class _Bounded:
+    """A body that is too large, or too slow, ends the request: nobody can hold one open for ever."""
+
+    def __init__(self, receive: Receive, limit: int, settings: ServiceSettings, *, is_upload: bool) -> None:
+        self._receive = receive
+        self._limit = limit
+        self._idle_s = settings.idle_timeout_s
+        whole_s = settings.upload_timeout_s if is_upload else settings.body_timeout_s
+        self._deadline = time.monotonic() + whole_s
+        self._taken = 0
+        self._complete = False
+
+    async def __call__(self) -> Message:
+        if self._complete:
+            return await self._receive()  # waits for the other side to leave, as streams do
+        left = min(self._deadline - time.monotonic(), self._idle_s)
+        try:
+            message = await asyncio.wait_for(self._receive(), max(left, 0.001))
+        except TimeoutError:
+            raise HTTPException(408, "the request took too long to arrive") from None
+        if message["type"] == "http.request":
+            self._taken += len(message.get("body", b""))
+            self._complete = not message.get("more_body", False)
+            if self._taken > self._limit:
+                raise HTTPException(413, f"the body is larger than the {self._limit:,} bytes allowed")
+        return message
+
+
+def _add_headers(headers: MutableHeaders, path: str) -> None:
+    for name, value in _HEADERS.items():
+        headers.setdefault(name, value)
+    if path.startswith(("/api", "/v1", "/metrics")):
+        headers.setdefault("cache-control", "no-store")
+
+
+async def _refuse(error: ServiceError, send: Send) -> None:
+    body = json.dumps({"error": {"code": error.code, "message": str(error)}}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers.append((b"connection", b"close"))  # what is left of the body is not read
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,196 @@
+"""JobManager: submit, look at, cancel and delete jobs. Works without HTTP; a thread of its own schedules.
+
+What the store holds is intent and ownership; the truth about a run is in its run directory.
+"""
+
+from __future__ import annotations
+
+import builtins
+import secrets
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.launch import Launcher, LocalLauncher
+from lockstep.rundir import RunDir
+from lockstep.service.admission import Admission, Admitted, digest_of
+from lockstep.service.datasets import DatasetStore
+from lockstep.service.errors import Conflict, JobConflict, NotFound, ServiceError
+from lockstep.service.layout import DataDir
+from lockstep.service.scheduler import Scheduler
+from lockstep.service.schemas import FINISHED, JobRequest, JobState, JobView
+from lockstep.service.slots import find_slots
+from lockstep.service.store import ACTIVE, Job, Store
+from lockstep.service.views import view_job
+
+__all__ = ["JobConflict", "JobManager", "NotFound", "ServiceError"]
+
+_GRACE_S = 8.0  # from SIGTERM to SIGKILL
+_DELETE_TIMEOUT_S = 30.0
+
+
+class JobManager:
+    def __init__(
+        self,
+        data_dir: Path,
+        *,
+        database: str | None = None,
+        procs: int | None = None,
+        max_jobs: int | None = None,
+        launcher: Launcher | None = None,
+        allow_paths: Sequence[Path] = (),
+        allow_code: bool = False,
+        max_upload_mb: int = 1024,
+        max_datasets: int = 1000,
+    ) -> None:
+        self.data_dir = DataDir(data_dir)
+        self.slots = find_slots(procs)
+        identity = self.data_dir.open()
+        try:
+            self.store = Store(database or self.data_dir.database, identity=identity)
+            self.datasets = DatasetStore(
+                self.data_dir, self.store, max_bytes=max_upload_mb << 20, max_datasets=max_datasets
+            )
+        except BaseException:
+            self.data_dir.close()
+            raise
+        self._admission = Admission(self.data_dir, allow_paths, allow_code=allow_code)
+        launcher = launcher or LocalLauncher(grace_s=_GRACE_S, working_dir=self.data_dir.empty)
+        self._scheduler = Scheduler(self.store, self.data_dir, launcher, self.slots, max_jobs)
+
+    def start(self) -> None:
+        self._scheduler.start()
+
+    def close(self) -> None:
+        """Jobs run on: the next JobManager on this data directory finds them."""
+        self._scheduler.close()
+        self.store.close()
+        self.data_dir.close()
+
+    # --- asking for things -------------------------------------------------------------------------------------------
+
+    def submit(self, request: JobRequest, *, owner: str = "", admin: bool = False) -> JobView:
+        """The same id with the same content gives the job back; with other content it is a JobConflict.
+
+        Nobody's request (owner "") may use every data set and job, and so may an admin's.
+        """
+        digest = digest_of(request)
+        present = None if request.id is None else self.store.find(request.id)
+        if present is None:
+            admitted = self.admit(request.config, owner=owner, admin=admin)
+            config = admitted.config
+            if config.launch.procs > self.slots.count:
+                raise ServiceError(
+                    f"launch.procs: the job needs {config.launch.procs} processes, and this service has "
+                    f"{self.slots.count}: it would never start"
+                )
+            job_id = request.id or f"{config.algorithm.kind}-{secrets.token_hex(5)}"
+            if self.store.add(**_row(request, admitted, job_id, owner, digest)):
+                self._scheduler.wake()
+                return self.get(job_id)
+            present = self.store.get(job_id)
+        if present.digest != digest or present.owner != owner:
+            raise JobConflict(f"there is already a job {present.id} with another content: choose another id")
+        return self.view(present)
+
+    def admit(self, config: dict[str, Any] | str, *, owner: str = "", admin: bool = False) -> Admitted:
+        """A configuration that this owner may run here, or an error that says why not."""
+        sees_all = admin or not owner
+
+        def find_dataset(name: str) -> Path:
+            dataset = self.store.find_dataset(name)
+            if dataset is None or not (sees_all or dataset.owner == owner):
+                raise ServiceError(f"there is no data set {name}: upload it first")
+            return self.datasets.path(name)
+
+        def may_use_job(job_id: str) -> bool:
+            job = self.store.find(job_id)
+            return job is not None and (sees_all or job.owner == owner)
+
+        return self._admission.admit(config, find_dataset=find_dataset, may_use_job=may_use_job)
+
+    def cancel(self, job_id: str) -> JobView:
+        """At once if it waits; if it runs, within seconds. A job that has ended stays what it is."""
+        while True:
+            job = self.store.get(job_id)
+            if job.state in FINISHED or job.wish:
+                return self.view(job)
+            if self._wish(job, "cancel"):
+                return self.get(job_id)
+
+    def delete(self, job_id: str) -> None:
+        """With all its files. One that runs is cancelled first. Returns when it is gone."""
+        job = self.request_delete(job_id)
+        deadline = time.monotonic() + _DELETE_TIMEOUT_S
+        while not self.is_gone(job):
+            if time.monotonic() > deadline:
+                raise Conflict(f"job {job_id} is still being ended: it will be deleted then")
+            time.sleep(0.05)
+
+    def request_delete(self, job_id: str) -> Job:
+        """The scheduler deletes it as soon as it has ended."""
+        while True:
+            job = self.store.get(job_id)
+            if job.wish == "delete" or self._wish(job, "delete"):
+                return job
+
+    def is_gone(self, job: Job) -> bool:
+        present = self.store.find(job.id)
+        return present is None or present.number != job.number
+
+    def _wish(self, job: Job, wish: str) -> bool:
+        changes: dict[str, Any] = {"wish": wish}
+        if job.state == "queued":
+            changes |= {"state": "cancelled", "finished_at": time.time()}
+        changed = self.store.change(job, states=ACTIVE if job.state in ACTIVE else None, **changes)
+        self._scheduler.wake()
+        return changed
+
+    # --- looking -----------------------------------------------------------------------------------------------------
+
+    def get(self, job_id: str) -> JobView:
+        return self.view(self.store.get(job_id))
+
+    def list(
+        self, state: JobState | None = None, owner: str | None = None, limit: int = 100, offset: int = 0
+    ) -> tuple[builtins.list[JobView], int]:
+        """Newest first, and how many there are in all."""
+        jobs, total = self.store.select(state=state, owner=owner, limit=limit, offset=offset)
+        waits = any(job.state == "queued" for job in jobs)
+        places = {name: number for number, name in enumerate(self.store.queue_order(), start=1)} if waits else {}
+        return [self.view(job, places.get(job.id)) for job in jobs], total
+
+    def run_dir(self, job_id: str) -> RunDir:
+        """Made when the job is first started: until then there is nothing in it."""
+        return RunDir(self.data_dir.jobs / self.store.get(job_id).id)
+
+    def config_text(self, job_id: str) -> str:
+        """The resolved configuration, also of a job that waits."""
+        return self.store.get(job_id).config
+
+    def num_free(self) -> int:
+        return len(self.slots.free(slot for job in self.store.active() for slot in job.slots))
+
+    def view(self, job: Job, place: int | None = None) -> JobView:
+        if job.state == "queued" and place is None:
+            place = self.store.queue_position(job)
+        return view_job(job, RunDir(self.data_dir.jobs / job.id), self.slots, place)
+
+
+def _row(request: JobRequest, admitted: Admitted, job_id: str, owner: str, digest: str) -> dict[str, Any]:
+    config = admitted.config
+    return {
+        "id": job_id,
+        "name": request.name or config.name,
+        "owner": owner,
+        "priority": request.priority,
+        "max_restarts": request.max_restarts,
+        "kind": config.algorithm.kind,
+        "model": config.model.path,
+        "procs": config.launch.procs,
+        "device": config.launch.device,
+        "config": config.to_yaml(),
+        "datasets": admitted.datasets,
+        "digest": digest,
+    }

@@ -1,0 +1,183 @@
+"""Starts what waits, watches what runs, ends what is unwanted: a thread that decides, and others that carry out.
+
+The intent is in the store before a process is started, under a mark that the process carries: after a kill at any
+moment the next service asks the launcher for that mark, and neither loses nor doubles the run. Must not know HTTP.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from lockstep.config import parse_config
+from lockstep.launch import Launcher, Resources, RunState
+from lockstep.rundir import RunDir
+from lockstep.service.layout import DataDir
+from lockstep.service.schemas import FINISHED
+from lockstep.service.slots import Slots
+from lockstep.service.store import ACTIVE, Job, Store
+from lockstep.service.views import traceback_of
+
+_SHORTEST_PERIOD_S = 0.05  # a hundred submissions are looked at together
+_BUSY_PERIOD_S = 0.25
+_IDLE_PERIOD_S = 5.0
+_MAX_TASKS = 64  # a job that has to be ended may take its grace period: the others must not wait for it
+_BAD_INPUT = 2  # the exit code of what its user has to put right: starting again would not help
+
+log = logging.getLogger(__name__)
+
+
+class Scheduler:
+    def __init__(
+        self, store: Store, data_dir: DataDir, launcher: Launcher, slots: Slots, max_jobs: int | None = None
+    ) -> None:
+        self._store = store
+        self._data_dir = data_dir
+        self._launcher = launcher
+        self._slots = slots
+        self._max_jobs = max_jobs or slots.count
+        self._tasks: dict[int, Future[None]] = {}
+        self._troubled: set[int] = set()
+        self._pool = ThreadPoolExecutor(_MAX_TASKS, thread_name_prefix="job")
+        self._news = threading.Event()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wake(self) -> None:
+        self._news.set()
+
+    def close(self) -> None:
+        """Jobs run on; what is being done to one is finished first."""
+        self._closing = True
+        self._news.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._pool.shutdown()
+
+    def _run(self) -> None:
+        failing = False
+        while not self._closing:
+            self._news.clear()
+            try:
+                busy = self._turn()
+                failing = False
+            except Exception:
+                if not failing:
+                    log.exception("the queue cannot be read: trying again and again")
+                busy = failing = True
+            time.sleep(_SHORTEST_PERIOD_S)
+            self._news.wait(_BUSY_PERIOD_S if busy else _IDLE_PERIOD_S)
+
+    def _turn(self) -> bool:
+        self._tasks = {number: task for number, task in self._tasks.items() if not task.done()}
+        active, doomed = self._store.active(), self._store.doomed()
+        for job in active:
+            self._do(job, self._tend)
+        for job in doomed:
+            self._do(job, self._remove)
+        started = self._start_next(active)
+        return bool(active or doomed or started or self._tasks)
+
+    def _do(self, job: Job, action: Callable[[Job], bool]) -> None:
+        """One thing at a time is done to a job, and never in the thread that decides."""
+        if job.number not in self._tasks:
+            self._tasks[job.number] = self._pool.submit(self._carry_out, job, action)
+
+    def _carry_out(self, job: Job, action: Callable[[Job], bool]) -> None:
+        try:
+            # What was done to it last may have come after the decision: only what is true now counts.
+            present = self._store.find(job.id)
+            if present is not None and present.number == job.number and action(present):
+                self._news.set()
+            self._troubled.discard(job.number)
+        except Exception:
+            if job.number not in self._troubled:
+                log.exception("job %s could not be looked after: trying again", job.id)
+            self._troubled.add(job.number)
+
+    def _start_next(self, active: list[Job]) -> bool:
+        """In strict order of priority, then age: one that does not fit yet keeps those behind it waiting, so that
+        small jobs cannot hold a large one up for ever."""
+        free = self._slots.free(slot for job in active for slot in job.slots)
+        room = self._max_jobs - len(active)
+        started = False
+        for job in self._store.queue(max(min(room, len(free)), 0)):
+            if job.procs > len(free):
+                break
+            taken, free = free[: job.procs], free[job.procs :]
+            intent: dict[str, Any] = {"state": "preparing", "mark": uuid.uuid4().hex, "slots": taken}
+            intent |= {"prepared_at": time.time(), "started_at": None}
+            if self._store.change(job, **intent):
+                started = True
+                self._do(replace(job, **intent), self._tend)
+        return started
+
+    # --- what is done to one job; each returns whether the store was changed ------------------------------------------
+
+    def _tend(self, job: Job) -> bool:
+        if job.state not in ACTIVE:
+            return False
+        run = RunDir(self._data_dir.jobs / job.id, owner=True)
+        handle = self._launcher.find(run.path, job.mark)
+        if job.wish:
+            if handle is not None:
+                self._launcher.stop(handle)
+                return self._finish(job, run, self._launcher.poll(handle))
+            if run.path.exists():
+                run.write_status(state="cancelled", phase=None)
+            return self._finish(job, run, RunState("cancelled"))
+        if handle is None:
+            return self._launch(job, run)
+        outcome = self._launcher.poll(handle)
+        if outcome.state != "running":
+            return self._finish(job, run, outcome)
+        if job.state == "preparing" and run.status().get("state") == "running":
+            return self._store.change(job, state="running", started_at=time.time())
+        return False
+
+    def _launch(self, job: Job, run: RunDir) -> bool:
+        try:
+            if not run.config_path.exists():
+                RunDir.create(run.path, parse_config(job.config, directory=self._data_dir.empty))
+            devices = self._slots.devices_of(job.slots) if job.device != "cpu" else ()
+            resources = Resources(job.procs, job.device, devices, self._slots.threads)
+            self._launcher.start(run.path, resources, mark=job.mark)
+        except (OSError, ValueError) as error:
+            log.warning("job %s could not be started: %s", job.id, error)
+            return self._finish(job, run, RunState("failed", f"could not be started: {error}", 1))
+        log.info("job %s started", job.id)
+        return False
+
+    def _finish(self, job: Job, run: RunDir, outcome: RunState) -> bool:
+        reason = outcome.reason
+        if outcome.state == "failed" and outcome.exit_code != _BAD_INPUT:
+            reason = "\n".join(filter(None, (reason, traceback_of(run))))
+            if job.restarts < job.max_restarts and not job.wish:
+                log.info("job %s is started again: %s", job.id, outcome.reason)
+                again = {"restarts": job.restarts + 1, "queued_at": time.time(), "slots": []}
+                return self._store.change(
+                    job, states=ACTIVE, state="queued", reason=f"started again: {reason}", **again
+                )
+        log.info("job %s %s", job.id, outcome.state)
+        status = run.status()
+        ended_at = min(float(status.get("updated_at") or time.time()), time.time())
+        began_at = job.started_at or (status.get("started_at") if status.get("total_steps") else None)
+        return self._store.change(
+            job, states=ACTIVE, state=outcome.state, reason=reason, slots=[], started_at=began_at, finished_at=ended_at
+        )
+
+    def _remove(self, job: Job) -> bool:
+        if job.wish != "delete" or job.state not in FINISHED:
+            return False
+        self._data_dir.discard(self._data_dir.jobs / job.id)
+        log.info("job %s deleted", job.id)
+        return self._store.remove(job)

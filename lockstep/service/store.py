@@ -1,0 +1,287 @@
+"""What the run directories cannot hold: the queue, owners, priorities, restarts, which launch is the present one.
+
+SQLite in a file, or any database by its SQLAlchemy URL. Every change of state is one conditional UPDATE: whoever
+comes second changes nothing. Must not know files, processes or HTTP.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import sqlalchemy as sa
+
+from lockstep.service.errors import Conflict, NotFound, ServiceError
+
+SCHEMA_VERSION = "1"
+_BUSY_TIMEOUT_S = 30.0
+ACTIVE = ("preparing", "running")
+UNFINISHED = ("queued", *ACTIVE)
+
+_tables = sa.MetaData()
+_facts = sa.Table(
+    "lockstep_facts",
+    _tables,
+    sa.Column("key", sa.String(64), primary_key=True),
+    sa.Column("value", sa.Text, nullable=False),
+)
+_jobs = sa.Table(
+    "lockstep_jobs",
+    _tables,
+    sa.Column("number", sa.Integer, primary_key=True, autoincrement=True),
+    sa.Column("id", sa.String(64), nullable=False, unique=True),
+    sa.Column("name", sa.Text, nullable=False),
+    sa.Column("owner", sa.String(64), nullable=False, index=True),
+    sa.Column("priority", sa.Integer, nullable=False),
+    sa.Column("kind", sa.String(32), nullable=False),
+    sa.Column("model", sa.Text, nullable=False),
+    sa.Column("procs", sa.Integer, nullable=False),
+    sa.Column("device", sa.String(16), nullable=False),
+    sa.Column("config", sa.Text, nullable=False),
+    sa.Column("datasets", sa.JSON, nullable=False),
+    sa.Column("digest", sa.String(64), nullable=False),
+    sa.Column("state", sa.String(16), nullable=False),
+    sa.Column("reason", sa.Text, nullable=False),
+    sa.Column("wish", sa.String(16), nullable=False),
+    sa.Column("mark", sa.String(64), nullable=False),
+    sa.Column("slots", sa.JSON, nullable=False),
+    sa.Column("restarts", sa.Integer, nullable=False),
+    sa.Column("max_restarts", sa.Integer, nullable=False),
+    sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("queued_at", sa.Double, nullable=False),
+    sa.Column("prepared_at", sa.Double),
+    sa.Column("started_at", sa.Double),
+    sa.Column("finished_at", sa.Double),
+    sa.Index("lockstep_jobs_queue", "state", sa.text("priority DESC"), "number"),
+    sa.Index("lockstep_jobs_wish", "wish", "state"),
+    sqlite_autoincrement=True,  # otherwise the number of a deleted job is given again
+)
+_datasets = sa.Table(
+    "lockstep_datasets",
+    _tables,
+    sa.Column("name", sa.String(64), primary_key=True),
+    sa.Column("owner", sa.String(64), nullable=False),
+    sa.Column("rows", sa.Integer, nullable=False),
+    sa.Column("bytes", sa.BigInteger, nullable=False),
+    sa.Column("sha256", sa.String(64), nullable=False),
+    sa.Column("created_at", sa.Double, nullable=False),
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A row. `mark` names the present launch, `wish` is what was asked of a job that still runs: cancel or delete."""
+
+    number: int
+    id: str
+    name: str
+    owner: str
+    priority: int
+    kind: str
+    model: str
+    procs: int
+    device: str
+    config: str
+    datasets: list[str]
+    digest: str
+    state: str
+    reason: str
+    wish: str
+    mark: str
+    slots: list[int]
+    restarts: int
+    max_restarts: int
+    created_at: float
+    queued_at: float
+    prepared_at: float | None
+    started_at: float | None
+    finished_at: float | None
+
+
+@dataclass(frozen=True)
+class Dataset:
+    name: str
+    owner: str
+    rows: int
+    bytes: int
+    sha256: str
+    created_at: float
+
+
+_JOB_COLUMNS = [_jobs.c[field.name] for field in fields(Job)]
+_NEXT_FIRST = (_jobs.c.priority.desc(), _jobs.c.number)
+
+
+class Store:
+    def __init__(self, url: str, *, identity: str) -> None:
+        """`identity` is the data directory's: rows name files in it, so another one must not work on them."""
+        self._engine = _connect(url)
+        self._claim("schema", SCHEMA_VERSION, "was made by another version of lockstep")
+        self._claim("identity", identity, "belongs to another data directory: give each service a database of its own")
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    def _claim(self, key: str, value: str, problem: str) -> None:
+        with self._engine.begin() as connection:
+            held = connection.execute(sa.select(_facts.c.value).where(_facts.c.key == key)).scalar()
+            if held is None:
+                connection.execute(_facts.insert().values(key=key, value=value))
+            elif held != value:
+                raise ServiceError(f"this database {problem}")
+
+    # --- jobs ------------------------------------------------------------------------------------------------------
+
+    def add(self, **values: Any) -> bool:
+        """A new job at the end of its queue. False if the id is taken."""
+        now = time.time()
+        blank = {"state": "queued", "reason": "", "wish": "", "mark": "", "slots": [], "restarts": 0}
+        try:
+            with self._engine.begin() as connection:
+                connection.execute(_jobs.insert().values(**blank, created_at=now, queued_at=now, **values))
+        except sa.exc.IntegrityError:
+            return False
+        return True
+
+    def find(self, job_id: str) -> Job | None:
+        found = self._read(sa.select(*_JOB_COLUMNS).where(_jobs.c.id == job_id))
+        return found[0] if found else None
+
+    def get(self, job_id: str) -> Job:
+        job = self.find(job_id)
+        if job is None:
+            raise NotFound(f"there is no job {job_id}")
+        return job
+
+    def state(self, job_id: str) -> str | None:
+        with self._engine.connect() as connection:
+            return connection.execute(sa.select(_jobs.c.state).where(_jobs.c.id == job_id)).scalar()
+
+    def select(self, *, state: str | None, owner: str | None, limit: int, offset: int = 0) -> tuple[list[Job], int]:
+        """Newest first, and how many there are in all."""
+        wanted = sa.and_(
+            sa.true() if state is None else _jobs.c.state == state,
+            sa.true() if owner is None else _jobs.c.owner == owner,
+        )
+        page = sa.select(*_JOB_COLUMNS).where(wanted).order_by(_jobs.c.number.desc()).limit(limit).offset(offset)
+        jobs = self._read(page)
+        with self._engine.connect() as connection:
+            total = connection.execute(sa.select(sa.func.count()).select_from(_jobs).where(wanted)).scalar_one()
+        return jobs, total
+
+    def queue(self, limit: int) -> list[Job]:
+        """Those that wait, the next one first."""
+        waiting = sa.select(*_JOB_COLUMNS).where(_jobs.c.state == "queued")
+        return self._read(waiting.order_by(*_NEXT_FIRST).limit(limit))
+
+    def queue_order(self) -> list[str]:
+        with self._engine.connect() as connection:
+            waiting = sa.select(_jobs.c.id).where(_jobs.c.state == "queued").order_by(*_NEXT_FIRST)
+            return list(connection.execute(waiting).scalars())
+
+    def queue_position(self, job: Job) -> int:
+        ahead = sa.or_(
+            _jobs.c.priority > job.priority,
+            sa.and_(_jobs.c.priority == job.priority, _jobs.c.number < job.number),
+        )
+        count = sa.select(sa.func.count()).select_from(_jobs).where(_jobs.c.state == "queued", ahead)
+        with self._engine.connect() as connection:
+            return 1 + connection.execute(count).scalar_one()
+
+    def active(self) -> list[Job]:
+        return self._read(sa.select(*_JOB_COLUMNS).where(_jobs.c.state.in_(ACTIVE)))
+
+    def doomed(self) -> list[Job]:
+        """Ended jobs that somebody wants deleted."""
+        return self._read(sa.select(*_JOB_COLUMNS).where(_jobs.c.wish == "delete", _jobs.c.state.not_in(UNFINISHED)))
+
+    def counts(self) -> dict[str, int]:
+        with self._engine.connect() as connection:
+            rows = connection.execute(sa.select(_jobs.c.state, sa.func.count()).group_by(_jobs.c.state))
+            return {row.state: row[1] for row in rows}
+
+    def change(self, job: Job, *, states: Sequence[str] | None = None, **values: Any) -> bool:
+        """If the job is still as it was seen: in its state (or one of `states`), in the same launch, the same wish."""
+        seen = sa.and_(
+            _jobs.c.id == job.id,
+            _jobs.c.number == job.number,
+            _jobs.c.state.in_(states or (job.state,)),
+            _jobs.c.mark == job.mark,
+            _jobs.c.wish == job.wish,
+        )
+        with self._engine.begin() as connection:
+            return connection.execute(_jobs.update().where(seen).values(**values)).rowcount == 1
+
+    def remove(self, job: Job) -> bool:
+        """Only one that has ended."""
+        ended = sa.and_(_jobs.c.number == job.number, _jobs.c.state.not_in(UNFINISHED))
+        with self._engine.begin() as connection:
+            return connection.execute(_jobs.delete().where(ended)).rowcount == 1
+
+    def _read(self, query: sa.Select[Any]) -> list[Job]:
+        with self._engine.connect() as connection:
+            return [Job(**row._mapping) for row in connection.execute(query)]
+
+    # --- data sets ---------------------------------------------------------------------------------------------------
+
+    def add_dataset(self, dataset: Dataset) -> None:
+        try:
+            with self._engine.begin() as connection:
+                connection.execute(_datasets.insert().values(**dataset.__dict__))
+        except sa.exc.IntegrityError:
+            raise Conflict(f"there is already a data set {dataset.name}: choose another name, or delete it") from None
+
+    def find_dataset(self, name: str) -> Dataset | None:
+        with self._engine.connect() as connection:
+            row = connection.execute(sa.select(_datasets).where(_datasets.c.name == name)).one_or_none()
+            return None if row is None else Dataset(**row._mapping)
+
+    def datasets(self, owner: str | None = None) -> list[Dataset]:
+        query = sa.select(_datasets).order_by(_datasets.c.name)
+        with self._engine.connect() as connection:
+            rows = connection.execute(query if owner is None else query.where(_datasets.c.owner == owner))
+            return [Dataset(**row._mapping) for row in rows]
+
+    def remove_dataset(self, name: str) -> None:
+        with self._engine.begin() as connection:
+            connection.execute(_datasets.delete().where(_datasets.c.name == name))
+
+    def jobs_that_need(self, dataset: str) -> list[str]:
+        unfinished = sa.select(_jobs.c.id, _jobs.c.datasets).where(_jobs.c.state.in_(UNFINISHED))
+        with self._engine.connect() as connection:
+            return [job_id for job_id, needed in connection.execute(unfinished) if dataset in needed]
+
+
+def _connect(url: str) -> sa.Engine:
+    """An engine that has been seen to work."""
+    wanted = "write sqlite:///FILE or postgresql+psycopg://USER@HOST/NAME"
+    try:
+        parsed = sa.make_url(url)
+    except (sa.exc.ArgumentError, ValueError) as error:
+        raise ServiceError(f"--database is not a database URL: {wanted}") from error
+    shown = parsed.render_as_string(hide_password=True)
+    try:
+        engine = _make_engine(parsed)
+        _tables.create_all(engine)
+    except ImportError as error:
+        raise ServiceError(f"--database {shown} needs a package: pip install 'lockstep[postgres]' ({error})") from error
+    except (sa.exc.SQLAlchemyError, TypeError) as error:
+        problem = str(getattr(error, "orig", None) or error).strip().splitlines()[0]
+        raise ServiceError(f"cannot open the database {shown}: {problem}; {wanted}") from error
+    return engine
+
+
+def _make_engine(url: sa.URL) -> sa.Engine:
+    pool: dict[str, Any] = {"pool_size": 20, "max_overflow": 30}
+    if url.get_backend_name() != "sqlite":
+        return sa.create_engine(url, pool_pre_ping=True, **pool)
+    engine = sa.create_engine(url, connect_args={"timeout": _BUSY_TIMEOUT_S}, **pool)
+
+    def prepare(connection: Any, _: Any) -> None:
+        for pragma in ("journal_mode=WAL", "synchronous=FULL", f"busy_timeout={int(_BUSY_TIMEOUT_S * 1000)}"):
+            connection.execute(f"PRAGMA {pragma}")
+
+    sa.event.listen(engine, "connect", prepare)
+    return engine

@@ -1,0 +1,51 @@
+"""`lockstep serve` whose jobs are told_job: python serve_told.py DATA_DIR PORT [key=value of the settings ...].
+
+LOCKSTEP_TEST_KILL names a moment of the first launch at which this process kills itself: before, between (the job's
+process is there, its handle is not written), after.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from lockstep.launch import LocalLauncher, Resources, RunHandle, local
+from lockstep.service.app import make_manager
+from lockstep.service.server import run_server
+from lockstep.service.settings import ServiceSettings
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class DyingLauncher(LocalLauncher):
+    moment = ""
+
+    def start(self, run_dir: Path, resources: Resources, *, mark: str | None = None) -> RunHandle:
+        if self.moment == "before":
+            die()
+        if self.moment == "between":
+            local._note_handle = lambda *_: die()  # type: ignore[assignment, return-value]
+        handle = super().start(run_dir, resources, mark=mark)
+        if self.moment == "after":
+            die()
+        return handle
+
+
+def main() -> None:
+    data_dir, port, *rest = sys.argv[1:]
+    given: dict[str, Any] = dict(pair.split("=", 1) for pair in rest)
+    changes = {key: Path(value) if key == "token_file" else json.loads(value) for key, value in given.items()}
+    launcher = DyingLauncher("told_job", grace_s=2.0)
+    launcher.moment = os.environ.get("LOCKSTEP_TEST_KILL", "")
+    settings = ServiceSettings(data_dir=Path(data_dir), port=int(port), **changes)
+    run_server(settings, make_manager(settings, launcher))
+
+
+if __name__ == "__main__":
+    main()

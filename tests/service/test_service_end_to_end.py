@@ -1,0 +1,101 @@
+"""A real fine-tuning through the service, as a person types it: serve, submit, logs -f, artifacts --download."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tiny
+from served import free_port, processes_of, wait_for
+
+from lockstep.service.client import Client, ServiceFault
+
+
+@pytest.fixture
+def server(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    monkeypatch.setenv("LOCKSTEP_SERVER", url)
+    options = ["--data-dir", tmp_path / "data", "--port", port, "--procs", 1, "--allow-path", tiny_model]
+    process = tiny.start_lockstep("serve", *options)
+    try:
+        wait_for(lambda: is_up(url))
+        yield url
+    finally:
+        end(process)
+
+
+def is_up(url: str) -> bool:
+    try:
+        with Client(url) as client:
+            return client.health().status == "ok"
+    except ServiceFault:
+        return False
+
+
+def end(process: subprocess.Popen[str]) -> str:
+    """As Ctrl-C does."""
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    return err
+
+
+def test_a_real_job_from_submit_to_a_model_on_disk(server: str, tmp_path: Path, tiny_model: Path) -> None:
+    config = tiny.write_config(tmp_path, tiny_model, lora={"rank": 4}, checkpoint={"every_steps": 5})
+    code, out, err = tiny.run_lockstep("submit", config, "optim.max_steps=8", "--id", "first", "--name", "First job")
+    assert (code, out.split()[:2]) == (0, ["first", "queued:"]), err
+    assert "uploading" in err
+    code, out, err = tiny.run_lockstep("logs", "first", "-f")
+    assert (code, "first completed" in err) == (0, True), out + err
+
+    code, out, _ = tiny.run_lockstep("jobs", "--json")
+    (job,) = json.loads(out)["jobs"]
+    assert (job["name"], job["state"], job["kind"], job["progress"]["step"]) == ("First job", "completed", "sft", 8)
+    assert job["metrics"]["train"]["step"] == 8
+    _, out, _ = tiny.run_lockstep("jobs")
+    assert "8/8" in out
+
+    code, out, err = tiny.run_lockstep("artifacts", "first", "--download", tmp_path / "fetched")
+    assert (code, "export/adapter/adapter_model.safetensors" in out) == (0, True), err
+    kept = tmp_path / "data" / "jobs" / "first" / "export" / "adapter"
+    assert tiny.digest_weights(tmp_path / "fetched" / "export" / "adapter") == tiny.digest_weights(kept)
+
+    with Client(server) as client:
+        assert [checkpoint.step for checkpoint in client.checkpoints("first")] == [5, 8]
+        assert {"data", "model"} <= {event["event"] for event in client.events("first")}
+        assert [record["step"] for record in client.metrics("first", follow=True)] == list(range(1, 9))
+    code, out, err = tiny.run_lockstep("submit", config, "optim.max_steps=8", "--id", "first", "--name", "First job")
+    assert (code, out.split()[:2], "uploading" in err) == (0, ["first", "completed:"], False), "the same job"
+    code, _, err = tiny.run_lockstep("submit", config, "--id", "first")
+    assert (code, "already a job first" in err) == (2, True)
+
+
+@pytest.mark.slow
+def test_a_real_job_whose_process_is_killed_goes_on(server: str, tmp_path: Path, tiny_model: Path) -> None:
+    tiny.write_rows(tmp_path / "train.jsonl", 2000)
+    changes = {"checkpoint": {"every_steps": 10}, "optim": {"learning_rate": 0.01, "max_steps": 400}}
+    config = tiny.write_config(tmp_path, tiny_model, **changes)
+    code, _, err = tiny.run_lockstep("submit", config, "--id", "hit", "--max-restarts", "1")
+    assert code == 0, err
+    run_dir = tmp_path / "data" / "jobs" / "hit"
+    with Client(server) as client:
+        wait_for(lambda: client.checkpoints("hit"))
+        (pid,) = processes_of(run_dir)
+        os.kill(pid, signal.SIGKILL)
+        job = client.wait("hit", timeout_s=120)
+        assert (job.state, job.restarts, job.progress.step) == ("completed", 1, 400)
+        (resumed,) = [event for event in client.events("hit") if event["event"] == "resumed"]
+        assert resumed["step"] >= 10
+
+
+def test_commands_say_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_SERVER", f"http://127.0.0.1:{free_port()}")
+    code, _, err = tiny.run_lockstep("jobs")
+    assert (code, "start it with lockstep serve" in err) == (2, True)
+    code, _, err = tiny.run_lockstep("serve", "--host", "0.0.0.0", "--data-dir", tmp_path / "data")
+    assert (code, "give a token file" in err) == (2, True)

@@ -1,0 +1,110 @@
+"""Launches by their mark: found again whoever began them, and never begun twice."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from served import processes_of, python_path, tree, wait_for
+
+from lockstep.config import settle_config
+from lockstep.launch import LocalLauncher, Resources
+from lockstep.launch.local import MARK_VARIABLE, _launch_lock
+from lockstep.rundir import RunDir
+
+
+@pytest.fixture
+def launcher(monkeypatch: pytest.MonkeyPatch) -> LocalLauncher:
+    monkeypatch.setenv("PYTHONPATH", python_path())
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    return LocalLauncher("told_job", grace_s=1.0)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[RunDir]:
+    made = RunDir.create(tmp_path / "run", settle_config(tree("hangs")))
+    yield made
+    for pid in processes_of(made.path):
+        os.kill(pid, 9)
+
+
+def test_nothing_was_started(launcher: LocalLauncher, run: RunDir, tmp_path: Path) -> None:
+    assert launcher.find(run.path, "mark") is None
+    assert launcher.find(tmp_path / "nowhere", "mark") is None
+    run.write_status(launch="mark", state="created")
+    assert launcher.find(run.path, "mark") is None, "its status was written, its process was not started"
+
+
+def test_a_launch_is_found_by_its_mark(launcher: LocalLauncher, run: RunDir) -> None:
+    handle = launcher.start(run.path, Resources(device="cpu"), mark="mark")
+    assert handle.mark == run.status()["launch"] == "mark"
+    assert LocalLauncher().find(run.path, "mark") == handle
+    (run.path / "launch.json").unlink()
+    wait_for(lambda: processes_of(run.path) == [] and (run.path / "ready").exists())
+    assert LocalLauncher().find(run.path, "mark") == handle, "from its process"
+    assert LocalLauncher().find(run.path, "another") is None
+    launcher.stop(handle)
+
+
+def test_a_launch_that_has_ended_is_found_too(launcher: LocalLauncher, run: RunDir) -> None:
+    handle = launcher.start(run.path, Resources(device="cpu"), mark="mark")
+    wait_for((run.path / "ready").exists)
+    launcher.stop(handle)
+    run.write_status(state="completed")
+    (run.path / "launch.json").unlink()
+    found = LocalLauncher().find(run.path, "mark")
+    assert found is not None
+    assert LocalLauncher().poll(found).state == "completed"
+
+
+def test_a_process_that_is_just_beginning_is_waited_for(launcher: LocalLauncher, run: RunDir) -> None:
+    """Between fork and exec a process has the lock, and not yet its mark."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def begin() -> None:
+        command = [sys.executable, "-c", "import time; time.sleep(60)"]
+        started.append(subprocess.Popen(command, env={**os.environ, MARK_VARIABLE: "mark"}))
+
+    with _launch_lock(run.path):
+        timer = threading.Timer(0.5, begin)
+        timer.start()
+        found = launcher.find(run.path, "mark")
+        timer.join()
+    started[0].kill()
+    started[0].wait()
+    assert found is not None
+    assert found.pid == started[0].pid
+
+
+def test_no_second_launch_while_one_lives(launcher: LocalLauncher, run: RunDir) -> None:
+    launcher.start(run.path, Resources(device="cpu"))
+    (run.path / "launch.json").unlink()
+    with pytest.raises(ValueError, match="still running"):
+        LocalLauncher("told_job").start(run.path, Resources(device="cpu"))
+    wait_for((run.path / "starts.txt").exists)
+    assert len((run.path / "starts.txt").read_text().splitlines()) == 1
+    handle = launcher.find(run.path, str(run.status()["launch"]))
+    assert handle is not None
+    launcher.stop(handle)
+
+
+def test_what_a_launch_printed_stays(launcher: LocalLauncher, run: RunDir) -> None:
+    for text in ("first", "second", "third"):
+        handle = launcher.start(run.path, Resources(device="cpu"))
+        launcher.stop(handle)
+        (run.logs / "launcher.log").write_text(text)
+    kept = {path.name: path.read_text() for path in run.logs.glob("launcher*.log")}
+    assert kept == {"launcher-1.log": "first", "launcher-2.log": "second", "launcher.log": "third"}
+
+
+def test_resources_become_the_environment(launcher: LocalLauncher, run: RunDir) -> None:
+    handle = launcher.start(run.path, Resources(1, "cpu", ("3", "GPU-x"), threads=7))
+    wait_for((run.path / "ready").exists)
+    environment = Path(f"/proc/{handle.pid}/environ").read_bytes().split(b"\0")
+    assert {b"CUDA_VISIBLE_DEVICES=3,GPU-x", b"OMP_NUM_THREADS=7"} <= set(environment)
+    launcher.stop(handle)

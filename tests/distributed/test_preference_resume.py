@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 import tiny
+from distributed.test_elastic import LAYOUTS, assert_same_result, overrides_for
 from ranks import exported, newest_step, run_to_the_end, start_ranks
 
 from lockstep.config import load_config
 from lockstep.launch.resume import reopen
 from lockstep.rundir import RunDir
-
-from distributed.test_elastic import LAYOUTS, assert_same_result, overrides_for
 
 NUM_STEPS = 10
 # How the reference is kept, and whether adapters are trained. The last one follows the policy.

@@ -14,6 +14,8 @@ from lockstep.sampling.sampler import Prompt, SamplingParams, TextCompletion
 
 
 class BorrowedEngine:
+    """`version`: of the model's weights, set by whoever steps them; answers carry it."""
+
     def __init__(
         self,
         borrow: Callable[[], AbstractContextManager[Any]],
@@ -23,19 +25,39 @@ class BorrowedEngine:
         rank: int = 0,
         replicas: int = 1,
         shards: int = 1,
-        batch_size: int = 8,
+        batch_size: int | None = None,
+        keeps_cache: bool = False,
     ) -> None:
-        """The ranks of one replica stand side by side: `rank // shards` is the replica."""
+        """The ranks of one replica stand side by side: `rank // shards` is the replica.
+
+        `keeps_cache`: between calls, too. Training then has less memory, and a GPU's graphs need no second capture.
+        """
         self._borrow, self._tokenizer, self._gather = borrow, tokenizer, gather
         self._replica, self._replicas, self._shards = rank // shards, replicas, shards
-        self._batch_size = batch_size
+        self._batch_size, self._keeps_cache = batch_size, keeps_cache
+        self._engine: LocalEngine | None = None
+        self.version = 0
 
-    def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[list[TextCompletion]]:
-        mine = prompts[self._replica :: self._replicas]
+    def sample(
+        self, prompts: Sequence[Prompt], params: SamplingParams, keys: Sequence[int] | None = None
+    ) -> list[list[TextCompletion]]:
+        mine = slice(self._replica, None, self._replicas)
+        keys = range(len(prompts)) if keys is None else keys
         with self._borrow() as model:
-            engine = LocalEngine(model, self._tokenizer, self._batch_size, sharded=self._shards > 1)
-            answers = engine.sample(mine, params) if len(mine) else []
+            engine = self._engine_of(model)
+            try:
+                answers = engine.sample(prompts[mine], params, keys[mine])
+            finally:
+                if not self._keeps_cache:
+                    engine.release_cache()
         found: list[list[TextCompletion]] = [[] for _ in prompts]
         for replica, part in enumerate(self._gather(answers)[:: self._shards]):
             found[replica :: self._replicas] = part
         return found
+
+    def _engine_of(self, model: Any) -> LocalEngine:
+        """Kept from call to call: what it found out about the model stays true."""
+        if self._engine is None or self._engine.model is not model:
+            self._engine = LocalEngine(model, self._tokenizer, self._batch_size, sharded=self._shards > 1)
+        self._engine.version = self.version
+        return self._engine

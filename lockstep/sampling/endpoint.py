@@ -103,6 +103,9 @@ class EndpointEngine:
             body["seed"] = params.seed
         if params.stop:
             body["stop"] = list(params.stop)
+        # Beyond OpenAI's own, by the names that vLLM and SGLang know.
+        more = {"top_k": params.top_k, "min_p": params.min_p, "stop_token_ids": list(params.stop_tokens)}
+        body |= {name: value for name, value in more.items() if value}
         if isinstance(row.content, str):
             return _read_choice(self._post("/completions", {**body, "prompt": row.content}, row.origin), self.url)
         body["messages"] = row.content

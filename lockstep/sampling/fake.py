@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
-from lockstep.sampling.sampler import Prompt, SamplingParams, TextCompletion
+from lockstep.sampling.sampler import Prompt, SamplingParams, TextCompletion, Weights
 
 
 class FakeSampler:
     def __init__(self) -> None:
         self.version = 0
 
-    def load_weights(self, source: str | Path, version: int) -> None:
+    def load_weights(self, source: Weights, version: int) -> None:
         self.version = version
 
-    def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[list[TextCompletion]]:
-        return [[_answer(prompt, params)] * params.num_samples for prompt in prompts]
+    def sample(
+        self, prompts: Sequence[Prompt], params: SamplingParams, keys: Sequence[int] | None = None
+    ) -> list[list[TextCompletion]]:
+        return [[self._answer(prompt, params)] * params.num_samples for prompt in prompts]
 
-
-def _answer(prompt: Prompt, params: SamplingParams) -> TextCompletion:
-    tokens = tuple(reversed(prompt))[: params.max_tokens]
-    whole = len(tokens) == len(prompt)
-    logprobs = (0.0,) * len(tokens) if params.logprobs else None
-    return TextCompletion(tokens, " ".join(map(str, tokens)), "stop" if whole else "length", logprobs)
+    def _answer(self, prompt: Prompt, params: SamplingParams) -> TextCompletion:
+        tokens = tuple(reversed(prompt))[: params.max_tokens]
+        whole = len(tokens) == len(prompt)
+        logprobs = (0.0,) * len(tokens) if params.logprobs else None
+        text = " ".join(map(str, tokens))
+        return TextCompletion(tokens, text, "stop" if whole else "length", logprobs, self.version)

@@ -1,4 +1,4 @@
-"""A sampler in this process: transformers' generate on one device, batched with padding on the left.
+"""A sampler in this process, on one device: the trainer's own model object, decoded in slots that are filled at once.
 
 Only what SamplingParams says shapes the output: sampling defaults that come with a model are set aside.
 Must not know runs in training, processes or terminals.
@@ -6,40 +6,69 @@ Must not know runs in training, processes or terminals.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, TextStreamer
 
-from lockstep.sampling.sampler import Prompt, SamplingParams, TextCompletion
+from lockstep.sampling.answer import GrowingAnswer
+from lockstep.sampling.batching import Limits, Request, answer_all
+from lockstep.sampling.cache import UnsupportedModelError
+from lockstep.sampling.choosing import Truncation, random_streams
+from lockstep.sampling.decoding import Decoder
+from lockstep.sampling.generating import generate
+from lockstep.sampling.sampler import Prompt, SamplingParams, TextCompletion, Weights
+from lockstep.sampling.weights import apply_weights
 
 Message = Mapping[str, Any]
 
 
 class LocalEngine:
-    def __init__(self, model: Any, tokenizer: Any, batch_size: int = 8, *, sharded: bool = False) -> None:
-        """`sharded`: several processes hold the model together, and must take the same number of steps."""
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        batch_size: int | None = None,
+        *,
+        sharded: bool = False,
+        max_cache_bytes: int | None = None,
+        steps_per_read: int | None = None,
+        graphs: bool = True,
+    ) -> None:
+        """`batch_size`: sequences computed at once; fewer where their cache would be more than `max_cache_bytes`, by
+        default half of the memory that is free. `sharded`: several processes hold the model together, and all call
+        alike. `steps_per_read`: tokens are fetched from the device only so often. `graphs`: on a GPU, replay steps.
+        """
         self.tokenizer = tokenizer
-        self.batch_size = batch_size
-        self._sharded = sharded
+        on_gpu = model.device.type == "cuda"
+        self.batch_size = batch_size or (64 if on_gpu else 16)
+        self._limits = Limits(self.batch_size, max_cache_bytes, steps_per_read or (8 if on_gpu else 1))
+        self._sharded, self._graphs = sharded, graphs
         self.version = 0
         self._use(model)
 
     @classmethod
-    def load(cls, source: str | Path, device: str = "auto", batch_size: int = 8) -> LocalEngine:
+    def load(cls, source: str | Path, device: str = "auto", batch_size: int | None = None) -> LocalEngine:
         """`source` is a run directory, a model folder or a Hub id."""
         from lockstep.model.load import load_for_inference
 
         return cls(*load_for_inference(str(source), device=device), batch_size=batch_size)
 
-    def load_weights(self, source: str | Path, version: int) -> None:
+    def load_weights(self, source: Weights, version: int) -> None:
+        """A run directory or a model folder replaces model and tokenizer; tensors by name go into the model in place.
+
+        What does not fit raises, and the engine goes on with what it had.
+        """
         from lockstep.model.load import load_for_inference
 
-        model, self.tokenizer = load_for_inference(str(source), device=str(self._model.device))
-        self._use(model)
+        if isinstance(source, Mapping):
+            apply_weights(self.model, source)
+        else:
+            model, self.tokenizer = load_for_inference(str(source), device=str(self.model.device))
+            self._use(model)
         self.version = version
 
     def encode(self, prompt: str | Sequence[Message], tools: list[Any] | None = None) -> list[int]:
@@ -67,33 +96,46 @@ class LocalEngine:
     def has_template(self) -> bool:
         return bool(getattr(self.tokenizer, "chat_template", None))
 
-    def sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[list[TextCompletion]]:
-        rows = [(index, list(prompt)) for index, prompt in enumerate(prompts) for _ in range(params.num_samples)]
-        budgets: dict[int, list[tuple[int, list[int]]]] = {}
-        for index, prompt in rows:
-            budgets.setdefault(self._num_new(prompt, params), []).append((index, prompt))
+    @property
+    def cache_bytes(self) -> int:
+        """Memory held for keys and values, also between calls: graphs on a GPU stand on it."""
+        return 0 if self._decoder is None else self._decoder.cache_bytes
+
+    def release_cache(self) -> None:
+        if self._decoder is not None:
+            self._decoder.release()
+
+    def sample(
+        self, prompts: Sequence[Prompt], params: SamplingParams, keys: Sequence[int] | None = None
+    ) -> list[list[TextCompletion]]:
+        keys = range(len(prompts)) if keys is None else keys
+        if len(keys) != len(prompts):
+            raise ValueError(f"{len(keys)} keys for {len(prompts)} prompts: each needs one")
+        numbers = [(place, sample) for place in range(len(prompts)) for sample in range(params.num_samples)]
+        requests = [self._request(prompts[place], params) for place, _ in numbers]
+        self._answer(requests, params, [keys[place] for place, _ in numbers], [sample for _, sample in numbers])
         results: list[list[TextCompletion]] = [[] for _ in prompts]
-        with _seeded(params.seed):
-            for num_new, group in budgets.items():
-                for start in range(0, len(group), self.batch_size):
-                    batch = group[start : start + self.batch_size]
-                    for (index, _), answer in zip(batch, self._generate([p for _, p in batch], num_new, params)):
-                        results[index].append(answer)
+        for (place, _), request in zip(numbers, requests, strict=True):
+            results[place].append(request.answer.completion(self.version))
         return results
 
     def stream(self, prompt: Prompt, params: SamplingParams, on_text: Callable[[str], None]) -> TextCompletion:
         """One completion, whose text also arrives in pieces. An exception in `on_text` ends it."""
-        streamer = _CallbackStreamer(self.tokenizer, on_text)
-        with _seeded(params.seed):
-            return self._generate([list(prompt)], self._num_new(prompt, params), params, streamer)[0]
+        request = self._request(prompt, params, on_text)
+        self._answer([request], params, [0], [0], steps_per_read=1)
+        return request.answer.completion(self.version)
 
     def _use(self, model: Any) -> None:
-        self._model = model.eval()
-        self._stop_ids = stop_token_ids(model, self.tokenizer)
-        model.generation_config = GenerationConfig()
-        pad = self.tokenizer.pad_token_id
-        self._pad_id = pad if pad is not None else next(iter(self._stop_ids), 0)
+        self.model = model.eval()
+        self._end_tokens = stop_token_ids(model, self.tokenizer)
         self._num_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self._decoder: Decoder | None = None
+        self._serves = True  # until the model turns out to be one that the decoder cannot serve
+
+    def _request(self, prompt: Prompt, params: SamplingParams, on_text: Callable[[str], None] | None = None) -> Request:
+        ends = self._end_tokens | frozenset(params.stop_tokens)
+        answer = GrowingAnswer(self.tokenizer, params, ends, self._num_new(prompt, params), on_text)
+        return Request(tuple(int(token) for token in prompt), answer)
 
     def _num_new(self, prompt: Prompt, params: SamplingParams) -> int:
         if not len(prompt):
@@ -104,55 +146,40 @@ class LocalEngine:
             raise ValueError(f"a prompt of {len(prompt)} tokens: the model takes {self._num_positions} at most")
         return min(params.max_tokens, self._num_positions - len(prompt))
 
-    @torch.inference_mode()
-    def _generate(
-        self, prompts: list[list[int]], num_new: int, params: SamplingParams, streamer: TextStreamer | None = None
-    ) -> list[TextCompletion]:
-        width = max(len(p) for p in prompts)
-        tokens_bt = torch.tensor([[self._pad_id] * (width - len(p)) + p for p in prompts], device=self._model.device)
-        mask_bt = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self._model.device)
-        output = self._model.generate(
-            inputs=tokens_bt,
-            attention_mask=mask_bt,
-            generation_config=self._generation_config(num_new, params),
-            streamer=streamer,
-            tokenizer=self.tokenizer if params.stop else None,
-            synced_gpus=self._sharded,
-        )
-        new_bt = output.sequences[:, width:]
-        logprobs_bt = _logprobs(output.logits, new_bt) if params.logprobs else None
-        return [
-            self._completion(row.tolist(), params, None if logprobs_bt is None else logprobs_bt[i].tolist())
-            for i, row in enumerate(new_bt)
-        ]
+    def _answer(
+        self,
+        requests: Sequence[Request],
+        params: SamplingParams,
+        keys: list[int],
+        samples: list[int],
+        steps_per_read: int | None = None,
+    ) -> None:
+        if not requests and not self._sharded:
+            return
+        if self._sharded and params.temperature > 0 and params.seed is None:
+            raise ValueError("a model that several processes hold needs a seed: each would draw tokens of its own")
+        decoder = self._find_decoder()
+        if decoder is None:
+            pad = self.tokenizer.pad_token_id
+            pad = pad if pad is not None else next(iter(self._end_tokens), 0)
+            pairs = [(request.prompt, request.answer) for request in requests]
+            generate(self.model, pairs, params, pad_id=pad, batch_size=self.batch_size, sharded=self._sharded)
+            return
+        seed = params.seed if params.seed is not None else int(torch.randint(2**62, ()))
+        limits = replace(self._limits, steps_per_read=steps_per_read or self._limits.steps_per_read)
+        answer_all(decoder, requests, random_streams(seed, keys, samples), Truncation.of(params), limits)
 
-    def _generation_config(self, num_new: int, params: SamplingParams) -> GenerationConfig:
-        sampled = {"temperature": params.temperature, "top_p": params.top_p, "top_k": 0} if params.temperature else {}
-        return GenerationConfig(
-            max_new_tokens=num_new,
-            do_sample=params.temperature > 0,
-            eos_token_id=sorted(self._stop_ids) or None,
-            pad_token_id=self._pad_id,
-            stop_strings=list(params.stop) or None,
-            output_logits=params.logprobs,
-            return_dict_in_generate=True,
-            **sampled,
-        )
-
-    def _completion(self, tokens: list[int], params: SamplingParams, logprobs: list[float] | None) -> TextCompletion:
-        """Cut a row of the batch where it ended: the rest is padding."""
-        end = next((i for i, token in enumerate(tokens) if token in self._stop_ids), None)
-        if end is not None:
-            tokens = tokens[: end + 1]
-        text = self.tokenizer.decode(tokens if end is None else tokens[:end], skip_special_tokens=True)
-        cut = min((at for at in map(text.find, params.stop) if at >= 0), default=None)
-        stopped = end is not None or cut is not None
-        return TextCompletion(
-            tuple(tokens),
-            text[:cut],
-            "stop" if stopped else "length",
-            tuple(logprobs[: len(tokens)]) if logprobs is not None else None,
-        )
+    def _find_decoder(self) -> Decoder | None:
+        if self._decoder is None and self._serves:
+            try:
+                self._decoder = Decoder(self.model, sharded=self._sharded, graphs=self._graphs)
+            except UnsupportedModelError as error:
+                self._serves = False
+                warnings.warn(
+                    f"{error}. Answers come from transformers' generate: slower, and samples depend on their batch",
+                    stacklevel=4,
+                )
+        return self._decoder
 
 
 def stop_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
@@ -179,31 +206,3 @@ def _end_of_turn_id(tokenizer: Any) -> int | None:
     ids = tokenizer(tail.lstrip(), add_special_tokens=False)["input_ids"]
     special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
     return ids[0] if ids and ids[0] in special else None
-
-
-def _logprobs(logits: Sequence[torch.Tensor], new_bt: torch.Tensor) -> torch.Tensor:
-    columns = [
-        torch.log_softmax(step_bv.float(), dim=-1).gather(1, new_bt[:, i : i + 1]) for i, step_bv in enumerate(logits)
-    ]
-    return torch.cat(columns, dim=1)
-
-
-@contextlib.contextmanager
-def _seeded(seed: int | None) -> Iterator[None]:
-    """The caller's random state is left as it was."""
-    if seed is None:
-        yield
-        return
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        yield
-
-
-class _CallbackStreamer(TextStreamer):
-    def __init__(self, tokenizer: Any, on_text: Callable[[str], None]) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._on_text = on_text
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        if text:
-            self._on_text(text)

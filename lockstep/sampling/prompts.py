@@ -35,7 +35,9 @@ class Engine(Protocol):
 
     def encode(self, prompt: str | Sequence[Any], tools: list[Any] | None = None) -> list[int]: ...
 
-    def sample(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[TextCompletion]]: ...
+    def sample(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, keys: Sequence[int] | None = None
+    ) -> list[list[TextCompletion]]: ...
 
 
 def read_prompts(path: Path) -> list[PromptRow]:
@@ -99,7 +101,8 @@ def answer_prompts(
     prompts = [_encode(engine, row, as_turns) for row in rows]  # all of them first: a bad row shows before the work
     for start in range(0, len(rows), batch_size):
         batch = slice(start, start + batch_size)
-        for row, (answer,) in zip(rows[batch], engine.sample(prompts[batch], params)):
+        keys = range(start, start + len(prompts[batch]))  # of the file, so that no two prompts draw alike
+        for row, (answer,) in zip(rows[batch], engine.sample(prompts[batch], params, keys)):
             yield {"prompt": row.content, "completion": answer.text, "finish_reason": answer.finish_reason}
 
 

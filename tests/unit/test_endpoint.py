@@ -43,6 +43,14 @@ def test_conversations_go_to_chat_and_plain_text_to_completions(server: ToldServ
     assert asked["/v1/completions"] == {**shared, "prompt": "once upon"}
 
 
+def test_what_openai_does_not_have_goes_by_the_names_of_vllm_and_sglang(server: ToldServer):
+    engine, _ = connect(server)
+    params = SamplingParams(max_tokens=7, temperature=0.5, top_k=40, min_p=0.1, stop_tokens=(5, 6))
+    dict(engine.answer([chat("hello")], params))
+    asked = dict(server.asked)["/v1/chat/completions"]
+    assert (asked["top_k"], asked["min_p"], asked["stop_token_ids"]) == (40, 0.1, [5, 6])
+
+
 def test_many_rows_at_once_keep_their_places(server: ToldServer):
     engine, _ = connect(server, batch_size=4)
     rows = [chat(f"row {i}", f"test.jsonl:{i}") for i in range(40)]

@@ -58,22 +58,22 @@ def make_model(num_positions: int = 256) -> LlamaForCausalLM:
 
 @pytest.fixture(scope="module")
 def engine() -> LocalEngine:
-    return LocalEngine(make_model(), make_tokenizer(), batch_size=4)
+    engine = LocalEngine(make_model(), make_tokenizer(), batch_size=4)
+    engine.sample([[10]], SamplingParams(max_tokens=1))  # the model is looked at once, before a test scripts it
+    return engine
 
 
 def script(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, tokens: list[int]) -> None:
     """Make the model say exactly these tokens, whatever it is asked; its first after the prompt is tokens[0]."""
-    model: Any = engine._model
-    original = model.forward
+    head: Any = engine.model.lm_head
     said = iter(tokens)
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        output = original(*args, **kwargs)
-        output.logits[:] = -100.0
-        output.logits[..., next(said)] = 100.0
-        return output
+    def forward(hidden: Any) -> Any:
+        logits = torch.full((*hidden.shape[:-1], head.out_features), -100.0)
+        logits[..., next(said)] = 100.0
+        return logits
 
-    monkeypatch.setattr(model, "forward", forward)
+    monkeypatch.setattr(head, "forward", forward)
 
 
 def test_is_a_sampler(engine: LocalEngine) -> None:
@@ -82,6 +82,8 @@ def test_is_a_sampler(engine: LocalEngine) -> None:
         (answers,) = sampler.sample([[10, 11, 12]], SamplingParams(max_tokens=2))
         assert len(answers) == 1
         assert len(answers[0].tokens) <= 2
+    samplers[1].load_weights({}, 5)
+    assert samplers[1].sample([[10]], SamplingParams(), keys=[3])[0][0].version == 5
 
 
 def test_batch_gives_what_each_prompt_gives_alone(engine: LocalEngine) -> None:
@@ -95,12 +97,13 @@ def test_batch_gives_what_each_prompt_gives_alone(engine: LocalEngine) -> None:
         assert answer.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
 
 
-def test_logprobs_are_the_models_own(engine: LocalEngine) -> None:
+def test_logprobs_are_the_models_own_at_the_temperature(engine: LocalEngine) -> None:
     prompt = engine.encode("hello")
     params = SamplingParams(max_tokens=8, temperature=0.7, top_p=0.8, seed=3, logprobs=True)
     ((answer,),) = engine.sample([prompt], params)
     with torch.no_grad():
-        logits = engine._model(torch.tensor([[*prompt, *answer.tokens]])).logits[0].log_softmax(-1)
+        logits = engine.model(torch.tensor([[*prompt, *answer.tokens]])).logits[0] / params.temperature
+    logits = logits.log_softmax(-1)
     expected = [logits[len(prompt) + i - 1, token].item() for i, token in enumerate(answer.tokens)]
     assert answer.logprobs == pytest.approx(expected, abs=1e-4)
 
@@ -133,6 +136,7 @@ def test_stop_text_ends_and_is_left_out(engine: LocalEngine, monkeypatch: pytest
     script(engine, monkeypatch, engine.tokenizer.encode("one;two"))
     ((answer,),) = engine.sample([[10]], SamplingParams(max_tokens=7, stop=(";",)))
     assert (answer.text, answer.finish_reason) == ("one", "stop")
+    assert answer.tokens == tuple(engine.tokenizer.encode("one;"))  # what was sampled, up to what completed it
 
 
 def test_stream_arrives_in_pieces(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,6 +184,9 @@ def test_a_refusing_template_is_a_sentence() -> None:
         ({"max_tokens": 0}, "max_tokens"),
         ({"temperature": -1.0}, "temperature"),
         ({"top_p": 0.0}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"stop": ("a", "")}, "empty text"),
         ({"num_samples": 2}, "all be the same"),
     ],
 )

@@ -1,0 +1,177 @@
+"""The local engine on a GPU: graphs give what eager steps give and never go stale; the gap to the trainer is bf16's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from lockstep.config import LoraConfig
+from lockstep.model.lora import add_lora
+from lockstep.model.policy import PackedTokens, Policy
+from lockstep.sampling import SamplingParams, TextCompletion
+from lockstep.sampling.choosing import random_streams, uniforms
+from lockstep.sampling.local import LocalEngine
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 2048,
+}  # fmt: skip
+PARAMS = SamplingParams(max_tokens=60, temperature=1.0, seed=1, num_samples=3, logprobs=True)
+
+
+class NoText:
+    """A tokenizer for answers that nobody reads."""
+
+    eos_token_id = pad_token_id = bos_token_id = chat_template = None
+
+    def decode(self, tokens: list[int], **options: Any) -> str:
+        return ""
+
+
+def make_model(family: str = "qwen3", dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> Any:
+    torch.manual_seed(0)
+    if family == "mistral":
+        config: Any = transformers.MistralConfig(**SHAPE, sliding_window=48)
+    else:
+        config = transformers.Qwen3Config(**SHAPE, tie_word_embeddings=True)
+    # Drawn in float32, so that every precision begins with the same numbers.
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0)  # distributions with a shape
+    model.generation_config.eos_token_id = None
+    return model.to(device, dtype)
+
+
+def make_prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, 1000, (n,), generator=generator).tolist() for n in (100, 5, 64, 1, 200, 129, 17)]
+
+
+def trainer_logprobs(model: Any, prompt: list[int], answer: TextCompletion) -> torch.Tensor:
+    policy = Policy(model)
+    policy.use_variable_length(model.device, model.dtype)
+    text = torch.tensor([*prompt, *answer.tokens], device=model.device)
+    places = torch.arange(len(text), device=model.device)
+    asked = places[len(prompt) - 1 : -1]
+    with torch.no_grad():
+        found = policy(PackedTokens(text, places, (len(text),), asked, text[asked + 1]))
+    policy.stop_packing()
+    return found.double().cpu()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+def test_the_gap_to_the_trainer_is_that_of_bf16(family: str) -> None:
+    model, exact = make_model(family), make_model(family, torch.float64)
+    prompts = make_prompts()
+    found = LocalEngine(model, NoText(), batch_size=8).sample(prompts, PARAMS)
+    gaps, errors, trainer_errors = [], [], []
+    for prompt, answers in zip(prompts, found, strict=True):
+        for answer in answers:
+            ours = torch.tensor(answer.logprobs, dtype=torch.float64)
+            theirs, truth = trainer_logprobs(model, prompt, answer), trainer_logprobs(exact, prompt, answer)
+            gaps.append((ours - theirs).abs())
+            errors.append((ours - truth).abs())
+            trainer_errors.append((theirs - truth).abs())
+    gap, error, trainer_error = (torch.cat(found).mean().item() for found in (gaps, errors, trainer_errors))
+    print(f"{family}: gap {gap:.2e}, error of the sampler {error:.2e}, of the trainer {trainer_error:.2e}")
+    assert error < 1.5 * trainer_error + 1e-3
+    assert gap < 3 * trainer_error + 1e-3
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+def test_float64_is_the_trainers_here_too(family: str) -> None:
+    model, prompts = make_model(family, torch.float64), make_prompts()
+    found = LocalEngine(model, NoText(), batch_size=4).sample(prompts, PARAMS)
+    for prompt, answers in zip(prompts, found, strict=True):
+        for answer in answers:
+            expected = trainer_logprobs(model, prompt, answer)
+            # Norms compute in float32 whatever the model is in, and their sums depend on the shape of a pass.
+            assert answer.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("params", [PARAMS, SamplingParams(60, 0.7, 0.9, 1, num_samples=2, top_k=50, min_p=0.01)])
+def test_graphs_give_what_eager_steps_give(params: SamplingParams) -> None:
+    model, prompts = make_model(dtype=torch.float32), make_prompts()
+    graphed = LocalEngine(model, NoText(), batch_size=8)
+    eager = LocalEngine(model, NoText(), batch_size=8, graphs=False)
+    expected = eager.sample(prompts, params)
+    for _ in range(2):  # captured, then replayed
+        found = graphed.sample(prompts, params)
+        assert [[a.tokens for a in answers] for answers in found] == [
+            [a.tokens for a in answers] for answers in expected
+        ]
+    assert graphed._decoder is not None
+    assert graphed._decoder._graphs is not None
+    assert graphed._decoder._graphs._graphs, "nothing was captured"
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_company_and_slots_do_not_change_a_sample(graphs: bool) -> None:
+    model, prompts = make_model(dtype=torch.float64), make_prompts()
+    ways = [(2, 1), (5, 8), (64, 3)]
+    found = [
+        LocalEngine(model, NoText(), slots, steps_per_read=steps, graphs=graphs).sample(prompts, PARAMS)
+        for slots, steps in ways
+    ]
+    tokens = [[[a.tokens for a in answers] for answers in way] for way in found]
+    assert tokens[0] == tokens[1] == tokens[2]
+
+
+def test_the_cpu_draws_the_same() -> None:
+    streams, positions = random_streams(5, [1, -2, 2**65], [0, 1, 2]), torch.tensor([0, 7, 1000])
+    assert torch.equal(uniforms(streams, positions), uniforms(streams.cuda(), positions.cuda()).cpu())
+    prompts = make_prompts()[:3]
+    here, there = (
+        LocalEngine(make_model(dtype=torch.float64, device=device), NoText()).sample(prompts, PARAMS)
+        for device in ("cuda", "cpu")
+    )
+    assert [[a.tokens for a in answers] for answers in here] == [[a.tokens for a in answers] for answers in there]
+
+
+def test_graphs_follow_the_weights() -> None:
+    """Changed in place, put elsewhere, adapters switched off: each time what an eager engine says."""
+    model = add_lora(make_model(dtype=torch.float32), LoraConfig(rank=4, alpha=8))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    prompts = make_prompts()
+    engine = LocalEngine(model, NoText(), batch_size=8)
+    eager = LocalEngine(model, NoText(), batch_size=8, graphs=False)
+    seen = []
+
+    def compare() -> None:
+        found = [[a.tokens for a in answers] for answers in engine.sample(prompts, PARAMS)]
+        assert found == [[a.tokens for a in answers] for answers in eager.sample(prompts, PARAMS)]
+        seen.append(str(found))
+
+    compare()
+    weights = {name: tensor * 1.5 for name, tensor in model.state_dict().items() if "lora_" in name}
+    engine.load_weights(weights, 1)
+    compare()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 1.1
+    compare()
+    with model.disable_adapter():
+        compare()
+    compare()
+    assert len(set(seen)) == 4
+    assert seen[-1] == seen[-3]
+
+
+def test_the_cache_is_bounded_and_given_back() -> None:
+    engine = LocalEngine(make_model(), NoText(), batch_size=8, max_cache_bytes=2**20 * 3)
+    engine.sample(make_prompts(), PARAMS)
+    assert 0 < engine.cache_bytes <= 2**20 * 3
+    engine.release_cache()
+    assert engine.cache_bytes == 0
+    narrow = LocalEngine(make_model(), NoText(), batch_size=8, max_cache_bytes=2**20)
+    with pytest.raises(ValueError, match="lower max_tokens"):
+        narrow.sample(make_prompts(), SamplingParams(max_tokens=1800))

@@ -29,10 +29,10 @@ WAYS: dict[str, tuple[dict[str, Any], bool]] = {
 CASES = [
     ("fsdp-2", "fsdp-2", "copy"),
     ("ddp-2", "tensor-2", "precomputed"),
-    ("pipeline-2", "fsdp-2", "adapter_off"),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in [
+            ("pipeline-2", "fsdp-2", "adapter_off"),
             ("fsdp-4", "one", "copy"),
             ("one", "fsdp-3", "copy"),
             ("tensor-2", "context-2", "copy"),

@@ -26,7 +26,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "batch": {"losses": {"bco_pair": 1.0, "sigmoid": 0.5}, "bco_shift": True, "wpo": True},
 }
 SHARE = 0.3  # of the policy, in the reference after the second step
-QUICK = ("one", "ddp-2", "fsdp-2", "tensor-2", "pipeline-2", "context-2")
+QUICK = ("ddp-2", "fsdp-2", "tensor-2", "pipeline-2")
 TOLERANCE = 1e-10
 
 

@@ -29,6 +29,7 @@ lockstep train lockstep.yaml optim.learning_rate=1e-4 data.train=[a.jsonl,b.json
   `algorithm: {kind: dpo}`. Without a `lora` section every weight is trained.
 - The resolved configuration, with every default written out, is kept as `config.yaml` in the run directory.
 """
+_REWARD_TITLE = "A reward: an entry of algorithm.reward"
 _SOURCE_TITLE = "A source: an entry of data.train, data.validation or data.test"
 _BOUNDS = (("exclusiveMinimum", ">"), ("minimum", "≥"), ("exclusiveMaximum", "<"), ("maximum", "≤"))
 _TYPES = {"integer": "integer", "number": "number", "string": "text", "boolean": "true, false"}
@@ -43,7 +44,10 @@ def configuration_reference() -> str:
         section = _section(field, schema)
         for choice in field.get("oneOf", ()):
             found = _follow(choice["$ref"], schema)
-            pages.append(_table(f"{name}, kind {found['properties']['kind']['const']}", f"{name}.", found))
+            kind = found["properties"]["kind"]["const"]
+            pages.append(_table(f"{name}, kind {kind}", f"{name}.", found))
+            if kind == "grpo":
+                pages.append(_table(_REWARD_TITLE, "", schema["$defs"]["RewardConfig"]))
         if section is not None and "oneOf" not in field:
             pages.append(_table(f"{name}{_presence(name, field, schema)}", f"{name}.", section))
         if name == "data":
@@ -84,7 +88,7 @@ def _values(field: dict[str, Any]) -> str:
     if "enum" in field or "const" in field:
         return ", ".join(f"`{_scalar(value)}`" for value in field.get("enum", [field.get("const")]))
     if "$ref" in field:
-        return "source"
+        return field["$ref"].rsplit("/", 1)[-1].removesuffix("Config").lower()
     if field["type"] == "null":
         return "`null`"
     if field["type"] == "object":

@@ -29,6 +29,17 @@ T = TypeVar("T")
 # What a line about validation leaves out: the rest are scores. Rewards and log-probs are in the file, and in plots.
 _NO_SCORES = {"step", "split", "time", "loss", "rows", "time_s"}
 _NO_SCORES |= {"chosen_reward", "rejected_reward", "chosen_logprob", "rejected_logprob"}
+# Of a run that samples: key, label, how it is written.
+_OF_SAMPLES = (
+    ("reward", "reward", ".3f"),
+    ("length", "length", ".0f"),
+    ("entropy", "entropy", ".2f"),
+    ("entropy_estimate", "entropy", ".2f"),
+    ("kl", "kl", ".2g"),
+    ("logprob_gap", "gap", ".1e"),
+    ("staleness", "staleness", "d"),
+    ("tainted", "tainted", ".0f"),
+)
 PLAIN_INTERVAL_S = 2.0
 POLL_INTERVAL_S = 0.2
 STATE_STYLES = {"completed": "green", "failed": "red", "cancelled": "yellow", "running": "cyan", "lost": "red"}
@@ -178,13 +189,17 @@ class RunDisplay:
             self.console.print(line, highlight=False, soft_wrap=True)
 
     def _evaluation_line(self, record: Mapping[str, Any]) -> Text:
-        loss = float(record["loss"])
-        self._validation_loss = loss
-        line = Text.assemble(_step_label(record), ("validation loss ", "bold"), f"{loss:.4f}")
-        if loss < self._best and self._best != float("inf"):
+        """Of a loss the lowest is the best, of a reward the highest."""
+        if record.get("loss") is None:
+            found, name, shown = -float(record["reward"]), "held-out reward ", f"{record['reward']:.4f}"
+        else:
+            found = self._validation_loss = float(record["loss"])
+            name, shown = "validation loss ", f"{found:.4f}"
+        line = Text.assemble(_step_label(record), (name, "bold"), shown)
+        if found < self._best and self._best != float("inf"):
             line.append("  best so far", style="green")
-        self._best = min(self._best, loss)
-        scores = {k: v for k, v in record.items() if k not in _NO_SCORES and isinstance(v, float)}
+        self._best = min(self._best, found)
+        scores = {k: v for k, v in record.items() if k not in {*_NO_SCORES, "reward"} and isinstance(v, float)}
         line.append("".join(f"  {name} {value:.3f}" for name, value in scores.items()), style="dim")
         return line
 
@@ -198,6 +213,7 @@ class RunDisplay:
         validation = self._validation_loss if self._validation_loss is not None else status.get("validation_loss")
         if validation is not None and not plain:
             facts.append(("validation", f"{validation:.4f}"))
+        facts += _sample_facts(train)
         if train.get("margin") is not None:
             facts.append(("margin", f"{train['margin']:.3f}"))
         if train.get("accuracy") is not None:
@@ -246,6 +262,15 @@ class RunDisplay:
             facts.append(("", phase))
         shown = [Text.assemble((f"{label} " if label else "", "dim"), value) for label, value in facts]
         return Group(bar, *_fold(shown, self.console.width))
+
+
+def _sample_facts(train: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The entropy is estimated where it was not computed; what went wrong is shown where something did."""
+    found: dict[str, str] = {}
+    for key, label, form in _OF_SAMPLES:
+        if train.get(key) is not None and (train[key] or key != "tainted"):
+            found.setdefault(label, format(train[key], form))
+    return list(found.items())
 
 
 def _fold(parts: Sequence[Text], width: int, gap: str = "   ") -> list[Text]:
@@ -319,6 +344,10 @@ def print_summary(console: Console, run: RunDir) -> None:
         shown = f"  (best {best:.4f} at step {step})" if best is not None else ""
         rows["validation"] = f"{status['validation_loss']:.4f}{shown}"
     scores = status.get("validation_scores") or {}
+    if "reward" in scores:
+        best = status.get("best_reward")
+        shown = f"  (best {best:.3f} at step {status.get('best_step')})" if best is not None else ""
+        rows["held out"] = f"reward {scores['reward']:.3f}{shown}"
     if "margin" in scores:
         accuracy = f", accuracy {scores['accuracy']:.0%}" if "accuracy" in scores else ""
         rows["held out"] = f"margin {scores['margin']:.3f}{accuracy}"

@@ -40,7 +40,7 @@ def starter_yaml(algorithm: str = "sft", file: str = "lockstep.yaml") -> str:
             lines += _setting(info, name, "", values.get(name))
             continue
         if name == "algorithm":
-            section = KINDS.get(algorithm, KINDS["dpo"])
+            section = KINDS[SHORT_KINDS.get(algorithm, {"kind": algorithm})["kind"]]
         active = any(key.startswith(name + ".") for key in values)
         lines += ["", f"{_mark(active)}{name}:"]
         for key, child in section.model_fields.items():
@@ -52,9 +52,10 @@ def _algorithm_values(algorithm: str) -> dict[str, Any]:
     """What to write out: the kind, and the settings that a short name stands for."""
     if algorithm == "sft":
         return {}
-    if algorithm in KINDS:
-        return {"algorithm.kind": algorithm}
-    return {f"algorithm.{key}": value for key, value in {"kind": "dpo", **SHORT_KINDS[algorithm]}.items()}
+    settings = SHORT_KINDS.get(algorithm, {"kind": algorithm})
+    if settings["kind"] == "grpo":
+        settings = {**settings, "reward": "numeric"}
+    return {f"algorithm.{key}": value for key, value in settings.items()}
 
 
 def _setting(info: FieldInfo, key: str, indent: str, active: Any) -> list[str]:

@@ -6,6 +6,7 @@ Compares nothing itself.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -17,7 +18,15 @@ from lockstep.display import make_console, quieten_libraries
 if TYPE_CHECKING:
     from lockstep.verification.checking import Report, Verdict
 
-_COLUMNS = ("loss", "grad norm", "log-probs", "gradients", "after a step")
+# Errors by their column; those of preferences are shown where there are any.
+_ERRORS = {
+    "log-probs": "logprobs",
+    "reference": "reference",
+    "rewards": "metrics",
+    "gradients": "gradients",
+    "after a step": "weights",
+}
+_OF_PREFERENCES = ("reference", "rewards")
 
 
 def verify_and_show(config: RunConfig, layouts: str | None, *, as_json: bool) -> int:
@@ -63,19 +72,19 @@ def verdict_table(report: Report) -> Table:
     """One row per layout: loss and norm of the first batch, the largest relative errors, PASS or FAIL."""
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column(Text(report.model), no_wrap=True)
-    for name in _COLUMNS:
+    compared = [name for name in _ERRORS if report.metrics or name not in _OF_PREFERENCES]
+    for name in ("loss", "grad norm", *compared, ""):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("")
-    table.add_row("the plain loop", f"{report.loss:.6f}", f"{report.grad_norm:.6f}", "", "", "", "")
+    table.add_row("the plain loop", f"{report.loss:.6f}", f"{report.grad_norm:.6f}")
     for verdict in report.verdicts:
         state = ("PASS", "bold green") if verdict.passed else ("FAIL", "bold red")
-        table.add_row(verdict.layout.name, *_cells(verdict), Text(*state))
+        table.add_row(verdict.layout.name, *_cells(verdict, compared), Text(*state))
     return table
 
 
-def _cells(verdict: Verdict) -> list[str]:
+def _cells(verdict: Verdict, compared: Sequence[str]) -> list[str]:
     errors = verdict.errors
     if errors is None or verdict.loss is None or verdict.grad_norm is None:
-        return ["-"] * len(_COLUMNS)
-    sizes = (errors.logprobs, errors.gradients, errors.weights)
+        return ["-"] * (2 + len(compared))
+    sizes = (getattr(errors, _ERRORS[name]) for name in compared)
     return [f"{verdict.loss:.6f}", f"{verdict.grad_norm:.6f}", *(f"{size:.1e}" for size in sizes)]

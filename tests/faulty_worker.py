@@ -38,7 +38,7 @@ def missing_tensor_sum_for_lora() -> None:
             return honest(linear, *arguments)
         return lambda x: F.linear(x, tensor.local(linear.weight))
 
-    tensor._columns = columns
+    tensor._columns = columns  # type: ignore[assignment]
 
 
 def mask_leaks_across_ranks() -> None:
@@ -54,7 +54,7 @@ def mask_leaks_across_ranks() -> None:
 
     honest = attention.packed_attention
     register = attention.register
-    attention.register = lambda: (register(), AttentionInterface.register(attention.PACKED, leaky))[0]  # type: ignore
+    attention.register = lambda: (register(), AttentionInterface.register(attention.PACKED, leaky))[0]
 
 
 def micro_batch_dropped() -> None:
@@ -109,7 +109,7 @@ def stages_swapped() -> None:
         first, second, third, *rest = honest(*arguments)
         return [first, third, second, *rest]
 
-    pipeline.cut = cut
+    pipeline.cut = cut  # type: ignore[assignment]
 
 
 def every_rank_the_same_rows() -> None:
@@ -146,7 +146,7 @@ def norms_decay() -> None:
             group["decays"] = True
         return optimizer
 
-    stepping.build_optimizer = build
+    stepping.build_optimizer = build  # type: ignore[assignment]
 
 
 def one_replica_strays() -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 from lockstep.algorithms.kto import KTO
 from lockstep.algorithms.loss import Loss, LossFn, LossInputs, TensorMetrics
 from lockstep.algorithms.options import check_options
+from lockstep.algorithms.policy_gradient import POLICY_GRADIENT
 from lockstep.algorithms.preference import PREFERENCE
 
 __all__ = ["LOSSES", "Loss", "LossFn", "LossInputs", "TensorMetrics", "check_options"]
@@ -20,4 +21,5 @@ LOSSES: dict[str, Loss] = {
     "cross_entropy": Loss(cross_entropy, linear=True),
     "preference": PREFERENCE,
     "kto": KTO,
+    "policy_gradient": POLICY_GRADIENT,
 }

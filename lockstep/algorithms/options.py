@@ -52,6 +52,10 @@ PARTS: dict[str, Part] = {
 }
 DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
 KTO_LOSSES = ("kto", "apo_zero_unpaired")
+RATIOS = ("token", "sequence")
+OBJECTIVES = ("clip", "cispo")
+KL_ESTIMATES = ("k1", "k2", "k3")
+CORRECTIONS = ("none", "token", "sequence")
 
 
 @dataclass(frozen=True)
@@ -103,14 +107,39 @@ class KtoOptions:
     kl: float = 0.0
 
 
+@dataclass(frozen=True)
+class PolicyGradientOptions:
+    """`ratio`: how likely now over how likely before this step, of each token or of the whole answer: the geometric
+    mean over its tokens (GSPO).
+
+    `objective`: clip is PPO's, cispo weighs log-probs with the clipped ratio as a constant. Ratios are clipped to
+    1 - `clip_low` .. 1 + `clip_high`; `dual_clip` also bounds what one ratio times a negative advantage may cost.
+    `kl`: which estimate of the distance from the reference the loss adds, `kl_coefficient` times.
+    `correction`: weighs with trainer over sampler, of each token or each answer, at most `correction_cap`.
+    """
+
+    ratio: str = "token"
+    objective: str = "clip"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    kl: str = "k3"
+    kl_coefficient: float = 0.0
+    entropy_coefficient: float = 0.0
+    correction: str = "none"
+    correction_cap: float = 2.0
+
+
 def check_options(kind: str, options: Options) -> None:
     """Raise ValueError, with the name of the option, for what no loss of this kind can mean."""
     if kind == "preference":
         check_preference(_read(PreferenceOptions, kind, options))
     elif kind == "kto":
         check_kto(_read(KtoOptions, kind, options))
+    elif kind == "policy_gradient":
+        check_policy_gradient(_read(PolicyGradientOptions, kind, options))
     elif kind != "cross_entropy":
-        raise ValueError(f"unknown loss {kind!r}: known are cross_entropy, preference, kto")
+        raise ValueError(f"unknown loss {kind!r}: known are cross_entropy, preference, kto, policy_gradient")
     elif options:
         raise ValueError(f"{_first(options)}: cross_entropy has no options")
 
@@ -146,6 +175,22 @@ def check_kto(options: KtoOptions) -> None:
     if options.desirable_weight == options.undesirable_weight == 0:
         raise ValueError("desirable_weight: both weights are 0, nothing would be learned")
     _check_number("kl", options.kl, least=0)
+
+
+def check_policy_gradient(options: PolicyGradientOptions) -> None:
+    _check_choice("ratio", options.ratio, RATIOS)
+    _check_choice("objective", options.objective, OBJECTIVES)
+    _check_number("clip_low", options.clip_low, least=0, most=1)
+    _check_number("clip_high", options.clip_high, least=0)
+    _check_choice("kl", options.kl, KL_ESTIMATES)
+    _check_number("kl_coefficient", options.kl_coefficient, least=0)
+    _check_number("entropy_coefficient", options.entropy_coefficient)
+    _check_choice("correction", options.correction, CORRECTIONS)
+    _check_number("correction_cap", options.correction_cap, above=0)
+    if options.dual_clip is not None:
+        _check_number("dual_clip", options.dual_clip, above=1)
+        if options.objective != "clip":
+            raise ValueError(f"dual_clip: it belongs to the objective clip, and this is {options.objective}")
 
 
 def _check_losses(losses: Any) -> None:

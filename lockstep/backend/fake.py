@@ -37,7 +37,8 @@ class Call:
 class FakeBackend:
     """The log-prob of token t is -(weight - t % 7)^2 / 2; the optimizer is SGD with momentum `beta1`.
 
-    Of the losses of preferences it knows the plainest: sigmoid on pairs, and that of kto without its weights.
+    Of the losses of preferences it knows the plainest: sigmoid on pairs, and that of kto without its weights. Of policy
+    gradients it knows the clipped one.
 
     `failures` maps (method, steps made before the call) to what it raises; save_state puts it into its future.
     `nonfinite_at` are steps, counted from 1, whose loss and gradient are nan because of the first row.
@@ -161,7 +162,31 @@ class FakeBackend:
         metrics |= {"num_chosen": wanted, "num_rejected": 1 - wanted}
         return 1 - right, -sign * beta * right * (1 - right) * slope, metrics
 
-    _LOSSES: ClassVar = {"cross_entropy": _cross_entropy, "preference": _preference, "kto": _kto}
+    def _policy_gradient(self, datum: Datum, loss: LossSpec) -> tuple[float, float, dict[str, float]]:
+        low, high = 1 - loss.options["clip_low"], 1 + loss.options["clip_high"]
+        value = slope = 0.0
+        metrics = dict.fromkeys(("ratio", "clipped_low", "clipped_high", "moved"), 0.0)
+        for c in datum.completions:
+            now = _logprobs(self.weight, c.tokens, c.weights)
+            columns = (c.tokens, c.weights, now, c.values["old_logprobs"], c.values["advantages"])
+            for token, weight, logprob, old, advantage in zip(*columns, strict=True):
+                ratio = math.exp(min(logprob - old, 50.0))
+                limit = high if advantage > 0 else low
+                is_clipped = ratio > high if advantage > 0 else ratio < low
+                value -= weight * advantage * (limit if is_clipped else ratio)
+                slope += 0.0 if is_clipped else weight * advantage * ratio * (self.weight - token % 7)
+                if weight:
+                    metrics["ratio"] += ratio
+                    metrics["moved"] += ratio - 1 - (logprob - old)
+                    metrics["clipped_high" if advantage > 0 else "clipped_low"] += is_clipped
+        return value, slope, metrics
+
+    _LOSSES: ClassVar = {
+        "cross_entropy": _cross_entropy,
+        "preference": _preference,
+        "kto": _kto,
+        "policy_gradient": _policy_gradient,
+    }
 
     def _sum(self, completion: Completion) -> tuple[float, float]:
         """The weighted log-prob of an answer, and its slope in the weight."""

@@ -63,14 +63,16 @@ def needs_facts(loss: LossSpec) -> bool:
 
 
 def is_direct(loss: LossSpec, work: Work, num_parts: int) -> bool:
-    """Whether every datum's loss can be computed where its log-probs are: all completions in one place.
+    """Whether every loss can be computed where its log-probs are: all completions of a datum in one place, or all
+    tokens of each completion where the loss asks for no more.
 
     `num_parts`: over how many ranks the tokens of a micro-batch are split.
     """
     rule = find_loss(loss)
     if rule.linear:
         return True
-    return rule.is_separable(loss.options) and work.share.is_whole and num_parts == 1
+    together = work.share.is_whole or not rule.couples_completions(loss.options)
+    return rule.is_separable(loss.options) and together and num_parts == 1
 
 
 def compute_losses(

@@ -14,7 +14,7 @@ from lockstep.cli.options import app
 
 # isort: off
 # In the order in which --help lists the commands.
-from lockstep.cli import training, data, verification, evaluation, generation, runs, scaling, service
+from lockstep.cli import training, data, verification, evaluation, generation, runs, samples, scaling, service
 # isort: on
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "generation",
     "main",
     "runs",
+    "samples",
     "scaling",
     "service",
     "training",

@@ -132,7 +132,9 @@ def _describe(settings: RunConfig, as_json: bool) -> None:
 @app.command()
 def init(
     file: Annotated[Path, typer.Argument(help="The file to write.")] = DEFAULT_CONFIG,
-    algorithm: Annotated[str, typer.Option(help="What to train with: sft, dpo, kto, simpo, orpo or cpo.")] = "sft",
+    algorithm: Annotated[
+        str, typer.Option(help="What to train with: sft, dpo, kto, simpo, orpo, cpo, grpo, dapo, ...")
+    ] = "sft",
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
 ) -> None:
     """Write a commented starter configuration."""

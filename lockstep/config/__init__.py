@@ -11,6 +11,7 @@ from lockstep.config.loading import (
     validate_config,
 )
 from lockstep.config.parallel import Degrees, ParallelConfig
+from lockstep.config.reinforcement import GrpoConfig, RewardConfig
 from lockstep.config.sections import (
     BatchConfig,
     CheckpointConfig,
@@ -33,6 +34,7 @@ __all__ = [
     "Degrees",
     "DpoConfig",
     "EvaluationConfig",
+    "GrpoConfig",
     "KtoConfig",
     "LaunchConfig",
     "LoggingConfig",
@@ -40,6 +42,7 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "ParallelConfig",
+    "RewardConfig",
     "RunConfig",
     "SftConfig",
     "SourceConfig",

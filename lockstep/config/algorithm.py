@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from lockstep.config.reinforcement import SHORT_GRPO, GrpoConfig, as_rewards
 from lockstep.config.section import PositiveInt, Section
 
 LossPart = Literal[
@@ -33,11 +34,12 @@ LossPart = Literal[
     "cpo",
 ]
 REFERENCE_FREE = frozenset({"sft", "simpo", "orpo", "cpo"})
-# Kinds that are short for dpo with one loss, with the numbers of its paper where they are far from our defaults.
+# Kinds that are short for another with some settings, with the numbers of its paper where they are far from ours.
 SHORT_KINDS: dict[str, dict[str, Any]] = {
-    "simpo": {"loss": "simpo", "beta": 2.0, "margin": 1.0},
-    "orpo": {"loss": "orpo"},
-    "cpo": {"loss": "cpo"},
+    "simpo": {"kind": "dpo", "loss": "simpo", "beta": 2.0, "margin": 1.0},
+    "orpo": {"kind": "dpo", "loss": "orpo"},
+    "cpo": {"kind": "dpo", "loss": "cpo"},
+    **SHORT_GRPO,
 }
 # Settings that only one loss reads: beside any other they would do nothing, and say nothing.
 _OF_ONE_LOSS = {"margin": "simpo", "cpo_alpha": "cpo", "discopop_tau": "discopop", "bco_shift": "bco_pair"}
@@ -188,14 +190,15 @@ def expand_algorithm(given: Any) -> Any:
     kind = given.get("kind", "sft")
     if isinstance(kind, str) and kind in SHORT_KINDS:
         short = SHORT_KINDS[kind]
-        if given.get("loss", short["loss"]) != short["loss"]:
+        if "loss" in short and given.get("loss", short["loss"]) != short["loss"]:
             raise ValueError(f"algorithm.loss is {given['loss']}, and kind {kind} already names one: use kind dpo")
-        return {**short, **given, "kind": "dpo"}
-    return {**given, "kind": kind}
+        given, kind = {**short, **given}, short["kind"]
+    rewards = {"reward": as_rewards(given["reward"])} if kind == "grpo" and "reward" in given else {}
+    return {**given, **rewards, "kind": kind}
 
 
 AlgorithmConfig = Annotated[
-    SftConfig | DpoConfig | KtoConfig, Field(discriminator="kind"), BeforeValidator(expand_algorithm)
+    SftConfig | DpoConfig | KtoConfig | GrpoConfig, Field(discriminator="kind"), BeforeValidator(expand_algorithm)
 ]
-KINDS: dict[str, type[Section]] = {"sft": SftConfig, "dpo": DpoConfig, "kto": KtoConfig}
+KINDS: dict[str, type[Section]] = {"sft": SftConfig, "dpo": DpoConfig, "kto": KtoConfig, "grpo": GrpoConfig}
 LOSS_PARTS: tuple[str, ...] = get_args(LossPart)

@@ -34,6 +34,8 @@ class SourceConfig(Section):
     """Which configuration of a Hub data set."""
     revision: str | None = None
     """Which branch, tag or commit of a Hub data set."""
+    options: dict[str, Any] = Field(default={})
+    """Of a reasoning_gym:NAME task, for grpo: size (number of rows), seed, and the settings of the task itself."""
     format: Format | None = None
     """As in data."""
     columns: dict[str, str] | None = None

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import yaml
 from pydantic import Field, model_validator
 
-from lockstep.config.algorithm import AlgorithmConfig, SftConfig
+from lockstep.config.algorithm import AlgorithmConfig, GrpoConfig, SftConfig
 from lockstep.config.data import DataConfig
 from lockstep.config.parallel import ParallelConfig
 from lockstep.config.section import NonNegativeInt, PositiveInt, Section
@@ -200,6 +200,8 @@ def _check_algorithm(config: RunConfig) -> None:
     algorithm = config.algorithm
     if isinstance(algorithm, SftConfig):
         return
+    if isinstance(algorithm, GrpoConfig):
+        _check_sampling(config, algorithm)
     if config.evaluation.metrics and algorithm.kind == "kto":
         raise ValueError("evaluation.metrics compares answers with good ones, and rows of kto may be bad: remove it")
     if algorithm.reference == "adapter_off" and config.lora is None:
@@ -208,6 +210,31 @@ def _check_algorithm(config: RunConfig) -> None:
         raise ValueError("batch.samples 1 is too few for loss kto, which mixes the rows of a batch: give at least 2")
     if config.parallel.backend == "deepspeed":
         _check_deepspeed_reference(config)
+
+
+def _check_sampling(config: RunConfig, algorithm: GrpoConfig) -> None:
+    if algorithm.max_tokens >= config.data.max_length:
+        raise ValueError(
+            f"algorithm.max_tokens {algorithm.max_tokens} leaves no room for a prompt in data.max_length "
+            f"{config.data.max_length}, which holds both: raise data.max_length or lower max_tokens"
+        )
+    if config.batch.tokens is not None:
+        raise ValueError("batch.tokens is not for grpo, whose answers are not known before: give batch.samples")
+    if algorithm.minibatches > (config.batch.samples_per_step or 1):
+        raise ValueError(
+            f"algorithm.minibatches {algorithm.minibatches} is more than the prompts of a step "
+            f"({config.batch.samples_per_step}): raise batch.samples or lower it"
+        )
+    if config.evaluation.metrics:
+        raise ValueError("evaluation.metrics is not for grpo, which measures its reward on validation rows: remove it")
+    if config.parallel.pipeline > 1:
+        raise ValueError(
+            "parallel.pipeline is not for grpo, which samples from the whole model on each rank: set it to 1"
+        )
+    if algorithm.needs_reference and config.parallel.backend == "deepspeed" and config.lora is None:
+        raise ValueError(
+            "algorithm.kl_coefficient without lora needs a copy of the weights: use backend torch, or lora"
+        )
 
 
 def _check_deepspeed_reference(config: RunConfig) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from lockstep.algorithms.options import check_options
-from lockstep.config import ConfigError, DpoConfig, KtoConfig, RunConfig
+from lockstep.config import ConfigError, DpoConfig, GrpoConfig, KtoConfig, RunConfig
 
 _SHARED = (
     "beta",
@@ -32,6 +32,8 @@ def check_algorithm(config: RunConfig) -> None:
             check_options("preference", pair_options(algorithm))
         elif isinstance(algorithm, KtoConfig):
             check_options("kto", label_options(algorithm))
+        elif isinstance(algorithm, GrpoConfig):
+            check_options("policy_gradient", policy_options(algorithm))
     except ValueError as error:
         raise ConfigError(f"algorithm.{str(error).replace('losses', 'loss', 1)}") from error
 
@@ -46,3 +48,10 @@ def label_options(algorithm: KtoConfig, kl: float = 0.0) -> dict[str, Any]:
     """`kl`: how far the model is from its reference, estimated over the global batch."""
     names = ("loss", "beta", "desirable_weight", "undesirable_weight")
     return {**{name: getattr(algorithm, name) for name in names}, "kl": kl}
+
+
+def policy_options(algorithm: GrpoConfig) -> dict[str, Any]:
+    """A distance that counts in the reward is none of the loss's business."""
+    names = ("ratio", "objective", "clip_low", "clip_high", "dual_clip", "kl", "entropy_coefficient")
+    options = {name: getattr(algorithm, name) for name in (*names, "correction", "correction_cap")}
+    return {**options, "kl_coefficient": algorithm.kl_coefficient if algorithm.kl_in == "loss" else 0.0}

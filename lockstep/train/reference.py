@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.config import DpoConfig, KtoConfig, RunConfig, SftConfig
+from lockstep.config import DpoConfig, GrpoConfig, KtoConfig, RunConfig, SftConfig
 from lockstep.config.algorithm import ReferenceKind
 from lockstep.train.judging import estimates_kl
 from lockstep.train.reference_store import FORMAT, DamagedEntry, ReferenceLogprobs, ReferenceStore, WithReference
@@ -41,6 +41,8 @@ def choose_reference(config: RunConfig, *, num_rows: int, num_seen: int) -> Refe
     algorithm = config.algorithm
     if isinstance(algorithm, SftConfig):
         return ReferenceChoice("none", "sft has none")
+    if isinstance(algorithm, GrpoConfig):
+        return _choose_for_samples(config, algorithm)
     if not algorithm.needs_reference:
         return ReferenceChoice("none", f"loss {', '.join(algorithm.loss)} has none")
     if algorithm.reference_model is not None:
@@ -52,6 +54,16 @@ def choose_reference(config: RunConfig, *, num_rows: int, num_seen: int) -> Refe
     if config.lora is not None:
         return ReferenceChoice("adapter_off", "the model without its adapters is the reference, at no memory")
     return _choose_for_full(config, algorithm, num_rows, num_seen)
+
+
+def _choose_for_samples(config: RunConfig, algorithm: GrpoConfig) -> ReferenceChoice:
+    if not algorithm.needs_reference:
+        return ReferenceChoice("none", "kl_coefficient is 0")
+    if algorithm.reference != "auto":
+        return ReferenceChoice(algorithm.reference, "as configured")
+    if config.lora is not None and algorithm.reference_sync_steps is None:
+        return ReferenceChoice("adapter_off", "the model without its adapters is the reference, at no memory")
+    return ReferenceChoice("copy", "answers are new in every step, so nothing can be computed ahead")
 
 
 def _choose_for_full(

@@ -48,6 +48,8 @@ class RowsToLearn:
 def rows_to_learn(config: RunConfig, data: Compiled) -> RowsToLearn:
     """Raises where the data holds rows of another sort than the algorithm learns from."""
     kind = config.algorithm.kind
+    if kind == "grpo":
+        raise ConfigError("grpo samples its answers itself: its data has no rows that could be looked at like this")
     if data.kind not in _WANTED[kind]:
         raise ConfigError(
             f"data.train holds {_NAMES[data.kind]}, and algorithm.kind {kind} {_LEARNS[kind]}: "

@@ -6,11 +6,12 @@ waits on another's tokenizer inside a collective.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.backend.torch_backend import TorchBackend, agree_on_precision, join_group
-from lockstep.config import ConfigError, RunConfig
+from lockstep.config import ConfigError, GrpoConfig, RunConfig
 from lockstep.data.dataset import Compiled, compile_data
 from lockstep.data.order import Batches
 from lockstep.data.packing import partition
@@ -36,13 +37,16 @@ from lockstep.model.load import (
 from lockstep.parallel.group import Group, choose_device
 from lockstep.rundir import RunDir
 from lockstep.sampling.borrowed import BorrowedEngine
-from lockstep.train import dpo, sft
+from lockstep.sampling.sampler import Prompt, SamplingParams, TextCompletion
+from lockstep.train import dpo, grpo, sft
 from lockstep.train.evaluation import AnswerScores, last_answer
 from lockstep.train.options import check_algorithm
 from lockstep.train.preferences import count_padded_tokens
 from lockstep.train.progress import Checkpoints, Progress
 from lockstep.train.reference import Precomputing, ReferenceChoice, add_reference, has_all
 from lockstep.train.reference_store import describe_files
+from lockstep.train.rollout_parts import PromptData, describe_prompts, make_judge, read_prompt_data
+from lockstep.train.rollouts import Rollouts
 from lockstep.train.rows import RowsToLearn, computed_lengths, plan_reference, row_warnings, rows_to_learn
 from lockstep.train.steps import Diverged, num_steps
 
@@ -64,8 +68,7 @@ def run(run_dir: Path) -> None:
     check_algorithm(config)
     tokenizer = load_run_tokenizer(config)
     check_reference_model(config, tokenizer)
-    data = prepare_data(config, tokenizer, run, num_ranks)
-    rows = rows_to_learn(config, data)
+    data, rows = prepare_rows(config, tokenizer, run, num_ranks)
     reference = plan_reference(config, rows.train)
     if config.algorithm.kind != "sft":
         run.log_event("reference", kind=reference.kind, why=reference.why)
@@ -83,13 +86,15 @@ def run(run_dir: Path) -> None:
         last_step=progress.step or None,
     )
     try:
-        answers = answer_scores(config, backend, data, tokenizer, run)
-        around = (run, checkpoints, progress, answers)
-        if config.algorithm.kind == "sft":
-            progress = sft.train(config, backend, rows.train, rows.validation, *around)
+        learned = (config, backend, rows.train, rows.validation, run, checkpoints, progress)
+        if isinstance(data, PromptData):
+            with sampling(config, backend, data, tokenizer, progress) as rollouts:
+                progress = grpo.train(*learned, rollouts)
+        elif config.algorithm.kind == "sft":
+            progress = sft.train(*learned, answer_scores(config, backend, data, tokenizer, run))
         else:
-            asks = reference.asks_backend
-            progress = dpo.train(config, backend, rows.train, rows.validation, *around, asks_backend=asks)
+            answers, asks = answer_scores(config, backend, data, tokenizer, run), reference.asks_backend
+            progress = dpo.train(*learned, answers, asks_backend=asks)
     except Diverged:
         checkpoints.wait()  # one that is being written was made before, and is sound
         raise
@@ -99,6 +104,52 @@ def run(run_dir: Path) -> None:
     if run.owner and config.checkpoint.export == "merged":
         exported = merge(run)
     run.write_status(state="completed", phase="done", export=exported, completed_at=time.time(), step=progress.step)
+
+
+def prepare_rows(
+    config: RunConfig, tokenizer: Any, run: RunDir, num_ranks: int
+) -> tuple[Compiled | PromptData, RowsToLearn]:
+    if config.algorithm.kind == "grpo":
+        prompts = read_prompt_data(config, tokenizer)
+        for message in prompts.warnings():
+            run.log_event("warning", message=message)
+        return prompts, RowsToLearn(prompts.train, prompts.validation)
+    data = prepare_data(config, tokenizer, run, num_ranks)
+    return data, rows_to_learn(config, data)
+
+
+@contextlib.contextmanager
+def sampling(
+    config: RunConfig, backend: TorchBackend | DeepSpeedBackend, data: PromptData, tokenizer: Any, progress: Progress
+) -> Iterator[Rollouts]:
+    """Answers of the model in training, and their rewards, which rank 0 has computed. All ranks."""
+    algorithm, group = config.algorithm, backend.group
+    assert isinstance(algorithm, GrpoConfig)
+    engine = borrow_engine(backend, tokenizer)
+
+    def sample(prompts: Sequence[Prompt], params: SamplingParams, keys: Sequence[int]) -> list[list[TextCompletion]]:
+        engine.version = progress.step
+        return engine.sample(prompts, params, keys)
+
+    judge = make_judge(algorithm, computes=group.rank == 0, share=group.broadcast_object)
+    try:
+        judge.start()
+        max_turns = algorithm.max_turns if algorithm.environment else 1
+        yield Rollouts(sample, judge, data.reader.follow_up, max_turns, config.data.max_length)
+    finally:
+        judge.close()
+
+
+def borrow_engine(backend: TorchBackend | DeepSpeedBackend, tokenizer: Any) -> BorrowedEngine:
+    degrees = backend.group.degrees
+    return BorrowedEngine(
+        backend.lend_model,
+        tokenizer,
+        backend.group.gather_objects,
+        rank=backend.group.rank,
+        replicas=degrees.replicate,
+        shards=degrees.shard * degrees.context * degrees.tensor,
+    )
 
 
 def prepare_data(config: RunConfig, tokenizer: Any, run: RunDir, num_ranks: int) -> Compiled:
@@ -128,17 +179,9 @@ def answer_scores(
     questions = [last_answer(datum) for datum in data.validation[: wanted.rows]]
     references = [tokenizer.decode(answer, skip_special_tokens=True) for _, answer in questions]
     metrics.check_references(wanted.metrics, references, [datum.origin for datum in data.validation[: wanted.rows]])
-    degrees = backend.group.degrees
-    if degrees.pipeline > 1:
+    if backend.group.degrees.pipeline > 1:
         raise ConfigError("evaluation.metrics needs the whole model on every rank: set parallel.pipeline to 1")
-    engine = BorrowedEngine(
-        backend.lend_model,
-        tokenizer,
-        backend.group.gather_objects,
-        rank=backend.group.rank,
-        replicas=degrees.replicate,
-        shards=degrees.shard * degrees.context * degrees.tensor,
-    )
+    engine = borrow_engine(backend, tokenizer)
 
     def score(answers: Sequence[str], references: Sequence[str]) -> dict[str, float]:
         found: dict[str, float] = {}
@@ -347,6 +390,16 @@ def describe(config: RunConfig, on_progress: Callable[[Any], None] | None = None
     architecture = load_hf_config(config.model)
     tokenizer = load_run_tokenizer(config)
     check_reference_model(config, tokenizer)
+    about = {
+        "model": f"{(architecture.architectures or [type(architecture).__name__])[0]} from {config.model.path}",
+        "algorithm": config.algorithm.kind,
+        "training": "LoRA" if config.lora is not None else "full",
+        "precision": choose_precision(config.model.precision, choose_device(config.launch.device)),
+        "ranks": num_ranks,
+        "layout": " x ".join(f"{axis} {size}" for axis, size in degrees._asdict().items() if size > 1) or "one rank",
+    }
+    if config.algorithm.kind == "grpo":
+        return about | describe_prompts(config, tokenizer)
     data = compile_data(
         config.data,
         tokenizer,
@@ -364,13 +417,7 @@ def describe(config: RunConfig, on_progress: Callable[[Any], None] | None = None
     if config.algorithm.kind != "sft":
         saved = 1 - sum(lengths) / count_padded_tokens(batch)
         preference = {"reference": str(plan_reference(config, rows.train)), "padding_saved": f"{saved:.0%}"}
-    return {
-        "model": f"{(architecture.architectures or [type(architecture).__name__])[0]} from {config.model.path}",
-        "algorithm": config.algorithm.kind,
-        "training": "LoRA" if config.lora is not None else "full",
-        "precision": choose_precision(config.model.precision, choose_device(config.launch.device)),
-        "ranks": num_ranks,
-        "layout": " x ".join(f"{axis} {size}" for axis, size in degrees._asdict().items() if size > 1) or "one rank",
+    return about | {
         "steps": num_steps(config, batches),
         "samples": len(batch),
         "tokens": sum(lengths),

@@ -14,6 +14,9 @@ from typing import Any
 
 from lockstep.config import ConfigError, RunConfig
 from lockstep.model.load import load_hf_config
+from lockstep.train.options import check_algorithm
+from lockstep.train.reference import ReferenceChoice
+from lockstep.train.rows import plan_reference
 from lockstep.types import OptimStep
 from lockstep.verification.compare import LOOSE_TOLERANCE, TOLERANCE, Errors, compare
 from lockstep.verification.job import Found, Job, read_found, refusal
@@ -28,13 +31,14 @@ from lockstep.verification.layouts import (
     parse_layouts,
     problem,
 )
+from lockstep.verification.preference import PlainPreference
 from lockstep.verification.ranks import WORKER_MODULE, run_ranks
-from lockstep.verification.reduced import build_reduced, choose_reduction, find_limits
+from lockstep.verification.reduced import build_reduced, choose_reduction, find_limits, reference_config
 from lockstep.verification.reference import StepValues, plain_batches, train_plainly
 from lockstep.verification.sample import (
     MAX_ROWS,
     MAX_TOKENS,
-    choose_budget,
+    choose_budgets,
     compile_rows,
     distinct_tokens,
     renumber,
@@ -48,7 +52,7 @@ Tell = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one layout. `loss` and `grad_norm` are of the first batch; `problem` says what is wrong, or nothing.
+    """Of one layout. `problem` says what is wrong, or nothing. Loss, norm and metrics are of the first batch.
 
     `refused`: all ranks say, in the same words, that the model cannot be laid out like this.
     """
@@ -61,6 +65,7 @@ class Verdict:
     errors: Errors | None = None
     warnings: tuple[str, ...] = ()
     refused: str = ""
+    metrics: dict[str, float] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
@@ -69,7 +74,10 @@ class Verdict:
 
 @dataclass
 class Report:
-    """Everything that verify found. `notes` say what was reduced, changed or left out."""
+    """Everything that verify found. `notes` say what was reduced, changed or left out.
+
+    `metrics` are what a loss of preferences measures, as sums over the first batch.
+    """
 
     model: str
     tolerance: float
@@ -77,6 +85,7 @@ class Report:
     grad_norm: float
     verdicts: list[Verdict] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
@@ -87,11 +96,12 @@ class Report:
         for verdict in self.verdicts:
             layout = verdict.layout
             row = {"layout": layout.name, "processes": layout.degrees.num_ranks, "passed": verdict.passed}
-            row |= {key: getattr(verdict, key) for key in ("loss", "grad_norm", "seconds", "warnings")}
+            row |= {key: getattr(verdict, key) for key in ("loss", "grad_norm", "metrics", "seconds", "warnings")}
             row |= {"problem": verdict.problem or None, "errors": verdict.errors and asdict(verdict.errors)}
             layouts.append(row)
         facts = {key: getattr(self, key) for key in ("passed", "model", "tolerance", "notes")}
-        return {**facts, "reference": {"loss": self.loss, "grad_norm": self.grad_norm}, "layouts": layouts}
+        plain = {"loss": self.loss, "grad_norm": self.grad_norm, "metrics": self.metrics}
+        return {**facts, "reference": plain, "layouts": layouts}
 
 
 @dataclass(frozen=True)
@@ -130,7 +140,8 @@ def verify(
 
     first, found = check(ONE, 1, TOLERANCE)
     plain = prepared.expected[0]
-    report = Report(_model_name(config), TOLERANCE, plain.loss, plain.norm, [first], [*prepared.notes, *notes])
+    notes = [*prepared.notes, *notes]
+    report = Report(_model_name(config), TOLERANCE, plain.loss, plain.norm, [first], notes, plain.metrics)
     if first.errors is not None and TOLERANCE < first.errors.largest <= LOOSE_TOLERANCE:
         _loosen(report, first, first.errors)
     if asked is None and found is not None and not found.packs:
@@ -146,7 +157,15 @@ def verify(
 
 def _prepare(config: RunConfig, asked: Sequence[Layout] | None) -> _Prepared:
     """The sample, the reduced model and the plain steps on it."""
-    taken = plain_batches(compile_rows(config), config)
+    if config.algorithm.kind not in ("sft", "dpo", "kto"):
+        raise ConfigError(
+            f"verify compares steps on given answers, and algorithm.kind {config.algorithm.kind} samples its own: to "
+            "verify the layouts of this model, use a configuration with sft, dpo or kto"
+        )
+    check_algorithm(config)
+    rows = compile_rows(config)
+    choice = plan_reference(config, rows)
+    taken = plain_batches(rows, config)
     tokens = distinct_tokens([part.data for part in taken])
     numbered = [replace(part, data=renumber(part.data, tokens)) for part in taken]
     stages = [layout.num_stages for layout in (*(asked or ()), own_layout(config))]
@@ -156,11 +175,19 @@ def _prepare(config: RunConfig, asked: Sequence[Layout] | None) -> _Prepared:
     step = OptimStep(config.learning_rate, o.beta1, o.beta2, o.eps, o.weight_decay)
     clips = o.max_grad_norm is not None
     model = build_reduced(config, reduction)
-    expected, step = train_plainly(model, numbered, step, clip_at_half=clips)
-    budget = choose_budget([part.data for part in numbered])
-    job = Job(config, ONE, reduction, tokens, budget, step, timeout_s=_COLLECTIVE_S)
     size = sum(p.numel() for p in model.parameters())
-    return _Prepared(job, expected, limits, _describe_changes(config, job, size, [len(p.data) for p in numbered]))
+    learn, other = None, None
+    if config.algorithm.kind != "sft":
+        other_model = None
+        if config.algorithm.reference_model is not None:
+            other = choose_reduction(reference_config(config), tokens, reduction.num_layers)
+            other_model = build_reduced(reference_config(config), other)
+        learn = PlainPreference(config, model, choice.kind, other_model).learn
+    expected, step = train_plainly(model, numbered, step, clip_at_half=clips, learn=learn)
+    budgets = choose_budgets([part.data for part in numbered])
+    job = Job(config, ONE, reduction, tokens, budgets, step, _COLLECTIVE_S, choice.kind, other)
+    notes = _describe_changes(config, job, size, [len(p.data) for p in numbered])
+    return _Prepared(job, expected, limits, [*notes, *_describe_reference(config, choice, expected)])
 
 
 def _choose(config: RunConfig, asked: Sequence[Layout] | None, limits: ModelLimits) -> tuple[list[Layout], list[str]]:
@@ -189,7 +216,9 @@ def _check(
     errors = compare(found.steps, expected, tolerance)
     wrong = errors.first or next(iter(found.disagreements), "")
     first = found.steps[0]
-    return Verdict(job.layout, seconds, wrong, first.loss, first.norm, errors, tuple(found.warnings)), found
+    warnings = tuple(found.warnings)
+    verdict = Verdict(job.layout, seconds, wrong, first.loss, first.norm, errors, warnings, metrics=first.metrics)
+    return verdict, found
 
 
 def _loosen(report: Report, first: Verdict, errors: Errors) -> None:
@@ -214,12 +243,14 @@ def _without_packing(chosen: Sequence[Layout], own: Layout, report: Report) -> l
 
 def _describe_changes(config: RunConfig, job: Job, size: int, rows: Sequence[int]) -> list[str]:
     how = "fewer layers, narrower" if job.reduction.narrow else "fewer layers"
+    *_, budget, last_budget = job.micro_batch_tokens
+    cut = f"; in the last batch {last_budget}, so that some pairs are cut in two" if last_budget != budget else ""
     notes = [
         f"the model is a reduced copy ({how}, random weights): {job.reduction.num_layers} layers, {size:,} parameters, "
         "float64",
         f"the data are the first {len(rows)} batches of the run: {' and '.join(map(str, rows))} rows, at most "
-        f"{MAX_ROWS} of each batch and {MAX_TOKENS} tokens of each row",
-        f"a micro-batch has {job.micro_batch_tokens} tokens, so that there are several",
+        f"{MAX_ROWS} of each batch and {MAX_TOKENS // 2} tokens of each prompt and of each answer",
+        f"a micro-batch has {budget} tokens, so that there are several{cut}",
     ]
     if config.parallel.compression != "none":
         notes.append(
@@ -230,6 +261,20 @@ def _describe_changes(config: RunConfig, job: Job, size: int, rows: Sequence[int
     if job.step.max_grad_norm is not None:
         notes.append("gradients are clipped to half of the first one's norm, so that clipping is seen")
     notes.append("AdamW's eps is raised to the size of the gradient, so that its step shows more than signs")
+    return notes
+
+
+def _describe_reference(config: RunConfig, choice: ReferenceChoice, expected: Sequence[StepValues]) -> list[str]:
+    algorithm = config.algorithm
+    if algorithm.kind == "sft":
+        return []
+    notes = [f"the reference is {choice}"]
+    if choice.kind != "none":
+        notes.append("the model is moved away from its reference before the first batch: otherwise margins would be 0")
+    if algorithm.reference_sync_steps is not None:
+        notes.append(f"the reference follows by {algorithm.reference_mix:g} after the first batch, not only later")
+    if algorithm.kind == "kto" and algorithm.loss == "kto" and not any(step.metrics["kl"] for step in expected):
+        notes.append("kto's estimate of how far the model is from its reference is below 0 here, and counts as 0")
     return notes
 
 

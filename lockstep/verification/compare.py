@@ -23,20 +23,26 @@ _FLOOR = 1e-4
 
 @dataclass
 class Errors:
-    """The largest relative errors over all steps. `first` names the first thing that is further off than allowed."""
+    """The largest relative errors over all steps. `first` names the first thing that is further off than allowed.
+
+    `reference` is of the reference's log-probs, `metrics` of rewards, margin and the like: both of preferences.
+    """
 
     loss: float = 0.0
     grad_norm: float = 0.0
     logprobs: float = 0.0
     gradients: float = 0.0
     weights: float = 0.0
+    reference: float = 0.0
+    metrics: float = 0.0
     worst_parameter: str = ""
     first: str = ""
     by_parameter: dict[str, float] = field(default_factory=dict)
 
     @property
     def largest(self) -> float:
-        return max(self.loss, self.grad_norm, self.logprobs, self.gradients, self.weights)
+        first, second = (self.loss, self.grad_norm, self.logprobs), (self.gradients, self.weights)
+        return max(*first, *second, self.reference, self.metrics)
 
 
 def compare(found: Sequence[StepValues], expected: Sequence[StepValues], tolerance: float) -> Errors:
@@ -55,6 +61,10 @@ def _compare_step(errors: Errors, ours: StepValues, plain: StepValues, where: st
     if not errors.first:
         errors.first = _rows_differ(ours, plain, where)
     errors.logprobs = max(errors.logprobs, note("log-probs", _list_error(ours.logprobs, plain.logprobs)))
+    error = note("log-probs of the reference", _list_error(ours.reference_logprobs, plain.reference_logprobs))
+    errors.reference = max(errors.reference, error)
+    for name, error in tensor_errors(_as_tensors(ours.metrics), _as_tensors(plain.metrics)).items():
+        errors.metrics = max(errors.metrics, note(name, error))
     errors.loss = max(errors.loss, note("loss", relative_error(ours.loss, plain.loss)))
     for name, error in tensor_errors(ours.gradients, plain.gradients).items():
         errors.gradients = max(errors.gradients, note(f"gradient of {name}", error))
@@ -85,6 +95,10 @@ def _list_error(ours: Sequence[float], plain: Sequence[float]) -> float:
     if len(ours) != len(plain):
         return math.inf
     return max((relative_error(a, b) for a, b in zip(ours, plain)), default=0.0)
+
+
+def _as_tensors(metrics: dict[str, float]) -> dict[str, Tensor]:
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
 
 
 def tensor_errors(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> dict[str, float]:

@@ -27,15 +27,20 @@ _JOB, _FOUND = "job.json", "found.json"
 
 @dataclass(frozen=True)
 class Job:
-    """`tokens` are the user's tokens by their new numbers."""
+    """`tokens` are the user's tokens by their new numbers; `micro_batch_tokens` has a number for each batch.
+
+    `reference` as in algorithm.reference, never auto; `other` is of algorithm.reference_model, where there is one.
+    """
 
     config: RunConfig
     layout: Layout
     reduction: Reduction
     tokens: list[int]
-    micro_batch_tokens: int
+    micro_batch_tokens: list[int]
     step: OptimStep
     timeout_s: float
+    reference: str = "none"
+    other: Reduction | None = None
 
     def write(self, folder: Path) -> None:
         text = {
@@ -46,6 +51,8 @@ class Job:
             "micro_batch_tokens": self.micro_batch_tokens,
             "step": asdict(self.step),
             "timeout_s": self.timeout_s,
+            "reference": self.reference,
+            "other": self.other and asdict(self.other),
         }
         (folder / _JOB).write_text(json.dumps(text), encoding="utf-8")
 
@@ -60,6 +67,8 @@ class Job:
             text["micro_batch_tokens"],
             OptimStep(**text["step"]),
             text["timeout_s"],
+            text["reference"],
+            text["other"] and Reduction(**text["other"]),
         )
 
 

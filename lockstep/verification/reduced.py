@@ -7,11 +7,14 @@ layouts or data beyond the size of the vocabulary.
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lockstep.config import ConfigError, RunConfig
 from lockstep.model.load import load_hf_config
@@ -61,6 +64,7 @@ def build_reduced(config: RunConfig, reduction: Reduction) -> Any:
     """With the user's adapters, if there are any. The same on every rank and in every process."""
     torch.manual_seed(config.seed)
     model = build_plain(config, reduction)
+    keep_float64(model)
     if config.lora is not None:
         # What is left out at random differs between layouts by design.
         model = add_lora(model, config.lora.model_copy(update={"dropout": 0.0}))
@@ -71,6 +75,55 @@ def build_reduced(config: RunConfig, reduction: Reduction) -> Any:
         if parameter.ndim < 2 or "lora_B" in name:
             parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
     return model
+
+
+def keep_float64(model: nn.Module) -> None:
+    """Norms compute in float32 whatever the model is in, and round gradients to it on the way back.
+
+    A prompt that is computed once for two answers gets the rounded sum of what two prompts get as two rounded numbers.
+    To see that they are otherwise the same, norms must not round.
+    """
+    for module in model.modules():
+        if not any(module.children()) and not isinstance(module, (nn.Linear, nn.Embedding)):
+            module.forward = functools.partial(_forward_in_float64, type(module).forward, module)
+
+
+def _forward_in_float64(forward: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    with _Float64Stays():
+        return forward(*arguments, **options)
+
+
+class _Float64Stays(TorchFunctionMode):
+    """A tensor in float64 that is asked for in float32 stays as it is."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: Any = (), options: dict[str, Any] | None = None
+    ) -> Any:
+        options = options or {}
+        narrows = function is Tensor.float
+        narrows |= function is Tensor.to and torch.float32 in (*arguments[1:], *options.values())
+        if narrows and arguments[0].dtype == torch.float64:
+            return arguments[0]
+        return function(*arguments, **options)
+
+
+def reference_config(config: RunConfig) -> RunConfig:
+    """The run with its reference_model in the place of the model."""
+    path = getattr(config.algorithm, "reference_model", None)
+    assert path is not None
+    model = config.model.model_copy(update={"path": path, "revision": None})
+    return config.model_copy(update={"model": model, "lora": None})
+
+
+@torch.no_grad()
+def leave_reference(weights: Iterable[Tensor]) -> None:
+    """Move a policy away from a reference that it equals: all margins are zero before, and later in the same order.
+
+    Each entry by itself, so that any part of a tensor moves as it would within the whole. Most become smaller: a policy
+    that is less sure of itself is at a distance above zero from its reference, as kto measures it.
+    """
+    for tensor in weights:
+        tensor.mul_(0.75 + 0.5 * torch.sin(300 * tensor))
 
 
 def build_plain(config: RunConfig, reduction: Reduction) -> Any:

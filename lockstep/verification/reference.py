@@ -1,25 +1,30 @@
 """The plainest training there is: one document at a time, the model's own forward, full logits, float64, AdamW by hand.
 
 What every layout must equal. Shares no code with the backend; of the order of rows, only shuffling and filling.
+What is learned from a batch is handed in: answers here, preferences by their neighbour.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.config import RunConfig
-from lockstep.data import Rows, epoch_order, fill_batches
+from lockstep.data import epoch_order, fill_batches
 from lockstep.types import Completion, Datum, OptimStep
 from lockstep.verification.sample import NUM_BATCHES, Taken, make_taken, total_weight
 
 
 @dataclass(frozen=True)
 class StepValues:
-    """Everything that is compared of one step. `logprobs` are of the tokens that have a weight, row by row."""
+    """Everything that is compared of one step. Log-probs are of the tokens that have a weight, row by row.
+
+    `reference_logprobs` and `metrics` are of preferences; metrics are sums over rows.
+    """
 
     names: tuple[str, ...]
     cursor: int
@@ -28,9 +33,24 @@ class StepValues:
     logprobs: list[float]
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
+    reference_logprobs: list[float] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
-def plain_batches(rows: Rows, config: RunConfig) -> list[Taken]:
+@dataclass(frozen=True)
+class Learned:
+    """What a pass over one batch found; its gradients are in the model."""
+
+    loss: float
+    logprobs: list[float]
+    reference_logprobs: list[float] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+Learn = Callable[[Sequence[Datum]], Learned]
+
+
+def plain_batches(rows: Any, config: RunConfig) -> list[Taken]:
     """The first batches, counted out by hand."""
     taken: list[Taken] = []
     cursor = 0
@@ -43,7 +63,7 @@ def plain_batches(rows: Rows, config: RunConfig) -> list[Taken]:
     return taken
 
 
-def _cut_epoch(rows: Rows, config: RunConfig, epoch: int) -> Iterator[list[Datum]]:
+def _cut_epoch(rows: Any, config: RunConfig, epoch: int) -> Iterator[list[Datum]]:
     order = epoch_order(len(rows), seed=config.seed, epoch=epoch, shuffle=config.data.shuffle)
     if config.batch.tokens is not None and config.data.shuffle:
         order = fill_batches(order, rows.lengths, config.batch.tokens)
@@ -64,24 +84,31 @@ def _is_full(batch: Sequence[Datum], following: Datum, config: RunConfig) -> boo
     return sum(d.num_tokens for d in batch) + following.num_tokens > config.batch.tokens
 
 
-def logprobs_of(model: nn.Module, datum: Datum, completion: Completion) -> Tensor:
-    """Of each token of the completion."""
-    tokens = torch.tensor([*datum.prompt, *completion.tokens])
-    logits = model(input_ids=tokens[None], use_cache=False).logits[0]
-    every = torch.log_softmax(logits, dim=-1)[:-1].gather(1, tokens[1:, None])[:, 0]
-    return every[len(datum.prompt) - 1 :]
+def distributions_of(model: nn.Module, datum: Datum, completion: Completion) -> Tensor:
+    """Log-probs of the whole vocabulary, in the place of each token of the completion."""
+    tokens = torch.tensor([[*datum.prompt, *completion.tokens]])
+    logits = model(input_ids=tokens, use_cache=False).logits[0]
+    return torch.log_softmax(logits, dim=-1)[len(datum.prompt) - 1 : -1]
+
+
+def pick(distributions: Tensor, completion: Completion) -> Tensor:
+    """The log-prob of each token of the completion."""
+    return distributions.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
 
 
 def train_plainly(
-    model: nn.Module, taken: Sequence[Taken], step: OptimStep, *, clip_at_half: bool
+    model: nn.Module, taken: Sequence[Taken], step: OptimStep, *, clip_at_half: bool, learn: Learn | None = None
 ) -> tuple[list[StepValues], OptimStep]:
-    """A step on each batch, and the step as it was made: fitted to the first gradient."""
+    """A step on each batch, and the step as it was made: fitted to the first gradient.
+
+    `learn` adds a batch's gradients up in the model; without it, answers are learned.
+    """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     means = {name: torch.zeros_like(p) for name, p in trained.items()}
     squares = {name: torch.zeros_like(p) for name, p in trained.items()}
     found: list[StepValues] = []
     for number, part in enumerate(taken, start=1):
-        loss, logprobs = _backward(model, part.data)
+        learned = learn_answers(model, part.data) if learn is None else learn(part.data)
         gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in trained.items()}
         norm = float(torch.stack([g.square().sum() for g in gradients.values()]).sum().sqrt())
         if not found:
@@ -90,7 +117,9 @@ def train_plainly(
             _step_adamw(parameter.data, _clipped(gradients[name], norm, step), means[name], squares[name], step, number)
             parameter.grad = None
         weights = {name: p.detach().clone() for name, p in trained.items()}
-        found.append(StepValues(part.names, part.cursor, loss, norm, logprobs, gradients, weights))
+        found.append(
+            StepValues(part.names, part.cursor, norm=norm, gradients=gradients, weights=weights, **vars(learned))
+        )
     return found, step
 
 
@@ -104,19 +133,19 @@ def _fit(step: OptimStep, norm: float, num_weights: int, *, clip_at_half: bool) 
     return replace(step, max_grad_norm=max_norm, eps=max(step.eps, (max_norm or norm) / num_weights**0.5))
 
 
-def _backward(model: nn.Module, batch: Sequence[Datum]) -> tuple[float, list[float]]:
-    """Gradients add up in the model. (loss, log-probs of what has a weight)."""
+def learn_answers(model: nn.Module, batch: Sequence[Datum]) -> Learned:
+    """Cross-entropy, as the mean over everything that has a weight."""
     scale = 1.0 / total_weight(batch)
     total, seen = 0.0, []
     for datum in batch:
         for completion in datum.completions:
             weights = torch.tensor(completion.weights, dtype=torch.float64)
-            logprobs = logprobs_of(model, datum, completion)
+            logprobs = pick(distributions_of(model, datum, completion), completion)
             loss = -(weights * scale * logprobs).sum()
             loss.backward()
             total += float(loss.detach())
             seen += logprobs.detach()[weights != 0].tolist()
-    return total, seen
+    return Learned(total, seen)
 
 
 def _clipped(gradient: Tensor, norm: float, step: OptimStep) -> Tensor:

@@ -5,18 +5,21 @@ Every rank takes them as training does. Must not know models, layouts or ranks.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.config import ConfigError, RunConfig
-from lockstep.data import Batches, Rows, compile_data
+from lockstep.data import Batches, compile_data
 from lockstep.model.load import load_run_tokenizer
-from lockstep.types import Completion, Datum
+from lockstep.train.rows import rows_to_learn
+from lockstep.types import Completion, Datum, Logprobs
 
 NUM_BATCHES = 2
 MAX_ROWS = 16  # of each batch
-MAX_TOKENS = 64  # of each document: half of them prompt
+MAX_TOKENS = 64  # of each prompt with one answer: half of them prompt
+REFERENCE = "reference_logprobs"
 
 
 @dataclass(frozen=True)
@@ -28,8 +31,8 @@ class Taken:
     data: list[Datum]
 
 
-def compile_rows(config: RunConfig, on_progress: Callable[[Any], None] | None = None) -> Rows:
-    """The training rows, from the cache if they were compiled before."""
+def compile_rows(config: RunConfig, on_progress: Callable[[Any], None] | None = None) -> Any:
+    """The training rows as a loop is given them, from the cache if they were compiled before."""
     compiled = compile_data(
         config.data,
         load_run_tokenizer(config),
@@ -37,9 +40,7 @@ def compile_rows(config: RunConfig, on_progress: Callable[[Any], None] | None = 
         timeout_s=config.launch.timeout_s,
         on_progress=on_progress,
     )
-    if compiled.kind != "answers":
-        raise ConfigError("data.train holds preferences, and verify computes the loss of answers: name other data")
-    return compiled.train
+    return rows_to_learn(config, compiled).train
 
 
 def take_batches(rows: Sequence[Datum], config: RunConfig) -> list[Taken]:
@@ -57,14 +58,30 @@ def make_taken(batch: Sequence[Datum], cursor: int) -> Taken:
 
 
 def shorten(datum: Datum, max_tokens: int = MAX_TOKENS) -> Datum:
-    """The end of the prompt, and of each completion a piece that begins just before what is learned of it."""
+    """The end of the prompt, and of each completion a piece that begins just before what is learned of it.
+
+    Or just before the answers of a pair part, where the pieces would otherwise be the same.
+    """
     half = max_tokens // 2
-    completions = []
-    for completion in datum.completions:
-        learned = next((i for i, weight in enumerate(completion.weights) if weight), 0)
-        piece = slice(max(learned - 2, 0), max(learned - 2, 0) + half)
-        completions.append(Completion(list(completion.tokens[piece]), [float(w) for w in completion.weights[piece]]))
-    return Datum([int(t) for t in datum.prompt[-half:]], completions, datum.origin)
+    learned = [next((i for i, weight in enumerate(c.weights) if weight), 0) for c in datum.completions]
+    pieces = [_piece(c, first - 2, half) for c, first in zip(datum.completions, learned, strict=True)]
+    if len({tuple(piece.tokens) for piece in pieces}) < len(pieces):
+        parting = _num_alike(datum.completions)
+        pieces = [_piece(c, parting - 2, half) for c in datum.completions]
+    return Datum([int(t) for t in datum.prompt[-half:]], pieces, datum.origin)
+
+
+def _piece(completion: Completion, start: int, size: int) -> Completion:
+    piece = slice(max(start, 0), max(start, 0) + size)
+    values = {name: [float(value) for value in column[piece]] for name, column in completion.values.items()}
+    tokens, weights = completion.tokens[piece], completion.weights[piece]
+    return Completion([int(t) for t in tokens], [float(weight) for weight in weights], values)
+
+
+def _num_alike(completions: Sequence[Completion]) -> int:
+    """Tokens with which all of them begin."""
+    columns = list(zip(*(c.tokens for c in completions)))
+    return next((place for place, tokens in enumerate(columns) if len(set(tokens)) > 1), len(columns))
 
 
 def distinct_tokens(batches: Sequence[Sequence[Datum]]) -> list[int]:
@@ -102,10 +119,40 @@ def total_weight(batch: Sequence[Datum]) -> float:
     return weight
 
 
-def choose_budget(batches: Sequence[Sequence[Datum]]) -> int:
-    """Tokens of a micro-batch: several of them for each rank, and room for two documents in each."""
+def add_reference(batch: Sequence[Datum], logprobs: Sequence[Logprobs]) -> list[Datum]:
+    """Rows that bring the log-probs of their reference with them."""
+    return [
+        replace(
+            datum,
+            completions=[
+                replace(c, values={**c.values, REFERENCE: list(own)})
+                for c, own in zip(datum.completions, row, strict=True)
+            ],
+        )
+        for datum, row in zip(batch, logprobs, strict=True)
+    ]
+
+
+def choose_budgets(batches: Sequence[Sequence[Datum]]) -> list[int]:
+    """Tokens of a micro-batch, for each batch: several for each rank, and room for two rows in each.
+
+    In the last batch the longer pairs do not fit, and are cut in two.
+    """
     budget = 0
     for batch in batches:
-        lengths = sorted(len(d.prompt) + len(c.tokens) for d in batch for c in d.completions)
+        lengths = sorted(_num_tokens_with_one_prompt(datum) for datum in batch)
         budget = max(budget, sum(lengths) // 8, sum(lengths[-2:]))
-    return budget
+    if all(len(datum.completions) == 1 for batch in batches for datum in batch):
+        return [budget] * len(batches)
+    return [*([budget] * (len(batches) - 1)), _cutting_budget(batches[-1])]
+
+
+def _cutting_budget(batch: Sequence[Datum]) -> int:
+    """About half of the pairs are whole; at least one is not, and each answer fits by itself."""
+    lengths = [_num_tokens_with_one_prompt(datum) for datum in batch]
+    longest_alone = max(len(datum.prompt) + len(c.tokens) for datum in batch for c in datum.completions)
+    return max(statistics.median_high(lengths) - 1, longest_alone)
+
+
+def _num_tokens_with_one_prompt(datum: Datum) -> int:
+    return len(datum.prompt) + sum(len(c.tokens) for c in datum.completions)

@@ -10,6 +10,8 @@ import hashlib
 import os
 import sys
 import traceback
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lockstep.algorithms.losses import LOSSES
 from lockstep.backend.torch_backend import TorchBackend, join_group
+from lockstep.config import DpoConfig, KtoConfig, SftConfig
 from lockstep.parallel.group import Group
-from lockstep.types import Datum, LossSpec
+from lockstep.train.dpo import prepare
+from lockstep.types import Datum, Logprobs, LossSpec
 from lockstep.verification.job import Job, own_rank, record_failure, tensor_name, write_found, write_tensors
-from lockstep.verification.reduced import build_reduced
-from lockstep.verification.sample import Taken, compile_rows, renumber, take_batches, total_weight
+from lockstep.verification.reduced import build_reduced, leave_reference, reference_config
+from lockstep.verification.sample import REFERENCE, add_reference, compile_rows, renumber, take_batches, total_weight
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -41,13 +46,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 def compute(job: Job, folder: Path) -> None:
     torch.set_num_threads(1)  # the model is tiny, and sums must not depend on threads
+    algorithm = job.config.algorithm
     taken = take_batches(compile_rows(job.config), job.config)
     group = join_group("cpu", job.layout.parallel, job.timeout_s)
-    backend = make_backend(job, group)
+    backend, batches = _build(job, group, [renumber(part.data, job.tokens) for part in taken])
     facts: list[dict[str, Any]] = []
     tensors: dict[str, Tensor] = {}
-    for number, part in enumerate(taken):
-        facts.append(_step(backend, job, part, number, tensors))
+    for number, (part, rows) in enumerate(zip(taken, batches, strict=True)):
+        facts.append({"names": part.names, "cursor": part.cursor, **_step(backend, job, rows, number, tensors)})
+        if number == 0 and not isinstance(algorithm, SftConfig) and algorithm.reference_sync_steps is not None:
+            backend.mix_reference(algorithm.reference_mix)
     disagreements = _write_shared(tensors, facts, group, folder)
     group.barrier()
     if group.rank == 0:
@@ -56,34 +64,80 @@ def compute(job: Job, folder: Path) -> None:
     group.leave()
 
 
-def make_backend(job: Job, group: Group) -> TorchBackend:
+def _build(job: Job, group: Group, batches: list[list[Datum]]) -> tuple[TorchBackend, list[list[Datum]]]:
+    """As a run does: the backend, and the rows with their reference's log-probs where those are made ahead. All ranks.
+
+    Then the policy leaves its reference.
+    """
+    has_adapter = job.config.lora is not None
+    if job.reference != "precomputed":
+        backend = make_backend(job, group, job.reference)
+    elif job.other is not None:
+        other = make_backend(replace(job, config=reference_config(job.config), reduction=job.other), group, "none")
+        batches = [add_reference(batch, other.forward(batch)) for batch in batches]
+        other.policy.stop_packing()
+        backend = make_backend(job, group, "none")
+    else:
+        backend = make_backend(job, group, "adapter_off" if has_adapter else "none")
+        batches = [add_reference(batch, backend.forward(batch, reference=has_adapter)) for batch in batches]
+    if job.reference != "none":
+        leave_reference(_local(p.detach()) for p in backend.parameters().values())
+    return backend, batches
+
+
+def make_backend(job: Job, group: Group, reference: str) -> TorchBackend:
     return TorchBackend(
         build_reduced(job.config, job.reduction),
-        micro_batch_tokens=job.micro_batch_tokens,
+        micro_batch_tokens=max(job.micro_batch_tokens),
         precision="fp64",
         parallel=job.layout.parallel,
         activation_checkpointing=job.config.model.activation_checkpointing,
         activation_offload=job.config.model.activation_offload,
         compile=False,
+        reference=reference,
         seed=job.config.seed,
         group=group,
     )
 
 
-def _step(backend: TorchBackend, job: Job, taken: Taken, number: int, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _step(
+    backend: TorchBackend, job: Job, rows: Sequence[Datum], number: int, tensors: dict[str, Tensor]
+) -> dict[str, Any]:
     """One step; its gradients and weights go into `tensors`, whole."""
-    batch = renumber(taken.data, job.tokens)
+    backend.micro_batch_tokens = job.micro_batch_tokens[number]
+    batch, loss = _prepare(job, backend, rows)
     logprobs = _supervised(backend.forward(batch), batch)
-    loss = backend.forward_backward(batch, LossSpec("cross_entropy", scale=1.0 / total_weight(batch))).loss
+    reference = _reference_logprobs(backend, batch, loss)
+    result = backend.forward_backward(batch, loss)
+    metrics = {name: result.metrics[name] for name in LOSSES[loss.kind].metrics(loss.options)}
     for name, parameter in backend.parameters().items():
         tensors[tensor_name(number, "gradients", name)] = _gradient(parameter)
     norm = backend.optim_step(job.step).grad_norm
     for name, parameter in backend.parameters().items():
         tensors[tensor_name(number, "weights", name)] = _whole(parameter.detach())
-    return {"names": taken.names, "cursor": taken.cursor, "loss": loss, "norm": norm, "logprobs": logprobs}
+    facts = {"loss": result.loss, "norm": norm, "logprobs": logprobs}
+    return {**facts, "reference_logprobs": reference, "metrics": metrics}
 
 
-def _supervised(logprobs: Any, batch: list[Datum]) -> list[float]:
+def _prepare(job: Job, backend: TorchBackend, rows: Sequence[Datum]) -> tuple[Sequence[Datum], LossSpec]:
+    """What the loop of this algorithm makes of the rows."""
+    algorithm = job.config.algorithm
+    if isinstance(algorithm, SftConfig):
+        return rows, LossSpec("cross_entropy", scale=1.0 / total_weight(rows))
+    assert isinstance(algorithm, (DpoConfig, KtoConfig))
+    return prepare(job.config, algorithm, backend, rows, job.reference in ("adapter_off", "copy"))
+
+
+def _reference_logprobs(backend: TorchBackend, batch: Sequence[Datum], loss: LossSpec) -> list[float]:
+    """Those that the loss is given: the backend's, or the rows' own."""
+    if loss.reference:
+        return _supervised(backend.forward(batch, reference=True), batch)
+    if any(REFERENCE in c.values for datum in batch for c in datum.completions):
+        return _supervised([[c.values[REFERENCE] for c in datum.completions] for datum in batch], batch)
+    return []
+
+
+def _supervised(logprobs: Sequence[Logprobs], batch: Sequence[Datum]) -> list[float]:
     return [
         value
         for datum, row in zip(batch, logprobs, strict=True)
@@ -97,6 +151,10 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     if parameter.grad is None:
         return torch.zeros(parameter.shape, dtype=parameter.dtype)
     return _whole(parameter.grad)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -95,7 +95,8 @@ def keep_float64(model: nn.Module) -> nn.Module:
 
 def _rms_norm(module: Any, hidden: torch.Tensor) -> torch.Tensor:
     eps = module.eps if hasattr(module, "eps") else module.variance_epsilon
-    scaled = hidden / torch.sqrt((hidden * hidden).mean(dim=-1, keepdim=True) + eps)
+    wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+    scaled = (wide / torch.sqrt((wide * wide).mean(dim=-1, keepdim=True) + eps)).to(hidden.dtype)
     return scaled * (1 + module.weight if type(module).__name__.startswith("Gemma") else module.weight)
 
 

@@ -120,7 +120,7 @@ def test_the_list_is_live_filters_and_loads_no_chart_script(browser: Browser, se
     running = service.submit("paced-one", steps=1000)
     browser.wait_for_text("paced-one")
     wait_for(lambda: re.search(r"step \d+ of 1,000", browser.text()))
-    assert "min" in browser.text("td[data-label='Time left']")
+    wait_for(lambda: "min" in browser.text("td[data-label='Time left']"))
     browser.named(".filters a", "completed").click()
     wait_for(lambda: "quick" in browser.text() and "paced-one" not in browser.text())
     browser.named(".filters a", "failed").click()

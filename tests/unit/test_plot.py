@@ -14,6 +14,7 @@ from lockstep.plot import PANELS, _read_runs, _smooth, plot_runs
 from lockstep.rundir import RunDir
 
 PAIR_KEYS = {"margin", "accuracy", "chosen_reward", "rejected_reward"}
+SAMPLE_KEYS = {"reward", "length", "entropy", "entropy_estimate", "kl", "logprob_gap", "flat_groups"}
 
 
 def make_run(path: Path, num_steps: int = 40, *, validation: bool = True, pairs: bool = False) -> Path:
@@ -39,14 +40,25 @@ def test_several_runs_over_each_other(tmp_path: Path) -> None:
     assert "b&lt;i&gt;" in text
     assert "<i>" not in text
     for panel in PANELS:
-        assert (panel.title in text) == (panel.key not in PAIR_KEYS)
+        assert (f">{panel.title}<" in text) == (panel.key not in PAIR_KEYS | SAMPLE_KEYS), panel
     ElementTree.fromstring(text[text.index("<svg") : text.index("</svg>") + 6])
 
 
 def test_a_run_on_pairs_also_shows_rewards_margin_and_accuracy(tmp_path: Path) -> None:
     _, page = plot_runs([make_run(tmp_path / "a", pairs=True)], tmp_path)
     text = page.read_text()
-    assert all(panel.title in text for panel in PANELS)
+    assert all(panel.title in text for panel in PANELS if panel.key not in SAMPLE_KEYS)
+
+
+def test_a_run_that_samples_shows_rewards_and_how_far_the_model_has_moved(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "a", 5)
+    run = RunDir(path, owner=True)
+    for step in (6, 7):
+        run.log_metrics({"step": step, "split": "train", **dict.fromkeys(SAMPLE_KEYS, 0.5)})
+        run.log_metrics({"step": step, "split": "validation", "reward": 0.1 * step})
+    _, page = plot_runs([path], tmp_path)
+    text = page.read_text()
+    assert all(f">{panel.title}<" in text for panel in PANELS if panel.key in SAMPLE_KEYS)
 
 
 def test_the_best_of_a_score_is_its_highest_and_of_a_loss_its_lowest() -> None:

@@ -13,16 +13,16 @@ import torch
 
 from lockstep.config import ConfigError, Degrees, RunConfig, load_config
 from lockstep.types import Completion, Datum, OptimStep
-from lockstep.verification import compare, reference
+from lockstep.verification import compare
 from lockstep.verification.compare import tensor_errors
 from lockstep.verification.job import record_failure, refusal
 from lockstep.verification.layouts import ONE, ModelLimits, default_layouts, own_layout, parse_layouts, problem
 from lockstep.verification.ranks import run_ranks
 from lockstep.verification.reduced import Reduction, build_reduced, choose_layer_types, choose_reduction, find_limits
-from lockstep.verification.reference import StepValues, plain_batches, train_plainly
+from lockstep.verification.reference import StepValues, learn_answers, plain_batches, train_plainly
 from lockstep.verification.sample import (
     Taken,
-    choose_budget,
+    choose_budgets,
     compile_rows,
     distinct_tokens,
     renumber,
@@ -150,7 +150,7 @@ def test_different_tokens_stay_different() -> None:
 
 def test_a_micro_batch_has_room_for_two_documents() -> None:
     batch = [Datum([1] * n, [Completion([1], [1.0])]) for n in (3, 9, 5)]
-    assert choose_budget([batch]) == 10 + 6
+    assert choose_budgets([batch, batch[:1]]) == [10 + 6, 10 + 6]
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_the_plain_loop_steps_like_torch(tmp_path: Path, tiny_model: Path) -> No
     groups[1]["weight_decay"] = 0.0  # type: ignore[assignment]
     optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.99), eps=made.eps, weight_decay=0.1)
     for values, part in zip(found, taken, strict=True):
-        reference._backward(model, part.data)
+        learn_answers(model, part.data)
         assert made.max_grad_norm is not None
         norm = torch.nn.utils.clip_grad_norm_(list(named.values()), made.max_grad_norm)
         assert float(norm) == pytest.approx(values.norm, rel=1e-12)
@@ -265,6 +265,8 @@ def values(**changes: Any) -> StepValues:
         "logprobs": [-1.0, -2.0],
         "gradients": {"first": torch.tensor([1.0, -2.0]), "second": torch.tensor([3.0])},
         "weights": {"first": torch.tensor([0.5, 0.5]), "second": torch.tensor([0.1])},
+        "reference_logprobs": [-1.5, -2.5],
+        "metrics": {"margin": 0.5, "chosen_logprob": -100.0},
     }
     return StepValues(**{**settings, **changes})
 
@@ -279,6 +281,10 @@ def values(**changes: Any) -> StepValues:
         ({"norm": 5.0}, "gradient norm (batch 2): off by 0.25"),
         ({"logprobs": [-1.0, -2.5]}, "log-probs (batch 2): off by 0.25"),
         ({"logprobs": [-1.0]}, "log-probs (batch 2): off by inf"),
+        ({"reference_logprobs": [-1.5, -5.0]}, "log-probs of the reference (batch 2): off by 1"),
+        ({"reference_logprobs": []}, "log-probs of the reference (batch 2): off by inf"),
+        ({"metrics": {"margin": 1.0, "chosen_logprob": -100.0}, "loss": 3.0}, "margin (batch 2): off by 1"),
+        ({"metrics": {"margin": 0.5}}, "chosen_logprob (batch 2): off by inf"),
         ({"names": ("a:2", "a:1")}, "rows of batch 2: place 1 has a:2 instead of a:1"),
         ({"names": ("a:1",)}, "rows of batch 2: 1 instead of 2"),
         ({"cursor": 3}, "cursor after batch 2: 3 instead of 2"),

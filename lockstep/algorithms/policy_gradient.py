@@ -1,0 +1,115 @@
+"""Policy gradients of sampled answers: GRPO and its kin by options, one token after the other.
+
+What a token counts (its weight and the scale) is decided by whoever makes the batch, and so is its advantage.
+Must not know rewards, groups, models or ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lockstep.algorithms.loss import CompletionSums, Loss, LossInputs, Options, TensorMetrics, nothing_learned
+from lockstep.algorithms.options import PolicyGradientOptions
+
+_METRICS = ("ratio", "clipped_low", "clipped_high", "moved")
+# A bigger exponent is cut off: its exponential, and a gradient multiplied by it, would not fit into float32.
+_MAX_EXPONENT = 80.0
+
+
+def policy_gradient(logprobs: Tensor, inputs: LossInputs) -> tuple[Tensor, TensorMetrics]:
+    """Values: "advantages", "old_logprobs" (the trainer's before this step), and where options ask for them
+    "behaviour_logprobs" (the sampler's), "reference_logprobs" and "entropies"."""
+    if inputs.num_completions == 0:
+        return nothing_learned(logprobs, _metric_names(inputs.options))
+    options, sums = PolicyGradientOptions(**inputs.options), CompletionSums(inputs)
+    values = {name: value.double() for name, value in inputs.values.items()}
+    now, advantages = logprobs.double(), values["advantages"]
+    ratio = _ratio(now - values["old_logprobs"], sums, inputs, options)
+    losses = -_objective(ratio, now, advantages, options)
+    found = _measure(ratio, now - values["old_logprobs"], advantages, options)
+    if options.correction != "none":
+        correction = _correction(values["old_logprobs"] - values["behaviour_logprobs"], sums, inputs, options)
+        losses, found["correction"] = losses * correction, correction.sum()
+    if options.kl_coefficient:
+        distance = estimate_kl(now, values["reference_logprobs"], options.kl)
+        losses, found["kl"] = losses + options.kl_coefficient * distance, distance.detach().sum()
+    if options.entropy_coefficient:
+        losses = losses - options.entropy_coefficient * values["entropies"]
+        found["entropy"] = values["entropies"].detach().sum()
+    return (inputs.scale * (inputs.weights.double() * losses).sum()).to(logprobs.dtype), found
+
+
+def estimate_kl(logprobs: Tensor, reference: Tensor, kind: str) -> Tensor:
+    """Of each sampled token: Schulman's three estimates of KL(policy, reference)."""
+    gained = logprobs - reference
+    if kind == "k1":
+        return gained
+    if kind == "k2":
+        return gained.square() / 2
+    assert kind == "k3", kind
+    return torch.expm1((-gained).clamp(max=_MAX_EXPONENT)) + gained
+
+
+def _ratio(gained: Tensor, sums: CompletionSums, inputs: LossInputs, options: PolicyGradientOptions) -> Tensor:
+    """[N]: of a sequence the same for all its tokens."""
+    if options.ratio == "sequence":
+        gained = _of_own_answer(sums.of(gained) / sums.lengths.clamp(min=1), inputs)
+    return gained.clamp(max=_MAX_EXPONENT).exp()
+
+
+def _of_own_answer(values: Tensor, inputs: LossInputs) -> Tensor:
+    assert inputs.completions is not None
+    return values[inputs.completions]
+
+
+def _objective(ratio: Tensor, logprobs: Tensor, advantages: Tensor, options: PolicyGradientOptions) -> Tensor:
+    """What is to grow."""
+    clipped = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
+    if options.objective == "cispo":
+        return clipped.detach() * advantages * logprobs
+    found = torch.minimum(ratio * advantages, clipped * advantages)
+    if options.dual_clip is not None:
+        found = torch.where(advantages < 0, torch.maximum(found, options.dual_clip * advantages), found)
+    return found
+
+
+def _correction(gap: Tensor, sums: CompletionSums, inputs: LossInputs, options: PolicyGradientOptions) -> Tensor:
+    """How much likelier the trainer was to write this than the sampler that did, cut off above. No gradient."""
+    if options.correction == "sequence":
+        gap = _of_own_answer(sums.of(gap), inputs)
+    return gap.clamp(max=_MAX_EXPONENT).exp().clamp(max=options.correction_cap).detach()
+
+
+def _measure(ratio: Tensor, gained: Tensor, advantages: Tensor, options: PolicyGradientOptions) -> TensorMetrics:
+    """Sums over tokens. `moved` estimates how far the policy is from where the step began (k3)."""
+    ratio, gained = ratio.detach(), gained.detach()
+    low, high = ratio < 1 - options.clip_low, ratio > 1 + options.clip_high
+    if options.objective == "clip":  # in the other direction the plain ratio is the smaller one
+        low, high = low & (advantages < 0), high & (advantages > 0)
+    moved = torch.expm1(gained.clamp(max=_MAX_EXPONENT)) - gained
+    values = (ratio, low.double(), high.double(), moved)
+    return {name: value.sum() for name, value in zip(_METRICS, values, strict=True)}
+
+
+def _metric_names(options: Options) -> tuple[str, ...]:
+    wanted = PolicyGradientOptions(**options)
+    extra = {"correction": wanted.correction != "none", "kl": wanted.kl_coefficient, "entropy": _needs_entropy(options)}
+    return (*_METRICS, *(name for name, is_there in extra.items() if is_there))
+
+
+def _needs_reference(options: Options) -> bool:
+    return PolicyGradientOptions(**options).kl_coefficient != 0
+
+
+def _needs_entropy(options: Options) -> bool:
+    return PolicyGradientOptions(**options).entropy_coefficient != 0
+
+
+POLICY_GRADIENT = Loss(
+    policy_gradient,
+    metrics=_metric_names,
+    couples_completions=lambda options: False,
+    needs_reference=_needs_reference,
+    needs_entropy=_needs_entropy,
+)

@@ -1,0 +1,173 @@
+"""The algorithm section for kind grpo: what is sampled, how it is scored, and what is learned of it.
+
+Must not know how a loss is computed: `lockstep.algorithms` checks what its options mean together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from lockstep.config.section import NonNegativeInt, PositiveInt, Section
+
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+# Kinds that are short for grpo with the settings of a paper.
+SHORT_GRPO: dict[str, dict[str, Any]] = {
+    "dr_grpo": {"kind": "grpo", "advantage": "dr_grpo", "aggregation": "fixed"},
+    "rloo": {"kind": "grpo", "advantage": "rloo"},
+    "reinforce++": {"kind": "grpo", "advantage": "reinforce++"},
+    "dapo": {"kind": "grpo", "clip_high": 0.28, "flat_groups": "refill", "overlong": "mask"},
+    "gspo": {"kind": "grpo", "ratio": "sequence", "aggregation": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},
+    "cispo": {"kind": "grpo", "objective": "cispo", "clip_low": 1.0, "clip_high": 4.0},
+}
+
+
+class RewardConfig(Section):
+    """One reward, and what it counts."""
+
+    name: str
+    """exact, numeric, regex, format, length, reasoning_gym, environment, or module:function of yours."""
+    weight: float = 1.0
+    """What it counts in the sum of all rewards. 0: measured, and not learned."""
+    options: dict[str, Any] = Field(default={})
+    """Settings of this reward. For example {pattern: "#### (.*)"}."""
+
+
+def as_rewards(value: Any) -> Any:
+    """`numeric`, `[numeric, format]`, `{numeric: 1.0, format: 0.2}` and full entries are all lists of rewards."""
+    if isinstance(value, (str, RewardConfig)):
+        value = [value]
+    elif isinstance(value, Mapping):
+        value = [value] if "name" in value else [{"name": name, "weight": weight} for name, weight in value.items()]
+    if not isinstance(value, (list, tuple)):
+        return value
+    return [{"name": entry} if isinstance(entry, str) else entry for entry in value]
+
+
+class GrpoConfig(Section):
+    kind: Literal["grpo"]
+    """grpo: samples answers, scores them with rewards, and makes the better ones likelier. dr_grpo, rloo, reinforce++,
+    dapo, gspo and cispo are short for grpo with the settings of those papers."""
+    reward: Annotated[tuple[RewardConfig, ...], BeforeValidator(as_rewards)] = Field(min_length=1)
+    """How an answer is scored: the name of a reward, a list, a mapping with weights like {numeric: 1.0, format: 0.2},
+    or entries with options."""
+    environment: str | None = None
+    """Who answers back, for several turns or tools: calculator, or module:class of yours. null: one turn."""
+    max_turns: PositiveInt = 4
+    """Of an episode with an environment."""
+    num_samples: Annotated[int, Field(ge=1)] = 8
+    """Answers to each prompt: a group. batch.samples counts prompts."""
+    max_tokens: PositiveInt = 256
+    """Longest answer, or turn of an answer, in tokens."""
+    temperature: Positive = 1.0
+    """Of sampling. Only 1 for now: the model is trained at the temperature that it is sampled at."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the likeliest tokens that hold this much of the probability."""
+    top_k: NonNegativeInt = 0
+    """Sample from this many of the likeliest tokens. 0: from all."""
+    min_p: Share = 0.0
+    """Leave out tokens less likely than this share of the likeliest."""
+    stop: tuple[str, ...] = ()
+    """Texts that end an answer."""
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline"] = "grpo"
+    """What a reward is compared with. grpo: its group's mean, over the group's spread. dr_grpo: the mean alone. rloo:
+    the mean of the others. reinforce++: the whole batch; reinforce++_baseline: the group's mean over the batch's
+    spread."""
+    flat_groups: Literal["keep", "drop", "refill"] = "keep"
+    """Groups whose answers all earned the same, and teach nothing. refill: take the next prompts in their place."""
+    max_refills: PositiveInt = 4
+    """How often a step samples again to refill before it goes on with fewer groups."""
+    overlong: Literal["keep", "mask"] = "keep"
+    """Answers cut at max_tokens. mask: not learned from."""
+    ratio: Literal["token", "sequence"] = "token"
+    """How much likelier than before this step: each token, or the whole answer (gspo)."""
+    objective: Literal["clip", "cispo"] = "clip"
+    """clip: a ratio beyond the range has no gradient. cispo: it only counts no more than the range."""
+    clip_low: Share = 0.2
+    """Ratios below 1 - clip_low are clipped."""
+    clip_high: NonNegative = 0.2
+    """Ratios above 1 + clip_high are clipped."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Bounds what a token of a bad answer can cost, whatever its ratio. null: unbounded."""
+    aggregation: Literal["token", "sequence", "fixed"] = "token"
+    """The loss is a mean over the tokens of the batch; over answers of the mean over their tokens; or over answers of
+    the sum over their tokens, divided by max_tokens."""
+    kl: Literal["k1", "k2", "k3"] = "k3"
+    """How the distance from the reference is estimated."""
+    kl_coefficient: NonNegative = 0.0
+    """What it counts. 0: there is no reference."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where it counts: added to the loss, or taken from the reward of an answer."""
+    entropy_coefficient: float = 0.0
+    """What the entropy of the model's choices counts for; it then has to be computed."""
+    correction: Literal["none", "token", "sequence"] = "none"
+    """Weigh tokens, or answers, by trainer over sampler where the two differ."""
+    correction_cap: Positive = 2.0
+    """At most this much."""
+    max_logprob_gap: Positive | None = 0.2
+    """Stop the run when sampler and trainer differ by more than this in a token's log-prob, on average. null: never."""
+    num_updates: PositiveInt = 1
+    """Times that a step learns from its samples."""
+    minibatches: PositiveInt = 1
+    """Optimizer steps that each of these is cut into, by prompts."""
+    reference: Literal["auto", "adapter_off", "copy", "none"] = "auto"
+    """Where the reference's log-probs come from. adapter_off: the model without its LoRA adapters. copy: a frozen copy
+    of the weights. auto: the cheapest that is right."""
+    reference_sync_steps: PositiveInt | None = None
+    """Move the reference towards the model in training every so many steps. null: never."""
+    reference_mix: Share = 0.6
+    """How far it moves then: 1 is all the way."""
+    reward_procs: PositiveInt = 2
+    """Processes that score answers."""
+    reward_timeout_s: Positive = 10.0
+    """What one answer's scores may take. One that takes longer taints its answer, which is left out and counted."""
+    keep_samples: NonNegativeInt = 100
+    """The newest steps whose answers are kept in samples/."""
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl_coefficient > 0
+
+    @property
+    def reference_model(self) -> None:
+        return None
+
+    @property
+    def loss(self) -> str:
+        return self.advantage
+
+    @model_validator(mode="after")
+    def _applies(self) -> Self:
+        names = [reward.name for reward in self.reward]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"algorithm.reward names {name} twice: give each reward once")
+        if "environment" in names and self.environment is None:
+            raise ValueError("algorithm.reward environment needs an environment that gives it: set it, or remove one")
+        if not any(reward.weight for reward in self.reward):
+            raise ValueError("algorithm.reward has no weight but 0, so nothing would be learned: give one another")
+        if self.temperature != 1:
+            raise ValueError(
+                f"algorithm.temperature {self.temperature:g}: only 1 works for now, because the log-probs of training "
+                "are at 1; top_p, top_k and min_p narrow what is sampled"
+            )
+        if self.num_samples < 2 and self.advantage != "reinforce++":
+            raise ValueError(
+                f"algorithm.num_samples 1 leaves nothing to compare with under advantage {self.advantage}: give at "
+                "least 2"
+            )
+        self._check_reference()
+        return self
+
+    def _check_reference(self) -> None:
+        if self.needs_reference and self.reference == "none":
+            raise ValueError("algorithm.reference is none, but kl_coefficient needs one: set auto")
+        if not self.needs_reference and (self.reference not in ("auto", "none") or self.reference_sync_steps):
+            key = "reference_sync_steps" if self.reference_sync_steps else "reference"
+            raise ValueError(f"algorithm.{key} is given, but kl_coefficient is 0 and nothing is compared: remove it")
+        if self.reference_sync_steps and self.reference not in ("auto", "copy"):
+            raise ValueError(f"algorithm.reference_sync_steps needs reference copy, not {self.reference}")

@@ -35,6 +35,8 @@ def data(
     from lockstep.display import make_console, quieten_libraries
 
     settings = load_settings([a for a in (config, *(overrides or ())) if a is not None], None)
+    if settings.algorithm.kind == "grpo":
+        raise ValueError("grpo learns from what it samples, not from rows: lockstep train --dry-run counts its prompts")
     quieten_libraries()
     compiled, tokenizer = _compile(settings)
     chosen = Choice(tuple(row or ()), longest, shortest, random, settings.seed)

@@ -254,6 +254,17 @@ def test_an_environment_answers_back_and_its_words_are_not_learned(tmp_path):
     assert len(set(policy.asked[1][0])) == len(policy.asked[1][0])
 
 
+def test_every_turn_of_every_answer_is_sampled_from_a_stream_of_its_own(tmp_path):
+    backend = FakeBackend()
+    policy = FakePolicy(backend)
+    config = grpo_config({"environment": "calculator"}, optim={"max_steps": 2}, data={"max_length": 64})
+    judge = SumJudge(replies=["90", "91", "92"])
+    train(tmp_path / "run", config, backend, make_prompts(10), judge=judge, policy=policy)
+    keys = [key for own, _ in policy.asked for key in own]
+    assert len(policy.asked) == 8
+    assert len(set(keys)) == len(keys)
+
+
 def test_an_episode_without_room_for_another_turn_is_cut(tmp_path):
     config = grpo_config({"environment": "calculator"}, optim={"max_steps": 1}, data={"max_length": 9})
     judge = SumJudge(replies=["90 91", "90 91", None])

@@ -59,6 +59,17 @@ def test_every_pair_prefers_one_short_sentence_to_a_long_answer():
     assert len(set(prompts)) == len(prompts)
 
 
+def test_every_sum_is_right_and_none_is_in_two_files():
+    seen = []
+    for part in ("train", "validation"):
+        text = (EXAMPLES / "data" / f"sums_{part}.jsonl").read_text(encoding="utf-8")
+        for row in map(json.loads, text.splitlines()):
+            terms = [int(number) for number in re.findall(r"\d+", row["prompt"])]
+            assert sum(terms) == int(row["answer"])
+            seen.append(tuple(terms))
+    assert len(set(seen)) == len(seen) == 81
+
+
 def test_no_question_occurs_twice_or_in_two_files():
     prompts = (EXAMPLES / "data" / "short_answers_prompts.txt").read_text().lower().splitlines()
     heldout = [re.sub(r"\W+", " ", line).strip() for line in prompts]

@@ -243,6 +243,15 @@ def processes_with(mark: str) -> list[str]:
     return found
 
 
+def test_what_a_reward_prints_does_not_get_among_the_answers(own_module):
+    pool = RewardPool(Judging([NamedReward(f"{own_module}:polite")]), 1, timeout_s=20)
+    try:
+        found = pool.score([Attempt({}, [text]) for text in ("please", "now", "please")])
+    finally:
+        pool.close()
+    assert [outcome.reward for outcome in found] == [1, 0, 1]
+
+
 def test_episodes_are_played_in_processes_too(own_module):
     pool = RewardPool(Judging([NamedReward("environment")], f"{own_module}:Guess"), 1, timeout_s=20)
     try:

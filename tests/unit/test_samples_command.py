@@ -124,3 +124,10 @@ def test_header_and_summary(run):
     text = text_of(console)
     assert "grpo: grpo" in text
     assert "reward 0.800  (best 0.900 at step 4)" in text
+
+
+def test_a_run_that_samples_has_no_rows_to_look_at(tmp_path):
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    (tmp_path / "t.jsonl").write_text('{"prompt": "2 + 2", "answer": "4"}\n')
+    result = CliRunner().invoke(app, ["data", str(tmp_path / "run.yaml")])
+    assert "lockstep train --dry-run counts its prompts" in str(result.exception)

@@ -326,6 +326,7 @@ def unnamed_controls(browser: Browser) -> list[Any]:
 
 
 @in_chromium
+@pytest.mark.slow
 def test_a_page_in_the_background_rests_and_then_misses_nothing(browser: Browser, service: Service) -> None:
     job = service.submit("paced-background", steps=1000)
     browser.open()

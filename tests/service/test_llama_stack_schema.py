@@ -35,7 +35,7 @@ def operations(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
 
 
 modest = settings(
-    max_examples=int(os.environ.get("LOCKSTEP_SCHEMA_EXAMPLES", "10")),
+    max_examples=int(os.environ.get("LOCKSTEP_SCHEMA_EXAMPLES", "6")),
     deadline=None,
     derandomize=True,
     database=None,

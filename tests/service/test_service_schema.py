@@ -35,7 +35,7 @@ def description(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 modest = settings(
-    max_examples=int(os.environ.get("LOCKSTEP_SCHEMA_EXAMPLES", "15")),
+    max_examples=int(os.environ.get("LOCKSTEP_SCHEMA_EXAMPLES", "6")),
     deadline=None,
     derandomize=True,
     database=None,

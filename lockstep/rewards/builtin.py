@@ -54,14 +54,14 @@ def match_format(*, pattern: str = r"\s*<think>.*?</think>\s*<answer>.*?</answer
     return lambda text, row: float(compiled.fullmatch(text) is not None)
 
 
-def length(*, most: int, unit: str = "words", soft: int = 0) -> RewardFunction:
-    """1 up to `most` words or characters; over the next `soft` of them it falls to 0."""
+def length(*, most: int, least: int = 1, unit: str = "words", soft: int = 0) -> RewardFunction:
+    """1 from `least` up to `most` words or characters; over the next `soft` of them it falls to 0."""
     if unit not in ("words", "characters"):
         raise ValueError(f"unit must be words or characters, not {unit!r}")
 
     def reward(text: str, row: Row) -> float:
         size = len(text.split()) if unit == "words" else len(text)
-        return max(0.0, 1.0 - max(size - most, 0) / (soft + 1))
+        return 0.0 if size < least else max(0.0, 1.0 - max(size - most, 0) / (soft + 1))
 
     return reward
 

@@ -97,6 +97,9 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("length", {"most": 3}, "one two three four", {}, 0),
         ("length", {"most": 3, "soft": 3}, "one two three four", {}, 0.75),
         ("length", {"most": 3, "unit": "characters"}, "abc", {}, 1),
+        ("length", {"most": 3}, "  ", {}, 0),
+        ("length", {"most": 3, "least": 0}, "", {}, 1),
+        ("length", {"most": 3, "least": 2}, "one", {}, 0),
     ],
 )
 def test_built_in_rewards(name, options, text, row, expected):

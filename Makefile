@@ -8,6 +8,9 @@ BIN := .venv/bin
 # Named after TORCH, so that asking for another one is noticed.
 STAMP := .venv/installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 1)
 QUICK := not slow and not gpu and not peers
+# Tests of one process each run two at a time; those that start processes of their own need the machine for themselves.
+ALONE := tests/test_architecture.py tests/unit tests/loops
+TOGETHER := tests/distributed tests/equivalence tests/service tests/providers
 
 .PHONY: demo test check sweep test-peers test-llama-stack format docs clean
 .DEFAULT_GOAL := test
@@ -16,7 +19,8 @@ demo: $(STAMP)
 	$(BIN)/lockstep demo
 
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(QUICK)"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "$(QUICK)" $(ALONE)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(QUICK)" $(TOGETHER)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -29,6 +29,7 @@ lockstep train lockstep.yaml optim.learning_rate=1e-4 data.train=[a.jsonl,b.json
   `algorithm: {kind: dpo}`. Without a `lora` section every weight is trained.
 - The resolved configuration, with every default written out, is kept as `config.yaml` in the run directory.
 """
+_POOL_TITLE = "A pool: an entry of cluster"
 _REWARD_TITLE = "A reward: an entry of algorithm.reward"
 _SOURCE_TITLE = "A source: an entry of data.train, data.validation or data.test"
 _BOUNDS = (("exclusiveMinimum", ">"), ("minimum", "≥"), ("exclusiveMaximum", "<"), ("maximum", "≤"))
@@ -50,6 +51,8 @@ def configuration_reference() -> str:
                 pages.append(_table(_REWARD_TITLE, "", schema["$defs"]["RewardConfig"]))
         if section is not None and "oneOf" not in field:
             pages.append(_table(f"{name}{_presence(name, field, schema)}", f"{name}.", section))
+        if name == "cluster":
+            pages.append(_table(_POOL_TITLE, "", schema["$defs"]["PoolConfig"]))
         if name == "data":
             pages.append(_table(_SOURCE_TITLE, "", schema["$defs"]["SourceConfig"]))
     return "\n".join(pages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -9,17 +10,34 @@ from lockstep import train
 from lockstep.types import Completion, Datum, LossResult, LossSpec, OptimResult, OptimStep
 
 if TYPE_CHECKING:
+    from lockstep.backend.service import TrainingService
     from lockstep.backend.torch_backend import TorchBackend
+    from lockstep.workers.worker import Worker
 
 __version__ = "0.1.0"
-__all__ = ["Completion", "Datum", "LossResult", "LossSpec", "OptimResult", "OptimStep", "TorchBackend", "train"]
+__all__ = [
+    "Completion",
+    "Datum",
+    "LossResult",
+    "LossSpec",
+    "OptimResult",
+    "OptimStep",
+    "TorchBackend",
+    "TrainingService",
+    "Worker",
+    "train",
+]
+# Where those are that bring torch with them.
+_LAZY = {
+    "TorchBackend": "lockstep.backend.torch_backend",
+    "TrainingService": "lockstep.backend.service",
+    "Worker": "lockstep.workers.worker",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "TorchBackend":
-        from lockstep.backend.torch_backend import TorchBackend
-
-        return TorchBackend
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
 
 

@@ -37,10 +37,11 @@ _OF_SAMPLES = (
     ("entropy_estimate", "entropy", ".2f"),
     ("kl", "kl", ".2g"),
     ("logprob_gap", "gap", ".1e"),
-    ("staleness", "staleness", "d"),
+    ("staleness", "staleness", ".2g"),
     ("tainted", "tainted", ".0f"),
 )
 PLAIN_INTERVAL_S = 2.0
+_PHASES_OF_A_STEP = ("sampling", "training", "publishing", "evaluating", "checkpointing")
 POLL_INTERVAL_S = 0.2
 STATE_STYLES = {"completed": "green", "failed": "red", "cancelled": "yellow", "running": "cyan", "lost": "red"}
 
@@ -173,7 +174,8 @@ class RunDisplay:
         first = not self._train
         lines = self._refresh()
         phase = str(self.status.get("phase") or "")
-        if phase and phase != self._phase and self.status.get("state") not in FINISHED_STATES:
+        is_new = phase != self._phase and not (self._train and phase in _PHASES_OF_A_STEP)
+        if phase and is_new and self.status.get("state") not in FINISHED_STATES:
             lines.append((-1, Text(phase)))
         self._phase = phase or self._phase
         shown = self._new[:1] if first else []

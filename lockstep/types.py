@@ -213,4 +213,9 @@ class TrainingBackend(Protocol):
 
     def export_weights(self, path: Path) -> None: ...
 
+    def read_weights(self) -> Mapping[str, Any]:
+        """What an engine needs to sample as this model would, by the model's own names: whole tensors in the dtype that
+        is sampled with, copied to rank 0's CPU; only the adapters where there are some. Nothing on other ranks."""
+        ...
+
     def close(self) -> None: ...

@@ -263,6 +263,45 @@ def norms_round() -> None:
     reduced.keep_float64 = lambda model: None
 
 
+def answers_counted_per_rank() -> None:
+    """Every rank divides the loss by another number of tokens."""
+    from lockstep.train import grpo
+
+    honest = grpo.loss_scale
+    grpo.loss_scale = lambda *given: honest(*given) * (1 + int(os.environ["RANK"]))
+
+
+def log_probs_of_own_rows_only() -> None:
+    """What the others computed of the batch is not put together with this rank's part."""
+    from lockstep.backend import stepping
+
+    honest = stepping.gather
+    stepping.gather = lambda work, values, group: honest(work, values, replace(group, num_ranks=1))
+
+
+def temperature_forgotten() -> None:
+    """The model learns at temperature 1, whatever it was sampled at."""
+    from lockstep.model.policy import Policy
+
+    Policy.use_temperature = lambda self, temperature: None  # type: ignore[method-assign]
+
+
+def reference_is_the_policy() -> None:
+    """The copy is never put into its place."""
+    from lockstep.backend.reference import Copy
+
+    Copy._exchange = lambda self: None  # type: ignore[method-assign]
+
+
+POLICY_FAULTS: dict[str, Callable[[], None]] = {
+    fault.__name__: fault
+    for fault in (
+        answers_counted_per_rank,
+        log_probs_of_own_rows_only,
+        temperature_forgotten,
+        reference_is_the_policy,
+    )
+}
 PREFERENCE_FAULTS: dict[str, Callable[[], None]] = {
     fault.__name__: fault
     for fault in (
@@ -299,6 +338,6 @@ FAULTS: dict[str, Callable[[], None]] = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    faults = {**FAULTS, **PREFERENCE_FAULTS, "norms_round": norms_round}
+    faults = {**FAULTS, **PREFERENCE_FAULTS, **POLICY_FAULTS, "norms_round": norms_round}
     faults[os.environ["LOCKSTEP_TEST_FAULT"]]()
     return worker.main(arguments)

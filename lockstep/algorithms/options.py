@@ -116,6 +116,7 @@ class PolicyGradientOptions:
     1 - `clip_low` .. 1 + `clip_high`; `dual_clip` also bounds what one ratio times a negative advantage may cost.
     `kl`: which estimate of the distance from the reference the loss adds, `kl_coefficient` times.
     `correction`: weighs with trainer over sampler, of each token or each answer, at most `correction_cap`.
+    `on_policy`: nothing was learned from these answers before, so that how likely they were is how likely they are.
     """
 
     ratio: str = "token"
@@ -128,6 +129,7 @@ class PolicyGradientOptions:
     entropy_coefficient: float = 0.0
     correction: str = "none"
     correction_cap: float = 2.0
+    on_policy: bool = False
 
 
 def check_options(kind: str, options: Options) -> None:

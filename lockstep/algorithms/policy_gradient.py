@@ -18,18 +18,21 @@ _MAX_EXPONENT = 80.0
 
 
 def policy_gradient(logprobs: Tensor, inputs: LossInputs) -> tuple[Tensor, TensorMetrics]:
-    """Values: "advantages", "old_logprobs" (the trainer's before this step), and where options ask for them
-    "behaviour_logprobs" (the sampler's), "reference_logprobs" and "entropies"."""
+    """Values: "advantages", "old_logprobs" (the trainer's before this step, unless on policy), and where options ask
+    for them "behaviour_logprobs" (the sampler's; on policy always), "reference_logprobs" and "entropies"."""
     if inputs.num_completions == 0:
         return nothing_learned(logprobs, _metric_names(inputs.options))
     options, sums = PolicyGradientOptions(**inputs.options), CompletionSums(inputs)
     values = {name: value.double() for name, value in inputs.values.items()}
     now, advantages = logprobs.double(), values["advantages"]
-    ratio = _ratio(now - values["old_logprobs"], sums, inputs, options)
+    old = now.detach() if options.on_policy else values["old_logprobs"]
+    ratio = _ratio(now - old, sums, inputs, options)
     losses = -_objective(ratio, now, advantages, options)
-    found = _measure(ratio, now - values["old_logprobs"], advantages, options)
+    found = _measure(ratio, now - old, advantages, options)
+    if options.on_policy:
+        found["logprob_gap"] = (old - values["behaviour_logprobs"]).abs().sum()
     if options.correction != "none":
-        correction = _correction(values["old_logprobs"] - values["behaviour_logprobs"], sums, inputs, options)
+        correction = _correction(old - values["behaviour_logprobs"], sums, inputs, options)
         losses, found["correction"] = losses * correction, correction.sum()
     if options.kl_coefficient:
         distance = estimate_kl(now, values["reference_logprobs"], options.kl)
@@ -94,7 +97,12 @@ def _measure(ratio: Tensor, gained: Tensor, advantages: Tensor, options: PolicyG
 
 def _metric_names(options: Options) -> tuple[str, ...]:
     wanted = PolicyGradientOptions(**options)
-    extra = {"correction": wanted.correction != "none", "kl": wanted.kl_coefficient, "entropy": _needs_entropy(options)}
+    extra = {
+        "logprob_gap": wanted.on_policy,
+        "correction": wanted.correction != "none",
+        "kl": wanted.kl_coefficient,
+        "entropy": _needs_entropy(options),
+    }
     return (*_METRICS, *(name for name, is_there in extra.items() if is_there))
 
 

@@ -63,6 +63,7 @@ class DeepSpeedBackend:
         compile: bool | str = "auto",
         logits_gib: float = 2.5,
         reference: str = "none",
+        temperature: float = 1.0,
         device: str = "auto",
         seed: int = 0,
         timeout_s: float = 600.0,
@@ -109,6 +110,7 @@ class DeepSpeedBackend:
             if name in exact:
                 self.pieces.set(parameter, exact.pop(name).to(self.device))
         self.warnings = check_policy(self.policy, self._evaluation(), self.device, self.precision)
+        self.policy.use_temperature(temperature)  # the check above is of the model as it is
         self._has_gradients = False
         state.seed_rank(seed, self.group.data_rank)
 
@@ -208,6 +210,23 @@ class DeepSpeedBackend:
                 self.pieces.set(parameter, value, key)
         self.pieces.spread(parameters.values())
 
+    def read_weights(self) -> dict[str, Tensor]:
+        """The trained tensors as they are sampled with, whole, on rank 0's CPU. All ranks."""
+        whole: dict[str, Tensor] = {}
+        is_whole = all(p.requires_grad for p in self.policy.model.parameters())
+        held = self.policy.model.state_dict(keep_vars=True) if is_whole else self.parameters()
+        seen: set[int] = set()
+        for name, value in held.items():
+            if id(value) in seen:  # of tied tensors one is enough
+                continue
+            seen.add(id(value))
+            with self.pieces.gathered([value]):
+                full = self.pieces.get(value) if value.requires_grad else value
+                if self.group.rank == 0:
+                    dtype = DTYPES[self.precision] if value.requires_grad else value.dtype
+                    whole[name] = full.detach().to("cpu", dtype, copy=True)
+        return whole
+
     def export_weights(self, path: Path) -> None:
         """The trained weights as Hugging Face tools read them: the adapter under LoRA, otherwise the model."""
         whole: dict[str, Tensor] = {}
@@ -223,8 +242,11 @@ class DeepSpeedBackend:
         self.group.barrier()
 
     @contextmanager
-    def lend_model(self) -> Iterator[Any]:
-        """The model as its owner knows it, to generate with. All ranks, and all must call it alike."""
+    def lend_model(self, *, stable: bool = False) -> Iterator[Any]:
+        """The model as its owner knows it, to generate with. All ranks, and all must call it alike.
+
+        `stable` changes nothing: DeepSpeed's weights stay where they are.
+        """
         causal = causal_lm(self.policy.model)
         generation, use_cache = causal.generation_config, causal.config.use_cache
         with self._evaluation(), self.policy.own_attention(), torch.compiler.set_stance("force_eager"):

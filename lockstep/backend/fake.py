@@ -72,7 +72,7 @@ class FakeBackend:
         values = LossValues(loss.scale * sum(value for value, _, _ in found), metrics)
         self._gradient += loss.scale * sum(slope for _, slope, _ in found)
         if self.step + 1 in self._nonfinite_at:
-            values = LossValues(math.nan, nonfinite_origins=(batch[0].origin,))
+            values = LossValues(math.nan, metrics, nonfinite_origins=(batch[0].origin,))
             self._gradient = math.nan
         seen = Call("read", self.step)
 
@@ -122,6 +122,10 @@ class FakeBackend:
         path.mkdir(parents=True, exist_ok=True)
         (path / "weights.json").write_text(json.dumps({"weight": self.weight}))
 
+    def read_weights(self) -> dict[str, float]:
+        self._note(Call("read_weights", self.step))
+        return {"weight": self.weight}
+
     def close(self) -> None:
         self._note(Call("close", self.step))
 
@@ -165,10 +169,16 @@ class FakeBackend:
     def _policy_gradient(self, datum: Datum, loss: LossSpec) -> tuple[float, float, dict[str, float]]:
         low, high = 1 - loss.options["clip_low"], 1 + loss.options["clip_high"]
         value = slope = 0.0
-        metrics = dict.fromkeys(("ratio", "clipped_low", "clipped_high", "moved"), 0.0)
+        on_policy = loss.options.get("on_policy", False)
+        names = ("ratio", "clipped_low", "clipped_high", "moved", *(("logprob_gap",) if on_policy else ()))
+        metrics = dict.fromkeys(names, 0.0)
         for c in datum.completions:
             now = _logprobs(self.weight, c.tokens, c.weights)
-            columns = (c.tokens, c.weights, now, c.values["old_logprobs"], c.values["advantages"])
+            if on_policy:
+                gaps = (abs(a - b) for a, b in zip(now, c.values["behaviour_logprobs"], strict=True))
+                metrics["logprob_gap"] += sum(gap for gap, weight in zip(gaps, c.weights, strict=True) if weight)
+            before = now if on_policy else c.values["old_logprobs"]
+            columns = (c.tokens, c.weights, now, before, c.values["advantages"])
             for token, weight, logprob, old, advantage in zip(*columns, strict=True):
                 ratio = math.exp(min(logprob - old, 50.0))
                 limit = high if advantage > 0 else low

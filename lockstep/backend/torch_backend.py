@@ -10,7 +10,7 @@ import contextlib
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.backend import state, stepping
@@ -57,12 +58,16 @@ class TorchBackend:
         compile: bool | str = "auto",
         logits_gib: float = 2.5,
         reference: str = "none",
+        temperature: float = 1.0,
         device: str = "auto",
         seed: int = 0,
         timeout_s: float = 600.0,
         group: Group | None = None,
     ) -> None:
-        """`reference`: none, adapter_off or copy: what `forward(reference=True)` and LossSpec.reference mean."""
+        """`reference`: none, adapter_off or copy: what `forward(reference=True)` and LossSpec.reference mean.
+
+        `temperature`: of all log-probs and entropies, the reference's too: where answers are sampled, that of sampling.
+        """
         parallel = parallel or ParallelConfig()
         self.group = group or join_group(device, parallel, timeout_s)
         self.device = self.group.device
@@ -96,6 +101,7 @@ class TorchBackend:
         else:
             stages = built.stages.values()
             self.warnings = check_stages(self.policy, stages, self._evaluation(), self.device, self.precision)
+        self.policy.use_temperature(temperature)  # the checks above are of the model as it is
         if self.group.degrees.context > 1:
             split_tokens(self.policy, self.group)
         self._cost = Cost.from_hidden_size(causal_lm(model).config.get_text_config().hidden_size)
@@ -208,13 +214,29 @@ class TorchBackend:
             save_weights(self.policy.model, full, path)
         self.group.barrier()
 
+    def read_weights(self) -> dict[str, Tensor]:
+        """The trained tensors as they are sampled with, whole, on rank 0's CPU. All ranks."""
+        trained = self.parameters()
+        is_whole = all(p.requires_grad for p in self.policy.model.parameters())
+        found = state.gather(self.policy.model, self.group) if is_whole else _gather(trained, self.group)
+        dtype, kept = DTYPES[self.precision], dict[int, str]()
+        # A copy, because training goes on; of tied tensors one.
+        return {
+            name: tensor.to(dtype if name in trained else tensor.dtype, copy=True)
+            for name, tensor in found.items()
+            if kept.setdefault(id(tensor), name) == name
+        }
+
     @contextlib.contextmanager
-    def lend_model(self) -> Iterator[Any]:
-        """The model as its owner knows it, to generate with. All ranks, and all must call it alike."""
+    def lend_model(self, *, stable: bool = False) -> Iterator[Any]:
+        """The model as its owner knows it, to generate with. All ranks, and all must call it alike.
+
+        `stable`: its weights lie where they lay last time, also those that are computed with in a narrower dtype.
+        """
         causal = causal_lm(self.policy.model)
         generation, use_cache = causal.generation_config, causal.config.use_cache
         # Compiled layers are made for packed training batches: generating step by step would compile them again.
-        with self._evaluation(), self.policy.own_attention(), unsharded(self.policy), _eagerly():
+        with self._evaluation(stable=stable), self.policy.own_attention(), unsharded(self.policy), _eagerly():
             causal.config.use_cache = True
             try:
                 yield self.policy.model
@@ -342,8 +364,8 @@ class TorchBackend:
     def _hidden_dtype(self) -> torch.dtype:
         return DTYPES[self.precision]
 
-    def _narrowed(self) -> contextlib.AbstractContextManager[None]:
-        return self._narrow.in_place() if self._narrow is not None else contextlib.nullcontext()
+    def _narrowed(self, *, kept: bool = False) -> contextlib.AbstractContextManager[None]:
+        return self._narrow.in_place(kept=kept) if self._narrow is not None else contextlib.nullcontext()
 
     def _offloaded(self) -> contextlib.AbstractContextManager[Any]:
         """Activations kept in the CPU's memory, where asked for."""
@@ -352,10 +374,10 @@ class TorchBackend:
         return torch.autograd.graph.save_on_cpu(pin_memory=self.device.type == "cuda")
 
     @contextlib.contextmanager
-    def _evaluation(self) -> Any:
+    def _evaluation(self, *, stable: bool = False) -> Any:
         self.policy.eval()
         try:
-            with torch.no_grad(), self._narrowed():
+            with torch.no_grad(), self._narrowed(kept=stable):
                 yield
         finally:
             for root in self._roots:
@@ -372,6 +394,12 @@ def _with_references(micro_batches: list[MicroBatch], reference: list[Tensor] | 
     if reference is None:
         return micro_batches
     return [stepping.with_reference(m, part) for m, part in zip(micro_batches, reference, strict=True)]
+
+
+def _gather(parameters: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
+    """Whole, on rank 0. All ranks."""
+    whole = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in parameters.items()}
+    return {name: p.detach().cpu() for name, p in whole.items()} if group.rank == 0 else {}
 
 
 def join_group(device: str, parallel: ParallelConfig, timeout_s: float) -> Group:

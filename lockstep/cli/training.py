@@ -52,7 +52,7 @@ def _refuse_with_resume(given: Sequence[str], run_dir: Path | None, dry_run: boo
     if run_dir or dry_run or any("=" not in argument for argument in given):
         raise ValueError(
             "--resume continues a run as it was configured: give no CONFIG, --run-dir or --dry-run; of its settings, "
-            "parallel.*, launch.* and batch.micro_batch_tokens can be changed with KEY.PATH=VALUE"
+            "parallel.*, launch.*, cluster and batch.micro_batch_tokens can be changed with KEY.PATH=VALUE"
         )
 
 
@@ -74,23 +74,23 @@ def _resume(path: Path, overrides: Sequence[str], as_json: bool) -> int:
 def _follow(run: RunDir, settings: RunConfig, as_json: bool, resumed: bool) -> int:
     """Start the workers, show what they write, end with them: none is left when this returns."""
     from lockstep.display import RunDisplay, make_console, print_header, print_summary
-    from lockstep.launch import LocalLauncher, Resources
     from lockstep.launch.signals import catch_signals
+    from lockstep.launch.start import start
 
     console = make_console(stderr=as_json)
     print_header(console, run, settings, resumed)
-    display, launcher = RunDisplay(run, console), LocalLauncher()
+    display = RunDisplay(run, console)
     with catch_signals() as received:
-        handle = launcher.start(run.path, Resources(settings.launch.procs, settings.launch.device))
+        lasting = start(run, settings, lambda line: console.print(line, highlight=False, soft_wrap=True, markup=False))
         try:
-            display.follow(lambda: not received and launcher.poll(handle).state == "running")
+            display.follow(lambda: not received and lasting.poll().state == "running")
         except BaseException:
-            launcher.stop(handle)
+            lasting.stop()
             raise
         if received:
             console.print("stopping the run (Ctrl-C again ends it at once)", highlight=False)
-            launcher.stop(handle, hurry=lambda: len(received) > 1)
-        outcome = launcher.poll(handle)
+            lasting.stop(hurry=lambda: len(received) > 1)
+        outcome = lasting.poll()
     print_summary(console, run)
     _print_result(run, as_json)
     if outcome.state == "cancelled":
@@ -102,7 +102,8 @@ def _follow(run: RunDir, settings: RunConfig, as_json: bool, resumed: bool) -> i
 
 def _print_failure(run: RunDir, reason: str) -> None:
     failures = run.failures()
-    where = run.logs / f"rank-{failures[0]['rank']}.log" if failures else run.logs
+    own = run.logs / f"rank-{failures[0]['rank']}.log" if failures else run.logs
+    where = own if own.exists() else run.logs
     typer.echo(f"error: {reason}\n       more in {where}", err=True)
 
 

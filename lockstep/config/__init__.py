@@ -1,6 +1,7 @@
 """The run configuration: one YAML file, frozen, validated once at the door."""
 
 from lockstep.config.algorithm import AlgorithmConfig, DpoConfig, KtoConfig, SftConfig
+from lockstep.config.cluster import LaunchConfig, PoolConfig, settle_pool
 from lockstep.config.data import DataConfig, SourceConfig
 from lockstep.config.loading import (
     known_keys,
@@ -11,12 +12,11 @@ from lockstep.config.loading import (
     validate_config,
 )
 from lockstep.config.parallel import Degrees, ParallelConfig
-from lockstep.config.reinforcement import GrpoConfig, RewardConfig
+from lockstep.config.reinforcement import GrpoConfig, RewardConfig, RolloutsConfig
 from lockstep.config.sections import (
     BatchConfig,
     CheckpointConfig,
     EvaluationConfig,
-    LaunchConfig,
     LoggingConfig,
     LoraConfig,
     ModelConfig,
@@ -42,7 +42,9 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "ParallelConfig",
+    "PoolConfig",
     "RewardConfig",
+    "RolloutsConfig",
     "RunConfig",
     "SftConfig",
     "SourceConfig",
@@ -51,5 +53,6 @@ __all__ = [
     "parse_config",
     "sections_of",
     "settle_config",
+    "settle_pool",
     "validate_config",
 ]

@@ -64,7 +64,7 @@ class GrpoConfig(Section):
     max_tokens: PositiveInt = 256
     """Longest answer, or turn of an answer, in tokens."""
     temperature: Positive = 1.0
-    """Of sampling. Only 1 for now: the model is trained at the temperature that it is sampled at."""
+    """Of sampling, and of all log-probs in training: the model learns at the temperature that it is sampled at."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample from the likeliest tokens that hold this much of the probability."""
     top_k: NonNegativeInt = 0
@@ -80,7 +80,7 @@ class GrpoConfig(Section):
     flat_groups: Literal["keep", "drop", "refill"] = "keep"
     """Groups whose answers all earned the same, and teach nothing. refill: take the next prompts in their place."""
     max_refills: PositiveInt = 4
-    """How often a step samples again to refill before it goes on with fewer groups."""
+    """Times its own size that a step may take next prompts instead of flat ones. Then it goes on with fewer groups."""
     overlong: Literal["keep", "mask"] = "keep"
     """Answers cut at max_tokens. mask: not learned from."""
     ratio: Literal["token", "sequence"] = "token"
@@ -105,7 +105,8 @@ class GrpoConfig(Section):
     entropy_coefficient: float = 0.0
     """What the entropy of the model's choices counts for; it then has to be computed."""
     correction: Literal["none", "token", "sequence"] = "none"
-    """Weigh tokens, or answers, by trainer over sampler where the two differ."""
+    """Weigh tokens, or answers, by trainer over sampler where the two differ. With rollouts.max_staleness, unless it is
+    given, token."""
     correction_cap: Positive = 2.0
     """At most this much."""
     max_logprob_gap: Positive | None = 0.2
@@ -129,6 +130,11 @@ class GrpoConfig(Section):
     """The newest steps whose answers are kept in samples/."""
 
     @property
+    def updates(self) -> int:
+        """Optimizer steps of a step."""
+        return self.num_updates * self.minibatches
+
+    @property
     def needs_reference(self) -> bool:
         return self.kl_coefficient > 0
 
@@ -150,11 +156,6 @@ class GrpoConfig(Section):
             raise ValueError("algorithm.reward environment needs an environment that gives it: set it, or remove one")
         if not any(reward.weight for reward in self.reward):
             raise ValueError("algorithm.reward has no weight but 0, so nothing would be learned: give one another")
-        if self.temperature != 1:
-            raise ValueError(
-                f"algorithm.temperature {self.temperature:g}: only 1 works for now, because the log-probs of training "
-                "are at 1; top_p, top_k and min_p narrow what is sampled"
-            )
         if self.num_samples < 2 and self.advantage != "reinforce++":
             raise ValueError(
                 f"algorithm.num_samples 1 leaves nothing to compare with under advantage {self.advantage}: give at "
@@ -171,3 +172,78 @@ class GrpoConfig(Section):
             raise ValueError(f"algorithm.{key} is given, but kl_coefficient is 0 and nothing is compared: remove it")
         if self.reference_sync_steps and self.reference not in ("auto", "copy"):
             raise ValueError(f"algorithm.reference_sync_steps needs reference copy, not {self.reference}")
+
+
+class RolloutsConfig(Section):
+    """Who samples, and how far sampling may be ahead of learning."""
+
+    engines: NonNegativeInt = 0
+    """Processes that sample, besides those that train. 0: the processes that train sample too, in turns."""
+    endpoint: str | None = None
+    """Address of a server that samples instead, like http://localhost:8000. It must see the run directory, from which
+    it loads the weights of every step."""
+    kind: Literal["vllm", "sglang"] = "vllm"
+    """What the server at endpoint is."""
+    max_staleness: NonNegativeInt = 0
+    """Optimizer steps that the weights behind any sampled token may be older than those that learn from it, at most.
+    0: sampling and learning take turns. More: engines sample while the others learn."""
+    check_interval_s: Positive = 2.0
+    """How often each engine is asked whether it is well."""
+    deadline_s: Positive = 6.0
+    """An engine that does not answer for so long is replaced."""
+    start_timeout_s: Positive = 300.0
+    """What an engine may take to load its model."""
+    max_replacements: NonNegativeInt = 8
+    """Engines that may be replaced in one run before it gives up."""
+    threads: PositiveInt | None = None
+    """Prompts that are sampled at once, at most. Default: as many as there may be under way."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Of the engines. auto: as launch.device."""
+
+    @property
+    def samples_elsewhere(self) -> bool:
+        """Not in the processes that train."""
+        return self.engines > 0 or self.endpoint is not None
+
+
+def check_rollouts(rollouts: RolloutsConfig, algorithm: Section) -> None:
+    """What the section asks of the algorithm."""
+    if not isinstance(algorithm, GrpoConfig):
+        if rollouts != RolloutsConfig():
+            raise ValueError("rollouts is for algorithm grpo, which samples: remove it")
+        return
+    if rollouts.max_staleness and not rollouts.samples_elsewhere:
+        raise ValueError(
+            f"rollouts.max_staleness {rollouts.max_staleness} needs engines that sample while others learn: set "
+            "rollouts.engines, or max_staleness 0"
+        )
+    if rollouts.endpoint is not None:
+        _check_endpoint(rollouts, algorithm)
+    updates = algorithm.updates
+    if 0 < rollouts.max_staleness < updates:
+        raise ValueError(
+            f"rollouts.max_staleness {rollouts.max_staleness} is less than the {updates} optimizer steps of a step "
+            f"(algorithm.num_updates x minibatches), so nothing could be sampled ahead: give 0, or {updates} and more"
+        )
+
+
+def _check_endpoint(rollouts: RolloutsConfig, algorithm: GrpoConfig) -> None:
+    if rollouts.engines:
+        raise ValueError("rollouts has both engines and an endpoint: give one of them")
+    if rollouts.kind == "vllm" and algorithm.temperature != 1:
+        raise ValueError(
+            f"algorithm.temperature {algorithm.temperature:g} does not go with rollouts.kind vllm, which gives "
+            "log-probs at 1: set it to 1"
+        )
+
+
+def with_correction(tree: Any) -> Any:
+    """Answers of older weights are weighed by what has changed since, unless the configuration says otherwise."""
+    if not isinstance(tree, Mapping):
+        return tree
+    rollouts, algorithm = tree.get("rollouts"), tree.get("algorithm")
+    if not isinstance(rollouts, Mapping) or not isinstance(algorithm, Mapping) or "correction" in algorithm:
+        return tree
+    if algorithm.get("kind") not in ("grpo", *SHORT_GRPO) or rollouts.get("max_staleness") in (None, 0):
+        return tree
+    return {**tree, "algorithm": {**algorithm, "correction": "token"}}

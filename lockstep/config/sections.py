@@ -6,14 +6,16 @@ Must not know files, torch, nor what the settings do.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, model_validator
 
 from lockstep.config.algorithm import AlgorithmConfig, GrpoConfig, SftConfig
+from lockstep.config.cluster import LaunchConfig, PoolConfig, check_pools
 from lockstep.config.data import DataConfig
 from lockstep.config.parallel import ParallelConfig
+from lockstep.config.reinforcement import RolloutsConfig, check_rollouts, with_correction
 from lockstep.config.section import NonNegativeInt, PositiveInt, Section
 
 
@@ -127,15 +129,6 @@ class EvaluationConfig(Section):
     """The model that bertscore compares with: a folder or a Hub id."""
 
 
-class LaunchConfig(Section):
-    procs: PositiveInt = 1
-    """Processes on this machine (one per GPU on CUDA)."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA where torch sees it."""
-    timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """Deadline of every collective: a rank that waits longer fails and says so."""
-
-
 class LoggingConfig(Section):
     every_steps: PositiveInt = 1
     """Steps between records of training metrics."""
@@ -154,13 +147,21 @@ class RunConfig(Section):
     lora: LoraConfig | None = None
     data: DataConfig
     algorithm: AlgorithmConfig = SftConfig()
+    rollouts: RolloutsConfig = RolloutsConfig()
     batch: BatchConfig = BatchConfig()
     optim: OptimConfig = OptimConfig()
     parallel: ParallelConfig = ParallelConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     launch: LaunchConfig = LaunchConfig()
+    cluster: tuple[PoolConfig, ...] = ()
+    """For launch.kind ray: what the processes of each pool need. Default: one CPU each."""
     logging: LoggingConfig = LoggingConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _settled(cls, tree: Any) -> Any:
+        return with_correction(tree)
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
@@ -181,6 +182,8 @@ class RunConfig(Section):
                 raise ValueError(
                     f"evaluation.{key} needs validation data: set data.validation or data.validation_fraction"
                 )
+        check_pools(self.launch, self.cluster, self.rollouts.engines)
+        check_rollouts(self.rollouts, self.algorithm)
         _check_algorithm(self)
         return self
 

@@ -7,6 +7,7 @@ Must not know how any one launcher starts processes.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -64,6 +65,8 @@ class Launcher(Protocol):
         """Once no process is left, the answer is final and the same as what status.json says."""
         ...
 
-    def stop(self, handle: RunHandle) -> None:
-        """Returns when no process of the run is left. A run that had not finished is then 'cancelled'."""
+    def stop(self, handle: RunHandle, hurry: Callable[[], bool] = lambda: False) -> None:
+        """Returns when no process of the run is left. A run that had not finished is then 'cancelled'.
+
+        `hurry` is asked while waiting: yes ends the grace period."""
         ...

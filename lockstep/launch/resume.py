@@ -13,7 +13,7 @@ from lockstep.config import ConfigError, RunConfig, load_config
 from lockstep.launch.local import is_running
 from lockstep.rundir import RunDir
 
-_MAY_CHANGE = ("parallel.", "launch.", "batch.micro_batch_tokens")
+_MAY_CHANGE = ("parallel.", "launch.", "cluster", "batch.micro_batch_tokens")
 _MAY_NOT = ("parallel.compression",)  # the one setting there that changes the numbers
 
 
@@ -31,7 +31,7 @@ def reopen(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunDir, Run
     for key, (old, new) in changes.items():
         if key in _MAY_NOT or not key.startswith(_MAY_CHANGE):
             raise ConfigError(
-                f"--resume cannot change {key} from {old} to {new}: only parallel.*, launch.* and "
+                f"--resume cannot change {key} from {old} to {new}: only parallel.*, launch.*, cluster and "
                 "batch.micro_batch_tokens can change within a run, because they do not change its numbers"
             )
     after.parallel.degrees(after.launch.procs)

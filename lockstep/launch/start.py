@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lockstep.config import RunConfig, load_config, settle_config
 from lockstep.launch.launcher import Resources
 from lockstep.launch.local import LocalLauncher
+from lockstep.launch.ray_launcher import RayLauncher
+from lockstep.launch.restarts import LastingRun
 from lockstep.launch.resume import reopen
 from lockstep.rundir import RunDir
 
@@ -39,17 +41,23 @@ def train(
         assert config is not None
         settings = _settle(config, overrides)
         run = RunDir.create(run_dir or new_run_dir(settings.name), settings)
-    launcher = LocalLauncher()
-    handle = launcher.start(run.path, Resources(settings.launch.procs, settings.launch.device))
+    lasting = start(run, settings)
     try:
-        while (outcome := launcher.poll(handle)).state == "running":
+        while (outcome := lasting.poll()).state == "running":
             time.sleep(0.2)
     except BaseException:
-        launcher.stop(handle)
+        lasting.stop()
         raise
     if outcome.state != "completed":
         raise RunFailed(f"{outcome.reason} (logs in {run.logs})")
     return result_of(run)
+
+
+def start(run: RunDir, settings: RunConfig, say: Callable[[str], None] = lambda line: None) -> LastingRun:
+    """The processes of the run, where launch.kind puts them."""
+    launch = settings.launch
+    launcher = RayLauncher() if launch.kind == "ray" else LocalLauncher()
+    return LastingRun(launcher, run, Resources(launch.procs, launch.device), launch.max_restarts, say)
 
 
 def new_run_dir(name: str) -> Path:

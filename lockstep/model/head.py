@@ -40,6 +40,11 @@ class LogitTransform:
             return self.scale
         return self.scale * (1 - (transformed / self.softcap) ** 2)
 
+    def at(self, temperature: float) -> LogitTransform:
+        """With the result divided by it, which is the same as dividing scale and cap: nothing more is computed."""
+        softcap = None if self.softcap is None else self.softcap / temperature
+        return LogitTransform(self.scale / temperature, softcap)
+
 
 class Vocabulary(Protocol):
     """Where the head's rows lie on several ranks: the first row here, and results over all of them."""

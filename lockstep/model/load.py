@@ -131,11 +131,13 @@ def load_for_inference(source: str | Path, device: str = "auto") -> tuple[Any, A
 
 def _load_adapter(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     import peft
+    from transformers import AutoTokenizer
 
     base = ModelConfig(path=peft.PeftConfig.from_pretrained(str(path)).base_model_name_or_path)
     model = peft.PeftModel.from_pretrained(load_causal_lm(base, dtype), str(path))
+    # The folder of an adapter is no model folder: its tokenizer is read as it is.
     has_tokenizer = (path / "tokenizer_config.json").exists()
-    return model, load_tokenizer(ModelConfig(path=str(path)) if has_tokenizer else base)
+    return model, AutoTokenizer.from_pretrained(str(path)) if has_tokenizer else load_tokenizer(base)
 
 
 def build_model(config: ModelConfig, lora: Any, precision: str, *, with_weights: bool) -> Any:

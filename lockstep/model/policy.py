@@ -77,6 +77,11 @@ class Policy(nn.Module):
         """The head's rows lie on several ranks from now on."""
         self.head_options = replace(self.head_options, vocabulary=vocabulary)
 
+    def use_temperature(self, temperature: float) -> None:
+        """Log-probs, entropies and collisions are those of sampling at this temperature from now on."""
+        transform = logit_transform(causal_lm(self.model))
+        self.head_options = replace(self.head_options, transform=transform.at(temperature))
+
     def stop_packing(self) -> None:
         """Give the model its own attention back; from now on it takes one document at a time."""
         if self.packs:

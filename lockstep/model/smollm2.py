@@ -143,6 +143,7 @@ def _convert(gguf: Path, target: Path) -> Path:
     del source.config.quantization_config
     plain = AutoModelForCausalLM.from_config(source.config, dtype=torch.float32)
     plain.load_state_dict(source.state_dict())
+    plain.generation_config.eos_token_id = tokenizer.eos_token_id  # not every transformers reads it from GGUF
     target.parent.mkdir(parents=True, exist_ok=True)
     writing = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:

@@ -69,6 +69,7 @@ class NarrowCopies:
 
     def __init__(self, module: nn.Module, units: Sequence[nn.Module], dtype: torch.dtype) -> None:
         self._dtype = dtype
+        self._kept: list[list[Tensor]] | None = None
         self._units: list[dict[nn.Parameter, list[_Place]]] = []
         # A tied parameter hangs at several places, perhaps in several units, and is cast once.
         places: dict[nn.Parameter, list[_Place]] = {}
@@ -81,11 +82,14 @@ class NarrowCopies:
                 self._units.append(mine)
 
     @contextlib.contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Until backward is done, because recomputation reads parameters too."""
+    def in_place(self, *, kept: bool = False) -> Iterator[None]:
+        """Until backward is done, because recomputation reads parameters too.
+
+        `kept`: in the same memory every time, which CUDA graphs can stand on, and without a graph for gradients.
+        """
         try:
-            for places in self._units:
-                copies = _Narrowed.apply(self._dtype, *places)
+            fresh = self._keep() if kept else [_Narrowed.apply(self._dtype, *places) for places in self._units]
+            for copies, places in zip(fresh, self._units, strict=True):
                 for copy, homes in zip(copies, places.values(), strict=True):
                     for registry, name in homes:
                         registry[name] = copy
@@ -95,6 +99,14 @@ class NarrowCopies:
                 for parameter, homes in places.items():
                     for registry, name in homes:
                         registry[name] = parameter
+
+    @torch.no_grad()
+    def _keep(self) -> list[list[Tensor]]:
+        if self._kept is None:
+            self._kept = [[torch.empty_like(wide, dtype=self._dtype) for wide in places] for places in self._units]
+        for copies, places in zip(self._kept, self._units, strict=True):
+            torch._foreach_copy_(copies, list(places))
+        return self._kept
 
 
 class _Narrowed(torch.autograd.Function):

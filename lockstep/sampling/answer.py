@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from lockstep.sampling.sampler import SamplingParams, TextCompletion
+from lockstep.sampling.sampler import Begun, SamplingParams, TextCompletion
 
 
 class GrowingAnswer:
-    """`end_tokens` end it and are not part of its text. `on_text` gets the text in pieces, without stop texts."""
+    """`end_tokens` end it and are not part of its text. `on_text` gets the text in pieces, without stop texts.
+
+    `version`: of the weights that the next token comes from; whoever changes them changes it.
+    """
 
     def __init__(
         self,
@@ -21,11 +24,15 @@ class GrowingAnswer:
         end_tokens: frozenset[int],
         max_tokens: int,
         on_text: Callable[[str], None] | None = None,
+        version: int = 0,
     ) -> None:
         self._tokenizer, self._params, self._on_text = tokenizer, params, on_text
         self._end_tokens, self._max_tokens = end_tokens, max_tokens
-        self._tokens: list[int] = []
+        self.version = version
+        # Only ever added to, in this order: another thread may read as many of each as there are of the last.
+        self.tokens: list[int] = []
         self.logprobs: list[float] = []
+        self.versions: list[int] = []
         self._finish: Literal["stop", "length"] | None = None
         # Most answers need their text only once: reading along costs about as much as a step of a small model.
         self._pieces = TextPieces(tokenizer) if params.stop or on_text is not None else None
@@ -37,16 +44,33 @@ class GrowingAnswer:
 
     @property
     def num_tokens(self) -> int:
-        return len(self._tokens)
+        return len(self.tokens)
 
     @property
     def num_left(self) -> int:
-        return self._max_tokens - len(self._tokens)
+        return self._max_tokens - len(self.tokens)
+
+    def go_on_from(self, begun: Begun) -> None:
+        """Take over what another has sampled of this answer."""
+        current = self.version
+        for token, logprob, self.version in zip(begun.tokens, begun.logprobs, begun.versions, strict=True):
+            if self.finished:
+                raise ValueError(
+                    f"an answer was begun with {len(begun.tokens)} tokens and ends after {self.num_tokens}"
+                )
+            self.push(token, logprob)
+        self.version = current
+
+    def so_far(self, start: int = 0) -> Begun:
+        """What there is of it, from its token `start` on."""
+        end = len(self.versions)
+        return Begun(*(tuple(part[start:end]) for part in (self.tokens, self.logprobs, self.versions)))  # type: ignore[arg-type]
 
     def push(self, token: int, logprob: float) -> None:
         assert not self.finished, "an answer that has ended takes no more tokens"
-        self._tokens.append(token)
+        self.tokens.append(token)
         self.logprobs.append(logprob)
+        self.versions.append(self.version)
         if token in self._end_tokens or self._reads_stop_text(token):
             self._finish = "stop"
         elif self.num_left == 0:
@@ -54,10 +78,12 @@ class GrowingAnswer:
         if self._on_text is not None:
             self._show(self._on_text)
 
-    def completion(self, version: int) -> TextCompletion:
+    def completion(self) -> TextCompletion:
         assert self._finish is not None, "the answer has not ended"
         logprobs = tuple(self.logprobs) if self._params.logprobs else None
-        return TextCompletion(tuple(self._tokens), self._whole_text(), self._finish, logprobs, version)
+        newest = max(self.versions)
+        versions = tuple(self.versions) if min(self.versions) != newest else ()
+        return TextCompletion(tuple(self.tokens), self._whole_text(), self._finish, logprobs, newest, versions)
 
     def _reads_stop_text(self, token: int) -> bool:
         if self._pieces is None:
@@ -69,8 +95,8 @@ class GrowingAnswer:
         return any(self._text.find(stop, max(0, before - len(stop) + 1)) >= 0 for stop in self._params.stop)
 
     def _whole_text(self) -> str:
-        ends = bool(self._tokens) and self._tokens[-1] in self._end_tokens
-        text = self._tokenizer.decode(self._tokens[:-1] if ends else self._tokens, skip_special_tokens=True)
+        ends = bool(self.tokens) and self.tokens[-1] in self._end_tokens
+        text = self._tokenizer.decode(self.tokens[:-1] if ends else self.tokens, skip_special_tokens=True)
         return text[: min((at for at in map(text.find, self._params.stop) if at >= 0), default=len(text))]
 
     def _show(self, on_text: Callable[[str], None]) -> None:

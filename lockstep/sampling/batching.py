@@ -1,7 +1,7 @@
 """Continuous batching: sequences of different lengths through the slots of a decoder until each has its answer.
 
-A slot whose answer ended takes the next sequence at once, and a prompt is computed once for all its samples.
-Must not know models, text or weights.
+New ones may come at any time. A slot whose answer ended takes the next sequence at once, and a prompt is computed once
+for all its samples. Must not know models, text or where weights come from.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
+import torch
 
 from lockstep.sampling.answer import GrowingAnswer
 from lockstep.sampling.choosing import Truncation
@@ -18,14 +18,22 @@ from lockstep.sampling.decoding import Decoder
 from lockstep.sampling.schedule import Schedule
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Request:
+    """`stream`: what its random numbers follow from, together with their places in the text."""
+
     prompt: tuple[int, ...]
     answer: GrowingAnswer
+    stream: int
+    truncation: Truncation
+
+    @property
+    def text(self) -> tuple[int, ...]:
+        """So far, the answer included."""
+        return (*self.prompt, *self.answer.tokens)
 
     @property
     def num_tokens(self) -> int:
-        """So far, the answer included."""
         return len(self.prompt) + self.answer.num_tokens
 
     @property
@@ -38,83 +46,148 @@ class Limits:
     """`max_slots` sequences at once, in at most `max_bytes` of cache (None: what can be spared).
 
     `steps_per_read`: tokens are looked at only so often; an answer that ended in between is noticed late, and cut.
+    `min_slots`: room is made for as many at once, also for fewer sequences, so that steps keep their size.
     """
 
     max_slots: int
     max_bytes: int | None = None
     steps_per_read: int = 1
+    min_slots: int = 1
 
 
-def answer_all(
-    decoder: Decoder, requests: Sequence[Request], streams: Tensor, truncation: Truncation, limits: Limits
-) -> None:
-    """Fill the answers. `streams`: for each request what its random numbers follow from."""
+def answer_all(decoder: Decoder, requests: Sequence[Request], limits: Limits) -> None:
+    """Fill the answers. Every sequence must fit, before the first is begun."""
     with decoder.in_use():
-        num_slots = _fit(decoder, requests, limits)
-        decoder.prepare(num_slots, max((r.max_tokens for r in requests), default=1))
-        schedule = Schedule([r.prompt for r in requests], num_slots)
-        while schedule.busy:
-            _admit(decoder, schedule, requests, streams)
-            num_rows = num_slots if decoder.has_fixed_rows else max(schedule.live) + 1
-            _advance(decoder, schedule, requests, truncation, num_rows, limits.steps_per_read)
-            if schedule.live and not decoder.has_fixed_rows:
-                longest = max(requests[sequence].num_tokens for sequence in schedule.live.values())
-                decoder.move(schedule.compact(), longest)
+        batch = ContinuousBatch(decoder, limits)
+        batch.add(requests)
+        if not batch.busy:
+            decoder.prepare(1, 1)  # for the passes of other processes
+        while batch.busy:
+            batch.advance()
         decoder.finish()
 
 
-def _fit(decoder: Decoder, requests: Sequence[Request], limits: Limits) -> int:
-    """How many slots there is room for. Every sequence must fit, before the first is begun."""
-    room = decoder.spare_bytes() if limits.max_bytes is None else limits.max_bytes
-    if not requests:
-        return 1
-    longest = max(requests, key=lambda request: request.max_tokens)
-    needed = decoder.slot_bytes(longest.max_tokens)
-    if needed > room:
-        raise ValueError(
-            f"a prompt of {len(longest.prompt)} tokens and {longest.answer.num_left} new ones need "
-            f"{needed / 2**20:,.3f} MiB of cache, and there is room for {room / 2**20:,.3f}: lower max_tokens"
-        )
-    wanted = len(requests)
-    if decoder.has_fixed_rows:
-        wanted = 1 << (wanted - 1).bit_length()  # calls of about one size then share their graphs
-    return min(limits.max_slots, wanted, room // needed)
+class ContinuousBatch:
+    """The sequences that a decoder has under way. It must be in use while they `advance`."""
 
+    def __init__(self, decoder: Decoder, limits: Limits) -> None:
+        self._decoder, self._limits = decoder, limits
+        self._room = decoder.spare_bytes() if limits.max_bytes is None else limits.max_bytes
+        self._schedule = Schedule()
+        self._requests: dict[int, Request] = {}  # by their numbers in the schedule, until they have ended
+        self._length = 0  # of the longest text that a slot has room for
+        self._has_new = True  # those who came since slots were last made
+        self._is_outdated = False
 
-def _admit(decoder: Decoder, schedule: Schedule, requests: Sequence[Request], streams: Tensor) -> None:
-    """The last token of a prompt is left to the first step, which gives its answer's first token in every slot."""
-    admission = schedule.admit()
-    if not admission.placed:
-        return
-    prompts = {slot: requests[sequence].prompt for slot, sequence in admission.placed}
-    longest = max(len(prompt) for prompt in prompts.values()) - 1
-    decoder.copy(admission.copied, longest)
-    decoder.prefill([(slot, prompts[slot][:-1]) for slot, _ in admission.computed])
-    decoder.copy(admission.shared, longest)
-    lasts = [prompt[-1] for prompt in prompts.values()]
-    places = [len(prompt) - 1 for prompt in prompts.values()]
-    decoder.place(list(prompts), lasts, places, streams[[sequence for _, sequence in admission.placed]])
+    @property
+    def busy(self) -> bool:
+        return self._schedule.busy
 
+    def add(self, requests: Sequence[Request]) -> None:
+        """To be answered as soon as there is a slot, first come, first served. One that can never fit raises."""
+        if requests:
+            self._refuse_too_long(max(requests, key=lambda request: request.max_tokens))
+        for request in requests:
+            if not request.answer.finished:
+                number = self._schedule.add(request.prompt, begun=request.answer.num_tokens > 0)
+                self._requests[number] = request
+                self._has_new = True
 
-def _advance(
-    decoder: Decoder,
-    schedule: Schedule,
-    requests: Sequence[Request],
-    truncation: Truncation,
-    num_rows: int,
-    steps_per_read: int,
-) -> None:
-    live = [(slot, requests[sequence]) for slot, sequence in schedule.live.items()]
-    num_steps = min(steps_per_read, min(request.answer.num_left for _, request in live))
-    reach = max(request.num_tokens for _, request in live) + num_steps - 1
-    tokens, logprobs = decoder.advance(num_steps, num_rows, reach, truncation)
-    for slot, request in live:
-        for step in range(num_steps):
-            if not math.isfinite(logprobs[step][slot]):
-                raise ValueError(
-                    f"the model gives {logprobs[step][slot]} as a log-prob: its weights hold nan or inf, or overflow"
-                )
-            request.answer.push(tokens[step][slot], logprobs[step][slot])
-            if request.answer.finished:
-                schedule.release(slot)
-                break
+    def renew(self, version: int) -> None:
+        """The weights have changed: tokens stay, and what follows them comes from the new weights alone."""
+        self._is_outdated = True
+        for request in self._requests.values():
+            request.answer.version = version
+
+    def advance(self) -> list[Request]:
+        """A few steps for everybody under way: those whose answers ended."""
+        if self._is_outdated:
+            self._compute_again()
+        if self._has_new:
+            self._make_room()
+        self._admit()
+        finished = self._step()
+        if self._schedule.live and not self._decoder.has_fixed_rows:
+            longest = max(self._requests[sequence].num_tokens for sequence in self._schedule.live.values())
+            self._decoder.move(self._schedule.compact(), longest)
+        return finished
+
+    def _refuse_too_long(self, request: Request) -> None:
+        needed = self._decoder.slot_bytes(request.max_tokens)
+        if needed > self._room:
+            raise ValueError(
+                f"a prompt of {len(request.prompt)} tokens and {request.answer.num_left} new ones need "
+                f"{needed / 2**20:,.3f} MiB of cache, and there is room for {self._room / 2**20:,.3f}: lower max_tokens"
+            )
+
+    def _make_room(self) -> None:
+        """Slots for everybody who is here, as many and as long as there is room for."""
+        length = max(request.max_tokens for request in self._requests.values())
+        wanted = max(len(self._requests), self._limits.min_slots)
+        if self._decoder.has_fixed_rows:
+            wanted = 1 << (wanted - 1).bit_length()  # calls of about one size then share their graphs
+        num_slots = min(self._limits.max_slots, wanted, self._room // self._decoder.slot_bytes(length))
+        self._has_new = False
+        if length <= self._length and num_slots <= self._schedule.num_slots:
+            return
+        if not self._schedule.live:
+            self._decoder.prepare(num_slots, length)
+            self._schedule.forget()
+        elif num_slots >= self._schedule.num_slots:
+            length = max(length, self._length)
+            self._decoder.grow(num_slots, length)
+        else:
+            self._has_new = True  # longer slots would be too few for those under way: tried again until they fit
+            return
+        self._schedule.resize(num_slots)
+        self._length = length
+
+    def _compute_again(self) -> None:
+        """Keys and values of every text under way; what slots still hold of others is forgotten."""
+        self._is_outdated = False
+        self._schedule.forget()
+        self._decoder.check_model()
+        live = self._schedule.live.items()
+        self._decoder.prefill([(slot, self._requests[sequence].text[:-1]) for slot, sequence in live])
+
+    def _admit(self) -> None:
+        """The last token of a text is left to the first step, which gives the token after it in every slot."""
+        admission = self._schedule.admit(self._may_begin)
+        if not admission.placed:
+            return
+        requests = {slot: self._requests[sequence] for slot, sequence in admission.placed}
+        longest = max(len(request.prompt) for request in requests.values()) - 1
+        self._decoder.copy(admission.copied, longest)
+        self._decoder.prefill([(slot, requests[slot].text[:-1]) for slot, _ in admission.computed])
+        self._decoder.copy(admission.shared, longest)
+        lasts = [request.text[-1] for request in requests.values()]
+        places = [request.num_tokens - 1 for request in requests.values()]
+        streams = torch.tensor([request.stream for request in requests.values()])
+        self._decoder.place(list(requests), lasts, places, streams)
+
+    def _may_begin(self, sequence: int) -> bool:
+        """In a step all tokens are drawn in one way: a sequence that wants another waits for those under way."""
+        request = self._requests[sequence]
+        other = next(iter(self._schedule.live.values()), sequence)
+        return request.max_tokens <= self._length and request.truncation == self._requests[other].truncation
+
+    def _step(self) -> list[Request]:
+        live = [(slot, sequence, self._requests[sequence]) for slot, sequence in self._schedule.live.items()]
+        num_rows = self._schedule.num_slots if self._decoder.has_fixed_rows else max(self._schedule.live) + 1
+        num_steps = min(self._limits.steps_per_read, min(request.answer.num_left for _, _, request in live))
+        reach = max(request.num_tokens for _, _, request in live) + num_steps - 1
+        tokens, logprobs = self._decoder.advance(num_steps, num_rows, reach, live[0][2].truncation)
+        finished = []
+        for slot, sequence, request in live:
+            for step in range(num_steps):
+                if not math.isfinite(logprobs[step][slot]):
+                    raise ValueError(
+                        f"the model gives {logprobs[step][slot]} as a log-prob: its weights hold nan or inf, "
+                        "or overflow"
+                    )
+                request.answer.push(tokens[step][slot], logprobs[step][slot])
+                if request.answer.finished:
+                    self._schedule.release(slot)
+                    finished.append(self._requests.pop(sequence))
+                    break
+        return finished

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from lockstep.sampling.local import LocalEngine
-from lockstep.sampling.sampler import Prompt, SamplingParams, TextCompletion
+from lockstep.sampling.sampler import BegunAnswers, Prompt, SamplingParams, TextCompletion
 
 
 class BorrowedEngine:
@@ -26,29 +26,35 @@ class BorrowedEngine:
         replicas: int = 1,
         shards: int = 1,
         batch_size: int | None = None,
-        keeps_cache: bool = False,
+        max_kept_bytes: int = 0,
+        compiles: bool = False,
     ) -> None:
         """The ranks of one replica stand side by side: `rank // shards` is the replica.
 
-        `keeps_cache`: between calls, too. Training then has less memory, and a GPU's graphs need no second capture.
+        `max_kept_bytes`: a cache of at most this size stays between calls. Training then has less memory, and a GPU's
+        graphs need no second capture. `compiles`: see LocalEngine.
         """
         self._borrow, self._tokenizer, self._gather = borrow, tokenizer, gather
         self._replica, self._replicas, self._shards = rank // shards, replicas, shards
-        self._batch_size, self._keeps_cache = batch_size, keeps_cache
+        self._batch_size, self._max_kept_bytes, self._compiles = batch_size, max_kept_bytes, compiles
         self._engine: LocalEngine | None = None
         self.version = 0
 
     def sample(
-        self, prompts: Sequence[Prompt], params: SamplingParams, keys: Sequence[int] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        keys: Sequence[int] | None = None,
+        begun: BegunAnswers | None = None,
     ) -> list[list[TextCompletion]]:
         mine = slice(self._replica, None, self._replicas)
         keys = range(len(prompts)) if keys is None else keys
         with self._borrow() as model:
             engine = self._engine_of(model)
             try:
-                answers = engine.sample(prompts[mine], params, keys[mine])
+                answers = engine.sample(prompts[mine], params, keys[mine], None if begun is None else begun[mine])
             finally:
-                if not self._keeps_cache:
+                if engine.cache_bytes > self._max_kept_bytes:
                     engine.release_cache()
         found: list[list[TextCompletion]] = [[] for _ in prompts]
         for replica, part in enumerate(self._gather(answers)[:: self._shards]):
@@ -58,6 +64,8 @@ class BorrowedEngine:
     def _engine_of(self, model: Any) -> LocalEngine:
         """Kept from call to call: what it found out about the model stays true."""
         if self._engine is None or self._engine.model is not model:
-            self._engine = LocalEngine(model, self._tokenizer, self._batch_size, sharded=self._shards > 1)
+            self._engine = LocalEngine(
+                model, self._tokenizer, self._batch_size, sharded=self._shards > 1, compiles=self._compiles
+            )
         self._engine.version = self.version
         return self._engine

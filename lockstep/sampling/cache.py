@@ -110,6 +110,13 @@ class KeyValueCache:
             for tensor in pair:
                 tensor[targets, :, :length] = tensor[sources, :, :length]
 
+    def take_over(self, other: KeyValueCache) -> None:
+        """What the other cache holds, as far as there is room here."""
+        for module, pair in self._layers.items():
+            for new, old in zip(pair, other.of(module), strict=True):
+                num_slots, length = min(new.shape[0], old.shape[0]), min(new.shape[2], old.shape[2])
+                new[:num_slots, :, :length] = old[:num_slots, :, :length]
+
     def clear(self) -> None:
         """Numbers that are not finite, of weights that were no good, must not reach those that follow."""
         for pair in self._layers.values():

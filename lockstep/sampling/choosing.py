@@ -40,7 +40,8 @@ def choose(logits_nv: Tensor, truncation: Truncation, uniform_n: Tensor) -> tupl
         tokens_n = scaled.argmax(dim=1)
     else:
         probabilities_nv = _truncate(torch.exp(scaled - normaliser_n[:, None]), truncation)
-        tokens_n = _invert(probabilities_nv, uniform_n)
+        # Of nan any token: its log-prob says what is wrong.
+        tokens_n = _invert(probabilities_nv, uniform_n).clamp(max=scaled.shape[1] - 1)
     return tokens_n, scaled.gather(1, tokens_n[:, None])[:, 0] - normaliser_n
 
 

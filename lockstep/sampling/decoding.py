@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.model.policy import causal_lm, logit_transform
+from lockstep.model.policy import causal_lm, decoder_layers, logit_transform
 from lockstep.sampling import cache
 from lockstep.sampling.cache import (
     AttentionPass,
@@ -28,6 +28,7 @@ from lockstep.sampling.cache import (
 )
 from lockstep.sampling.capture import StepGraphs
 from lockstep.sampling.choosing import Truncation, choose, uniforms
+from lockstep.sampling.fusing import FusedParts
 
 _PREFILL_TOKENS = 8192  # packed into one pass, at most; a longer prompt has a pass of its own
 # Fixed frequencies are a property of a position; these also depend on the longest text in the batch.
@@ -37,10 +38,11 @@ _SHIFTING_ROPE = ("dynamic", "longrope")
 class Decoder:
     """Raises UnsupportedModelError for a model that keeps more than keys and values from one token to the next.
 
-    `sharded`: several processes hold the model together; all of them take the same number of passes.
+    `sharded`: several processes hold the model together; all of them take the same number of passes. `compiles`: steps
+    that are captured as graphs are also compiled, which takes a while at first, and rounds otherwise.
     """
 
-    def __init__(self, model: Any, *, sharded: bool = False, graphs: bool = True) -> None:
+    def __init__(self, model: Any, *, sharded: bool = False, graphs: bool = True, compiles: bool = False) -> None:
         self._model, self._causal = model, causal_lm(model)
         _refuse_unsuitable(self._causal)
         cache.register()
@@ -54,16 +56,23 @@ class Decoder:
         with self.in_use():
             self._examine()
         self.release()
+        fuses = compiles and self._graphs is not None
+        self._fused = FusedParts(decoder_layers(model), self._shapes.keys()) if fuses else None
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
         """The model with this attention, for answering; afterwards as it was, also after an exception."""
+        with self.attached(), torch.inference_mode():
+            yield
+
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[None]:
+        """What takes longest of `in_use`, for those who compute in many short pieces, each in inference mode."""
         own, training = self._causal.config._attn_implementation, self._model.training
         self._model.eval()
         self._causal.set_attn_implementation(cache.CACHED)
         try:
-            with torch.inference_mode():
-                yield
+            yield
         finally:
             self._causal.set_attn_implementation(own)
             if training:
@@ -102,15 +111,27 @@ class Decoder:
 
     def prepare(self, num_slots: int, length: int) -> None:
         """Room for as many sequences of at most `length` tokens. Passes need this first."""
-        capacity = self._capacity(length)
-        if self._cache is None or self._cache.num_slots < num_slots or self._cache.capacity < capacity:
+        if not self._has_room(num_slots, length):
             self.release()
-            self._cache = KeyValueCache(self._shapes, num_slots, capacity, self.device)
-            state = torch.zeros(3, num_slots, dtype=torch.int64, device=self.device)
-            self._tokens, self._positions, self._streams = state.unbind(0)
-        self._cache.clear()
+            self._allocate(num_slots, self._capacity(length))
+        self._kept.clear()
         self._tokens.zero_()
         self._positions.zero_()
+        self.check_model()
+
+    def grow(self, num_slots: int, length: int) -> None:
+        """Room for more or for longer sequences, while those that are there stay as they are."""
+        if self._has_room(num_slots, length):
+            return
+        old, state = self._kept, (self._tokens, self._positions, self._streams)
+        self.release()
+        self._allocate(max(num_slots, old.num_slots), max(self._capacity(length), old.capacity))
+        self._kept.take_over(old)
+        for new, kept in zip((self._tokens, self._positions, self._streams), state, strict=True):
+            new[: len(kept)] = kept
+
+    def check_model(self) -> None:
+        """What was made for a model that is no longer where, or what, it was is forgotten."""
         if self._graphs is not None:
             self._graphs.check()
 
@@ -170,6 +191,15 @@ class Decoder:
         assert self._cache is not None, "prepare comes first"
         return self._cache
 
+    def _has_room(self, num_slots: int, length: int) -> bool:
+        kept = self._cache
+        return kept is not None and kept.num_slots >= num_slots and kept.capacity >= self._capacity(length)
+
+    def _allocate(self, num_slots: int, capacity: int) -> None:
+        self._cache = KeyValueCache(self._shapes, num_slots, capacity, self.device)
+        state = torch.zeros(3, num_slots, dtype=torch.int64, device=self.device)
+        self._tokens, self._positions, self._streams = state.unbind(0)
+
     def _capacity(self, length: int) -> int:
         step = 128 if self.device.type == "cuda" else 32
         return -(-length // step) * step
@@ -182,7 +212,8 @@ class Decoder:
 
     def _step(self, num_rows: int, length: int, truncation: Truncation) -> tuple[Tensor, ...]:
         def step() -> tuple[Tensor, ...]:
-            return self._compute_step(num_rows, length, truncation)
+            with self._fused.in_place() if self._fused is not None else contextlib.nullcontext():
+                return self._compute_step(num_rows, length, truncation)
 
         self._announce(working=True)
         if self._graphs is None:

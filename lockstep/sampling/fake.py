@@ -1,10 +1,13 @@
-"""A sampler without a model, for tests of whatever stands on top of one: it answers with its prompt, reversed."""
+"""A sampler without a model, for tests of whatever stands on top of one: it answers with its prompt, reversed.
+
+What was begun it begins anew: it would say the same again.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lockstep.sampling.sampler import Prompt, SamplingParams, TextCompletion, Weights
+from lockstep.sampling.sampler import BegunAnswers, Prompt, SamplingParams, TextCompletion, Weights
 
 
 class FakeSampler:
@@ -15,7 +18,11 @@ class FakeSampler:
         self.version = version
 
     def sample(
-        self, prompts: Sequence[Prompt], params: SamplingParams, keys: Sequence[int] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        keys: Sequence[int] | None = None,
+        begun: BegunAnswers | None = None,
     ) -> list[list[TextCompletion]]:
         return [[self._answer(prompt, params)] * params.num_samples for prompt in prompts]
 

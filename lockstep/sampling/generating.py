@@ -30,7 +30,7 @@ def generate(
     batch_size: int,
     sharded: bool = False,
 ) -> None:
-    """Fill the answers. Those that may have equally many tokens go together."""
+    """Fill the answers, each with the text that it follows. Those that may have equally many tokens go together."""
     by_length: dict[int, list[Request]] = {}
     for request in requests:
         by_length.setdefault(request[1].num_left, []).append(request)
@@ -47,6 +47,7 @@ def _generate_batch(
     rows = [[pad_id] * (width - len(prompt)) + list(prompt) for prompt, _ in requests]
     seen = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt, _ in requests]
     answers = [answer for _, answer in requests]
+    starts = [answer.num_tokens for answer in answers]
     sampled: dict[str, Any] = {}
     if params.temperature > 0:
         sampled = {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k}
@@ -67,8 +68,8 @@ def _generate_batch(
     )
     if params.logprobs:
         logprobs_bt = _logprobs(output.logits, output.sequences[:, width:], params.temperature)
-        for answer, row in zip(answers, logprobs_bt.tolist(), strict=True):
-            answer.logprobs[:] = row[: len(answer.logprobs)]
+        for answer, start, row in zip(answers, starts, logprobs_bt.tolist(), strict=True):
+            answer.logprobs[start:] = row[: answer.num_tokens - start]
 
 
 class _Answers(StoppingCriteria):

@@ -20,7 +20,7 @@ from lockstep.sampling.cache import UnsupportedModelError
 from lockstep.sampling.choosing import Truncation, random_streams
 from lockstep.sampling.decoding import Decoder
 from lockstep.sampling.generating import generate
-from lockstep.sampling.sampler import Prompt, SamplingParams, TextCompletion, Weights
+from lockstep.sampling.sampler import BegunAnswers, Prompt, SamplingParams, TextCompletion, Weights
 from lockstep.sampling.weights import apply_weights
 
 Message = Mapping[str, Any]
@@ -37,16 +37,18 @@ class LocalEngine:
         max_cache_bytes: int | None = None,
         steps_per_read: int | None = None,
         graphs: bool = True,
+        compiles: bool = False,
     ) -> None:
         """`batch_size`: sequences computed at once; fewer where their cache would be more than `max_cache_bytes`, by
         default half of the memory that is free. `sharded`: several processes hold the model together, and all call
         alike. `steps_per_read`: tokens are fetched from the device only so often. `graphs`: on a GPU, replay steps.
+        `compiles`: on a GPU, compile what is replayed: half a minute once, and steps take half the time.
         """
         self.tokenizer = tokenizer
         on_gpu = model.device.type == "cuda"
         self.batch_size = batch_size or (64 if on_gpu else 16)
-        self._limits = Limits(self.batch_size, max_cache_bytes, steps_per_read or (8 if on_gpu else 1))
-        self._sharded, self._graphs = sharded, graphs
+        self.limits = Limits(self.batch_size, max_cache_bytes, steps_per_read or (8 if on_gpu else 1))
+        self._sharded, self._graphs, self._compiles = sharded, graphs, compiles
         self.version = 0
         self._use(model)
 
@@ -106,24 +108,60 @@ class LocalEngine:
             self._decoder.release()
 
     def sample(
-        self, prompts: Sequence[Prompt], params: SamplingParams, keys: Sequence[int] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        keys: Sequence[int] | None = None,
+        begun: BegunAnswers | None = None,
     ) -> list[list[TextCompletion]]:
+        groups = self.make_requests(prompts, params, keys, begun)
+        self.answer([request for group in groups for request in group], params)
+        return [[request.answer.completion() for request in group] for group in groups]
+
+    def make_requests(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        keys: Sequence[int] | None = None,
+        begun: BegunAnswers | None = None,
+    ) -> list[list[Request]]:
+        """For each prompt those of its samples."""
         keys = range(len(prompts)) if keys is None else keys
         if len(keys) != len(prompts):
             raise ValueError(f"{len(keys)} keys for {len(prompts)} prompts: each needs one")
-        numbers = [(place, sample) for place in range(len(prompts)) for sample in range(params.num_samples)]
-        requests = [self._request(prompts[place], params) for place, _ in numbers]
-        self._answer(requests, params, [keys[place] for place, _ in numbers], [sample for _, sample in numbers])
-        results: list[list[TextCompletion]] = [[] for _ in prompts]
-        for (place, _), request in zip(numbers, requests, strict=True):
-            results[place].append(request.answer.completion(self.version))
-        return results
+        if begun is not None and [len(group) for group in begun] != [params.num_samples] * len(prompts):
+            raise ValueError(f"begun must have {params.num_samples} entries for each of the {len(prompts)} prompts")
+        numbers = list(range(params.num_samples))
+        each_key = [key for key in keys for _ in numbers]
+        streams = iter(random_streams(self._seed(params), each_key, numbers * len(prompts)).tolist())
+        groups = [[self._request(prompt, params, next(streams)) for _ in numbers] for prompt in prompts]
+        for group, parts in zip(groups, begun or (), strict=begun is not None):
+            for request, part in zip(group, parts, strict=True):
+                if part is not None:
+                    request.answer.go_on_from(part)
+        return groups
+
+    def answer(self, requests: Sequence[Request], params: SamplingParams, steps_per_read: int | None = None) -> None:
+        """All of them, made with these `params`."""
+        if not requests and not self._sharded:
+            return
+        decoder = self.find_decoder()
+        if decoder is not None:
+            answer_all(
+                decoder, requests, replace(self.limits, steps_per_read=steps_per_read or self.limits.steps_per_read)
+            )
+            return
+        pad = self.tokenizer.pad_token_id
+        pad = pad if pad is not None else next(iter(self._end_tokens), 0)
+        pairs = [(request.text, request.answer) for request in requests if not request.answer.finished]
+        generate(self.model, pairs, params, pad_id=pad, batch_size=self.batch_size, sharded=self._sharded)
 
     def stream(self, prompt: Prompt, params: SamplingParams, on_text: Callable[[str], None]) -> TextCompletion:
         """One completion, whose text also arrives in pieces. An exception in `on_text` ends it."""
-        request = self._request(prompt, params, on_text)
-        self._answer([request], params, [0], [0], steps_per_read=1)
-        return request.answer.completion(self.version)
+        stream = int(random_streams(self._seed(params), [0], [0]))
+        request = self._request(prompt, params, stream, on_text)
+        self.answer([request], params, steps_per_read=1)
+        return request.answer.completion()
 
     def _use(self, model: Any) -> None:
         self.model = model.eval()
@@ -132,10 +170,17 @@ class LocalEngine:
         self._decoder: Decoder | None = None
         self._serves = True  # until the model turns out to be one that the decoder cannot serve
 
-    def _request(self, prompt: Prompt, params: SamplingParams, on_text: Callable[[str], None] | None = None) -> Request:
-        ends = self._end_tokens | frozenset(params.stop_tokens)
-        answer = GrowingAnswer(self.tokenizer, params, ends, self._num_new(prompt, params), on_text)
-        return Request(tuple(int(token) for token in prompt), answer)
+    def _request(
+        self, prompt: Prompt, params: SamplingParams, stream: int, on_text: Callable[[str], None] | None = None
+    ) -> Request:
+        ends, num_new = self._end_tokens | frozenset(params.stop_tokens), self._num_new(prompt, params)
+        answer = GrowingAnswer(self.tokenizer, params, ends, num_new, on_text, self.version)
+        return Request(tuple(int(token) for token in prompt), answer, stream, Truncation.of(params))
+
+    def _seed(self, params: SamplingParams) -> int:
+        if self._sharded and params.temperature > 0 and params.seed is None:
+            raise ValueError("a model that several processes hold needs a seed: each would draw tokens of its own")
+        return params.seed if params.seed is not None else int(torch.randint(2**62, ()))
 
     def _num_new(self, prompt: Prompt, params: SamplingParams) -> int:
         if not len(prompt):
@@ -146,33 +191,11 @@ class LocalEngine:
             raise ValueError(f"a prompt of {len(prompt)} tokens: the model takes {self._num_positions} at most")
         return min(params.max_tokens, self._num_positions - len(prompt))
 
-    def _answer(
-        self,
-        requests: Sequence[Request],
-        params: SamplingParams,
-        keys: list[int],
-        samples: list[int],
-        steps_per_read: int | None = None,
-    ) -> None:
-        if not requests and not self._sharded:
-            return
-        if self._sharded and params.temperature > 0 and params.seed is None:
-            raise ValueError("a model that several processes hold needs a seed: each would draw tokens of its own")
-        decoder = self._find_decoder()
-        if decoder is None:
-            pad = self.tokenizer.pad_token_id
-            pad = pad if pad is not None else next(iter(self._end_tokens), 0)
-            pairs = [(request.prompt, request.answer) for request in requests]
-            generate(self.model, pairs, params, pad_id=pad, batch_size=self.batch_size, sharded=self._sharded)
-            return
-        seed = params.seed if params.seed is not None else int(torch.randint(2**62, ()))
-        limits = replace(self._limits, steps_per_read=steps_per_read or self._limits.steps_per_read)
-        answer_all(decoder, requests, random_streams(seed, keys, samples), Truncation.of(params), limits)
-
-    def _find_decoder(self) -> Decoder | None:
+    def find_decoder(self) -> Decoder | None:
+        """None, and a warning once, for a model that it cannot serve."""
         if self._decoder is None and self._serves:
             try:
-                self._decoder = Decoder(self.model, sharded=self._sharded, graphs=self._graphs)
+                self._decoder = Decoder(self.model, sharded=self._sharded, graphs=self._graphs, compiles=self._compiles)
             except UnsupportedModelError as error:
                 self._serves = False
                 warnings.warn(

@@ -58,7 +58,8 @@ class TextCompletion:
     neither. `finish_reason` length: the answer was cut.
 
     `logprobs`, where asked for: the model's log-prob of each token at the temperature it was sampled with (at 1 for
-    temperature 0), before top_k, top_p and min_p. `version` is that of the weights, the same for all tokens.
+    temperature 0), before top_k, top_p and min_p. `version` is that of the weights, the newest of them; `versions`
+    has one for each token, and is empty where all are the same.
     """
 
     tokens: tuple[int, ...]
@@ -66,6 +67,31 @@ class TextCompletion:
     finish_reason: Literal["stop", "length"]
     logprobs: tuple[float, ...] | None = None
     version: int = 0
+    versions: tuple[int, ...] = ()
+
+    @property
+    def oldest_version(self) -> int:
+        return min(self.versions, default=self.version)
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """What an answer has so far: of each token its log-prob, and the version of the weights that it came from."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not len(self.tokens) == len(self.logprobs) == len(self.versions):
+            raise ValueError(
+                f"an answer was begun with {len(self.tokens)} tokens, {len(self.logprobs)} log-probs and "
+                f"{len(self.versions)} versions: each token needs one of both"
+            )
+
+
+# For each prompt and each of its samples what there is of it already; None: nothing.
+BegunAnswers = Sequence[Sequence[Begun | None]]
 
 
 class Sampler(Protocol):
@@ -74,11 +100,16 @@ class Sampler(Protocol):
         ...
 
     def sample(
-        self, prompts: Sequence[Prompt], params: SamplingParams, keys: Sequence[int] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        keys: Sequence[int] | None = None,
+        begun: BegunAnswers | None = None,
     ) -> list[list[TextCompletion]]:
         """`num_samples` completions of each prompt, in the order of the prompts.
 
         With a seed, a sample is decided by the seed, the prompt, its key and its number among the samples of the
         prompt, never by the company it is computed in. `keys`: one integer per prompt, its place by default.
+        Answers that were `begun` go on from there; what is returned has them from their beginning.
         """
         ...

@@ -9,12 +9,13 @@ import math
 import time
 from collections.abc import Sequence
 
-from lockstep.algorithms.advantages import find_advantages, is_flat
+from lockstep.algorithms.advantages import find_advantages
 from lockstep.config import GrpoConfig, RunConfig
-from lockstep.data.order import Batches
 from lockstep.data.prompts import Prompts
 from lockstep.rundir import RunDir
+from lockstep.sampling.buffer import Taken
 from lockstep.sampling.sampler import SamplingParams
+from lockstep.train.feed import Feed
 from lockstep.train.metrics import MetricsLog
 from lockstep.train.options import policy_options
 from lockstep.train.policy_batch import (
@@ -27,7 +28,7 @@ from lockstep.train.policy_batch import (
     with_values,
 )
 from lockstep.train.progress import Checkpoints, Progress
-from lockstep.train.rollouts import Group, Rollouts
+from lockstep.train.rollouts import Group
 from lockstep.train.samples import write_samples
 from lockstep.train.schedule import learning_rate_at
 from lockstep.train.steps import (
@@ -35,11 +36,10 @@ from lockstep.train.steps import (
     is_due,
     is_out_of_patience,
     note_validation_loss,
-    num_steps,
     optim_step,
     stop_if_not_finite,
 )
-from lockstep.train.tally import Updates, describe_groups, validation_scores
+from lockstep.train.tally import Updates, describe_groups, measure_staleness, validation_scores
 from lockstep.types import Datum, LossSpec, Metrics, TrainingBackend
 
 
@@ -51,30 +51,35 @@ def train(
     run: RunDir,
     checkpoints: Checkpoints,
     progress: Progress,
-    rollouts: Rollouts,
+    feed: Feed,
+    total: int,
 ) -> Progress:
-    """From `progress` to the end. What must survive a kill is in checkpoints and in `progress`, nowhere else."""
+    """From `progress` to the end, in `total` steps. What must survive a kill is in checkpoints, nowhere else."""
     algorithm = config.algorithm
     assert isinstance(algorithm, GrpoConfig)
-    batches = Batches(prompts, config.batch, seed=config.seed, shuffle=config.data.shuffle)  # type: ignore[arg-type]
-    total = num_steps(config, batches)
     metrics = MetricsLog(run, config.logging, first_step=progress.step + 1 if progress.step else 0)
-    run.write_status(state="running", phase="training", step=progress.step, total_steps=total)
+    run.write_status(state="running", phase="publishing", step=progress.step, total_steps=total)
+    feed.start()
 
     if validation and config.evaluation.at_start and progress.step == 0:
-        evaluate(config, algorithm, validation, run, metrics, progress, rollouts)
+        evaluate(config, algorithm, validation, run, metrics, progress, feed)
 
     # Patience is part of the condition: a run resumed from the checkpoint at which it stopped has nothing left to do.
     while progress.step < total and not is_out_of_patience(config, progress):
         checkpoints.poll()
-        started, first_row = time.perf_counter(), progress.cursor
-        groups, left_out, progress.cursor = sample_groups(config, algorithm, batches, rollouts, progress.cursor)
+        started = time.perf_counter()
+        run.write_status(phase="sampling")
+        taken = feed.take()
         sampled = time.perf_counter()
+        sampling = check_taken(taken, progress.step * algorithm.updates, config.rollouts.max_staleness)
+        run.write_status(phase="training")
         rate = learning_rate_at(progress.step, peak=config.learning_rate, num_steps=total, config=config.optim)
-        progress.step += 1
-        advantages, found = learn(config, algorithm, backend, groups, progress, rate)
+        progress.step, progress.cursor = progress.step + 1, taken.last_row
+        advantages, found = learn(config, algorithm, backend, taken.groups, progress, rate)
         if is_due(progress.step, algorithm.reference_sync_steps):
             backend.mix_reference(algorithm.reference_mix)
+        run.write_status(phase="publishing")
+        feed.advance()
 
         last = progress.step == total
         if last or progress.step % config.logging.every_steps == 0:
@@ -82,70 +87,39 @@ def train(
             record = {
                 "learning_rate": rate,
                 "epoch": progress.cursor / len(prompts),
-                "row_range": [first_row, progress.cursor],
+                "row_range": [taken.first_row, taken.last_row],
                 **found,
-                **describe_groups(groups, left_out),
-                "staleness": 0,
+                **sampling,
+                **feed.facts(),
                 "sample_time_s": sampled - started,
                 "step_time_s": elapsed,
                 "tokens_per_s": found.get("tokens", 0) / elapsed,
             }
             metrics.train(progress.step, progress, record, last=last)
-        write_samples(run, progress.step, groups, advantages, keep=algorithm.keep_samples)
+        write_samples(run, progress.step, taken.groups, advantages, keep=algorithm.keep_samples)
 
         evaluates = bool(validation) and (last or is_due(progress.step, config.evaluation.every_steps))
         saves = is_due(progress.step, config.checkpoint.every_steps)
         if evaluates:
-            evaluate(config, algorithm, validation, run, metrics, progress, rollouts)
+            evaluate(config, algorithm, validation, run, metrics, progress, feed)
             saves |= bool(config.checkpoint.keep_best) and progress.best_step == progress.step
         if saves:
-            checkpoints.save(progress)
+            run.write_status(phase="checkpointing")
+            checkpoints.save(progress, feed.save)
 
-    run.write_status(step=progress.step, loss=progress.loss, tokens=progress.tokens)
-    checkpoints.save(progress)
+    run.write_status(phase="checkpointing", step=progress.step, loss=progress.loss, tokens=progress.tokens)
+    checkpoints.save(progress, feed.save)
     checkpoints.wait()
     metrics.close()
     return progress
 
 
-def sampling_params(config: RunConfig, algorithm: GrpoConfig) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=algorithm.max_tokens,
-        temperature=algorithm.temperature,
-        top_p=algorithm.top_p,
-        top_k=algorithm.top_k,
-        min_p=algorithm.min_p,
-        stop=algorithm.stop,
-        seed=config.seed,
-        num_samples=algorithm.num_samples,
-        logprobs=True,
-    )
-
-
-def sample_groups(
-    config: RunConfig, algorithm: GrpoConfig, batches: Batches, rollouts: Rollouts, cursor: int
-) -> tuple[list[Group], list[Group], int]:
-    """(groups to learn from, groups that were left out, the cursor after all of them). All ranks.
-
-    A prompt's samples are decided by the seed and its place in the order, so a step can be made again.
-    """
-    params = sampling_params(config, algorithm)
-    kept: list[Group] = []
-    left_out: list[Group] = []
-    wanted = None
-    for _ in range(1 + (algorithm.max_refills if algorithm.flat_groups == "refill" else 0)):
-        prompts, _ = batches.batch_at(cursor)
-        wanted = len(prompts) if wanted is None else wanted
-        prompts = prompts[: wanted - len(kept)]
-        keys = range(cursor, cursor + len(prompts))
-        cursor += len(prompts)
-        for group in rollouts.collect(prompts, keys, params):  # type: ignore[arg-type]
-            is_left_out = algorithm.flat_groups != "keep" and is_flat(group.rewards)
-            (left_out if is_left_out else kept).append(group)
-        if len(kept) == wanted:
-            break
-    _refuse_if_all_tainted([*kept, *left_out])
-    return kept, left_out, cursor
+def check_taken(taken: Taken[Group], version: int, max_staleness: int) -> Metrics:
+    """What a step is to learn from, in numbers; refused where nothing could be scored."""
+    _refuse_if_all_tainted([*taken.groups, *taken.left_out])
+    staleness = measure_staleness(taken.groups, version)
+    assert staleness["staleness_max"] <= max_staleness, "the bound on staleness is hard"
+    return {**describe_groups(taken.groups, taken.left_out), **staleness, "dropped_stale": float(taken.num_stale)}
 
 
 def _refuse_if_all_tainted(groups: Sequence[Group]) -> None:
@@ -167,12 +141,16 @@ def learn(
     batch, places = as_data(groups, algorithm)
     if not batch:  # everything was cut, left out or tainted: there is nothing to compute
         return find_advantages(rewards, algorithm.advantage), {"num_updates": 0}
-    old = backend.forward(batch)
-    gap = measure_gap(batch, old)
-    _stop_at_gap(gap, algorithm.max_logprob_gap, progress.step)
     reference = backend.forward(batch, reference=True) if algorithm.needs_reference else None
-    found: Metrics = {"logprob_gap": gap.mean, "logprob_gap_max": gap.largest}
-    if reference is not None and algorithm.kl_in == "reward":
+    # A single update finds on its way what the log-probs were before it: that saves a pass.
+    counts_in_reward = reference is not None and algorithm.kl_in == "reward"
+    old = backend.forward(batch) if algorithm.updates > 1 or counts_in_reward else None
+    found: Metrics = {}
+    if old is not None:
+        gap = measure_gap(batch, old)
+        found = {"logprob_gap": gap.mean, "logprob_gap_max": gap.largest}
+        _stop_at_gap(config, algorithm, gap, progress.step)
+    if reference is not None and old is not None and counts_in_reward:
         distances = kl_of_answers(batch, places, old, reference, algorithm.kl)
         for (group, answer), distance in distances.items():
             rewards[group][answer] -= algorithm.kl_coefficient * distance
@@ -192,10 +170,13 @@ def update(
     progress: Progress,
     learning_rate: float,
 ) -> Updates:
-    updates, options = Updates(), policy_options(algorithm)
+    on_policy = bool(batch) and "old_logprobs" not in batch[0].completions[0].values
+    updates, options = Updates(), policy_options(algorithm, on_policy=on_policy)
     for _ in range(algorithm.num_updates if batch else 0):
         for part in cut_minibatches(batch, algorithm.minibatches):
             result = backend.forward_backward(part, LossSpec("policy_gradient", loss_scale(part, algorithm), options))
+            if on_policy and not _is_near(result.metrics["logprob_gap"] / result.num_supervised, algorithm):
+                _stop_at_gap(config, algorithm, measure_gap(part, backend.forward(part)), progress.step)
             optim = backend.optim_step(optim_step(config, learning_rate))
             stop_if_not_finite(part, result, optim, progress.step)
             progress.tokens += result.num_tokens
@@ -205,13 +186,21 @@ def update(
     return updates
 
 
-def _stop_at_gap(gap: Gap, limit: float | None, step: int) -> None:
-    if limit is not None and not gap.mean <= limit:
-        raise Diverged(
-            f"at step {step} sampler and trainer differ by {gap.mean:.3g} in a token's log-prob on average (at most "
-            f"{gap.largest:.3g}, in an answer to {gap.where}), and algorithm.max_logprob_gap is {limit:g}: what is "
-            "sampled is not what is trained. Use a higher model.precision, or raise the limit if this is known"
-        )
+def _is_near(gap: float, algorithm: GrpoConfig) -> bool:
+    return algorithm.max_logprob_gap is None or gap <= algorithm.max_logprob_gap
+
+
+def _stop_at_gap(config: RunConfig, algorithm: GrpoConfig, gap: Gap, step: int) -> None:
+    if _is_near(gap.mean, algorithm):
+        return
+    # With old answers, the gap also has what was learned since they were sampled.
+    steps = "Learn in smaller steps, lower rollouts.max_staleness, use" if config.rollouts.max_staleness else "Use"
+    raise Diverged(
+        f"at step {step} sampler and trainer differ by {gap.mean:.3g} in a token's log-prob on average (at most "
+        f"{gap.largest:.3g}, in an answer to {gap.where}), and algorithm.max_logprob_gap is "
+        f"{algorithm.max_logprob_gap:g}: what is sampled is not what is trained. {steps} a higher model.precision, or "
+        "raise the limit if this is known"
+    )
 
 
 def evaluate(
@@ -221,12 +210,13 @@ def evaluate(
     run: RunDir,
     metrics: MetricsLog,
     progress: Progress,
-    rollouts: Rollouts,
+    feed: Feed,
 ) -> None:
     """The reward of the likeliest answers to held-out prompts. The best is the highest. All ranks."""
     started, rows = time.perf_counter(), prompts[: config.evaluation.rows]
     params = SamplingParams(max_tokens=algorithm.max_tokens, temperature=0.0, stop=algorithm.stop)
-    groups = rollouts.collect(rows, range(len(rows)), params)
+    run.write_status(phase="evaluating")
+    groups = feed.answer(rows, params)
     _refuse_if_all_tainted(groups)
     scores = validation_scores(groups)
     assert math.isfinite(scores["reward"])

@@ -90,7 +90,7 @@ def with_values(
     batch: Sequence[Datum],
     places: Places,
     advantages: Sequence[Sequence[float]],
-    old: Sequence[Logprobs],
+    old: Sequence[Logprobs] | None,
     reference: Sequence[Logprobs] | None,
 ) -> list[Datum]:
     """The data with all that the loss reads. Answers without an advantage have nothing to be compared with, and go."""
@@ -102,11 +102,9 @@ def with_values(
             if math.isnan(advantage):
                 continue
             completion = datum.completions[j]
-            values = {
-                **completion.values,
-                "advantages": [advantage] * len(completion.tokens),
-                "old_logprobs": old[i][j],
-            }
+            values = {**completion.values, "advantages": [advantage] * len(completion.tokens)}
+            if old is not None:
+                values["old_logprobs"] = old[i][j]
             if reference is not None:
                 values["reference_logprobs"] = reference[i][j]
             completions.append(replace(completion, values=values))

@@ -5,8 +5,10 @@ Every rank runs this alike; only the run directory's owner commits. Must not kno
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from lockstep.config import CheckpointConfig
@@ -61,14 +63,20 @@ class Checkpoints:
         self._pending: Future[None] | None = None
         self._last_step = last_step
 
-    def save(self, progress: Progress) -> None:
-        """Snapshot now; written and committed behind the training loop. All ranks."""
+    def save(self, progress: Progress, add: Callable[[Path], None] | None = None) -> None:
+        """Snapshot now; written and committed behind the training loop. All ranks.
+
+        `add` writes files of its own into the checkpoint, on the run directory's owner.
+        """
         if progress.step == self._last_step:
             return
         self.wait()
         self._last_step = progress.step
         try:
-            written = self._backend.save_state(self._run.begin_checkpoint(progress.step))
+            folder = self._run.begin_checkpoint(progress.step)
+            if add is not None and self._run.owner:
+                add(folder)
+            written = self._backend.save_state(folder)
         except Exception as error:
             raise self._abandon(error) from error
         extra = {"progress": asdict(progress), "data_digest": self._data_digest}

@@ -95,6 +95,12 @@ class SharedJudge:
     def __init__(self, pool: RewardPool | None, share: Callable[[Any], Any]) -> None:
         self._pool, self._share = pool, share
 
+    @property
+    def pool(self) -> RewardPool:
+        """For threads of the process that has it: nobody else is told."""
+        assert self._pool is not None
+        return self._pool
+
     def score(self, attempts: Sequence[Attempt]) -> list[Outcome]:
         return self._ask("score", attempts)
 

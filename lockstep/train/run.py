@@ -6,12 +6,11 @@ waits on another's tokenizer inside a collective.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.backend.torch_backend import TorchBackend, agree_on_precision, join_group
-from lockstep.config import ConfigError, GrpoConfig, RunConfig
+from lockstep.config import ConfigError, RunConfig
 from lockstep.data.dataset import Compiled, compile_data
 from lockstep.data.order import Batches
 from lockstep.data.packing import partition
@@ -36,17 +35,15 @@ from lockstep.model.load import (
 )
 from lockstep.parallel.group import Group, choose_device
 from lockstep.rundir import RunDir
-from lockstep.sampling.borrowed import BorrowedEngine
-from lockstep.sampling.sampler import Prompt, SamplingParams, TextCompletion
 from lockstep.train import dpo, grpo, sft
 from lockstep.train.evaluation import AnswerScores, last_answer
+from lockstep.train.feeding import borrow_engine, feeding
 from lockstep.train.options import check_algorithm
 from lockstep.train.preferences import count_padded_tokens
 from lockstep.train.progress import Checkpoints, Progress
 from lockstep.train.reference import Precomputing, ReferenceChoice, add_reference, has_all
 from lockstep.train.reference_store import describe_files
-from lockstep.train.rollout_parts import PromptData, describe_prompts, make_judge, read_prompt_data
-from lockstep.train.rollouts import Rollouts
+from lockstep.train.rollout_parts import PromptData, describe_prompts, read_prompt_data
 from lockstep.train.rows import RowsToLearn, computed_lengths, plan_reference, row_warnings, rows_to_learn
 from lockstep.train.steps import Diverged, num_steps
 
@@ -88,8 +85,8 @@ def run(run_dir: Path) -> None:
     try:
         learned = (config, backend, rows.train, rows.validation, run, checkpoints, progress)
         if isinstance(data, PromptData):
-            with sampling(config, backend, data, tokenizer, progress) as rollouts:
-                progress = grpo.train(*learned, rollouts)
+            with feeding(config, backend, data, tokenizer, run, progress) as (feed, total):
+                progress = grpo.train(*learned, feed, total)
         elif config.algorithm.kind == "sft":
             progress = sft.train(*learned, answer_scores(config, backend, data, tokenizer, run))
         else:
@@ -116,40 +113,6 @@ def prepare_rows(
         return prompts, RowsToLearn(prompts.train, prompts.validation)
     data = prepare_data(config, tokenizer, run, num_ranks)
     return data, rows_to_learn(config, data)
-
-
-@contextlib.contextmanager
-def sampling(
-    config: RunConfig, backend: TorchBackend | DeepSpeedBackend, data: PromptData, tokenizer: Any, progress: Progress
-) -> Iterator[Rollouts]:
-    """Answers of the model in training, and their rewards, which rank 0 has computed. All ranks."""
-    algorithm, group = config.algorithm, backend.group
-    assert isinstance(algorithm, GrpoConfig)
-    engine = borrow_engine(backend, tokenizer)
-
-    def sample(prompts: Sequence[Prompt], params: SamplingParams, keys: Sequence[int]) -> list[list[TextCompletion]]:
-        engine.version = progress.step
-        return engine.sample(prompts, params, keys)
-
-    judge = make_judge(algorithm, computes=group.rank == 0, share=group.broadcast_object)
-    try:
-        judge.start()
-        max_turns = algorithm.max_turns if algorithm.environment else 1
-        yield Rollouts(sample, judge, data.reader.follow_up, max_turns, config.data.max_length)
-    finally:
-        judge.close()
-
-
-def borrow_engine(backend: TorchBackend | DeepSpeedBackend, tokenizer: Any) -> BorrowedEngine:
-    degrees = backend.group.degrees
-    return BorrowedEngine(
-        backend.lend_model,
-        tokenizer,
-        backend.group.gather_objects,
-        rank=backend.group.rank,
-        replicas=degrees.replicate,
-        shards=degrees.shard * degrees.context * degrees.tensor,
-    )
 
 
 def prepare_data(config: RunConfig, tokenizer: Any, run: RunDir, num_ranks: int) -> Compiled:
@@ -308,6 +271,7 @@ def _choose_backend(
         "activation_offload": config.model.activation_offload,
         "compile": config.model.compile,
         "logits_gib": config.model.logits_gib,
+        "temperature": getattr(config.algorithm, "temperature", 1.0),
         "seed": config.seed,
         "group": group,
     }

@@ -51,7 +51,8 @@ def _describe(step: int, group: Group, number: int, advantage: float) -> dict[st
         "problem": outcome.problem,
         "tokens": answer.num_own,
         "cut": answer.is_cut,
-        "version": answer.version,
+        "key": group.key,
+        "versions": [min(answer.versions), max(answer.versions)] if answer.versions else [],
     }
 
 

@@ -15,7 +15,7 @@ from lockstep.train.rollouts import Answer, Group
 from lockstep.types import LossResult, Metrics, OptimResult
 
 # What the loss gives as sums over learned tokens.
-_SUMS = ("ratio", "clipped_low", "clipped_high", "moved", "correction", "kl", "entropy")
+_SUMS = ("ratio", "clipped_low", "clipped_high", "moved", "correction", "kl", "entropy", "logprob_gap")
 
 
 @dataclass
@@ -80,6 +80,14 @@ def describe_groups(groups: Sequence[Group], left_out: Sequence[Group]) -> Metri
     }
     # A sampled token's own surprise is the entropy of the choice it came from, on average.
     return found | ({"entropy_estimate": -statistics.fmean(logprobs)} if logprobs else {})
+
+
+def measure_staleness(groups: Sequence[Group], version: int) -> Metrics:
+    """In optimizer steps, over the tokens that the model sampled: what the weights are older than `version`."""
+    ages = [version - own for group in groups for answer in group.answers for own in answer.own_versions]
+    if not ages:
+        return {"staleness": 0.0, "staleness_max": 0.0}
+    return {"staleness": statistics.fmean(ages), "staleness_max": float(max(ages))}
 
 
 def validation_scores(groups: Sequence[Group]) -> Metrics:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.config import ConfigError, RunConfig
+from lockstep.config import ConfigError, GrpoConfig, RunConfig, SftConfig
 from lockstep.model.load import load_hf_config
 from lockstep.train.options import check_algorithm
 from lockstep.train.reference import ReferenceChoice
@@ -31,13 +31,16 @@ from lockstep.verification.layouts import (
     parse_layouts,
     problem,
 )
+from lockstep.verification.made_groups import MAX_ANSWERS
+from lockstep.verification.policy import train_policy_plainly
 from lockstep.verification.preference import PlainPreference
 from lockstep.verification.ranks import WORKER_MODULE, run_ranks
-from lockstep.verification.reduced import build_reduced, choose_reduction, find_limits, reference_config
-from lockstep.verification.reference import StepValues, plain_batches, train_plainly
+from lockstep.verification.reduced import Reduction, build_reduced, choose_reduction, find_limits, reference_config
+from lockstep.verification.reference import PlainAdamW, StepValues, plain_batches, train_plainly
 from lockstep.verification.sample import (
     MAX_ROWS,
     MAX_TOKENS,
+    Taken,
     choose_budgets,
     compile_rows,
     distinct_tokens,
@@ -76,7 +79,7 @@ class Verdict:
 class Report:
     """Everything that verify found. `notes` say what was reduced, changed or left out.
 
-    `metrics` are what a loss of preferences measures, as sums over the first batch.
+    `metrics` are what a loss besides cross-entropy measures, as sums over the first batch.
     """
 
     model: str
@@ -157,11 +160,6 @@ def verify(
 
 def _prepare(config: RunConfig, asked: Sequence[Layout] | None) -> _Prepared:
     """The sample, the reduced model and the plain steps on it."""
-    if config.algorithm.kind not in ("sft", "dpo", "kto"):
-        raise ConfigError(
-            f"verify compares steps on given answers, and algorithm.kind {config.algorithm.kind} samples its own: to "
-            "verify the layouts of this model, use a configuration with sft, dpo or kto"
-        )
     check_algorithm(config)
     rows = compile_rows(config)
     choice = plan_reference(config, rows)
@@ -170,24 +168,53 @@ def _prepare(config: RunConfig, asked: Sequence[Layout] | None) -> _Prepared:
     numbered = [replace(part, data=renumber(part.data, tokens)) for part in taken]
     stages = [layout.num_stages for layout in (*(asked or ()), own_layout(config))]
     reduction = choose_reduction(config, tokens, num_layers=max(_MIN_LAYERS, *stages))
-    limits = find_limits(config, reduction)
+    limits = _limit_sampling(config, find_limits(config, reduction))
     o = config.optim
     step = OptimStep(config.learning_rate, o.beta1, o.beta2, o.eps, o.weight_decay)
     clips = o.max_grad_norm is not None
     model = build_reduced(config, reduction)
     size = sum(p.numel() for p in model.parameters())
-    learn, other = None, None
-    if config.algorithm.kind != "sft":
-        other_model = None
-        if config.algorithm.reference_model is not None:
-            other = choose_reduction(reference_config(config), tokens, reduction.num_layers)
-            other_model = build_reduced(reference_config(config), other)
-        learn = PlainPreference(config, model, choice.kind, other_model).learn
-    expected, step = train_plainly(model, numbered, step, clip_at_half=clips, learn=learn)
+    other = None
+    if getattr(config.algorithm, "reference_model", None) is not None:
+        other = choose_reduction(reference_config(config), tokens, reduction.num_layers)
+    optimizer = PlainAdamW(model, step, clip_at_half=clips)
+    expected = _learn_plainly(config, model, numbered, choice.kind, optimizer, other)
+    step = optimizer.step
     budgets = choose_budgets([part.data for part in numbered])
     job = Job(config, ONE, reduction, tokens, budgets, step, _COLLECTIVE_S, choice.kind, other)
     notes = _describe_changes(config, job, size, [len(p.data) for p in numbered])
     return _Prepared(job, expected, limits, [*notes, *_describe_reference(config, choice, expected)])
+
+
+def _learn_plainly(
+    config: RunConfig,
+    model: Any,
+    taken: Sequence[Taken],
+    reference: str,
+    optimizer: PlainAdamW,
+    other: Reduction | None,
+) -> list[StepValues]:
+    if isinstance(config.algorithm, GrpoConfig):
+        expected = train_policy_plainly(config, model, taken, reference, optimizer)
+        if not expected:
+            raise ConfigError("nothing could be learned from made-up answers to the first prompts: give more of them")
+        return expected
+    learn = None
+    if not isinstance(config.algorithm, SftConfig):
+        other_model = None if other is None else build_reduced(reference_config(config), other)
+        learn = PlainPreference(config, model, reference, other_model).learn
+    return train_plainly(model, taken, optimizer, learn)
+
+
+def _limit_sampling(config: RunConfig, limits: ModelLimits) -> ModelLimits:
+    """What a run that samples cannot be laid out like, whatever its model."""
+    algorithm = config.algorithm
+    if not isinstance(algorithm, GrpoConfig):
+        return limits
+    limits = replace(limits, not_pipeline="grpo samples from the whole model on each rank")
+    if algorithm.entropy_coefficient and not limits.not_context:
+        limits = replace(limits, not_context="algorithm.entropy_coefficient needs all tokens of an answer on one rank")
+    return limits
 
 
 def _choose(config: RunConfig, asked: Sequence[Layout] | None, limits: ModelLimits) -> tuple[list[Layout], list[str]]:
@@ -244,7 +271,8 @@ def _without_packing(chosen: Sequence[Layout], own: Layout, report: Report) -> l
 def _describe_changes(config: RunConfig, job: Job, size: int, rows: Sequence[int]) -> list[str]:
     how = "fewer layers, narrower" if job.reduction.narrow else "fewer layers"
     *_, budget, last_budget = job.micro_batch_tokens
-    cut = f"; in the last batch {last_budget}, so that some pairs are cut in two" if last_budget != budget else ""
+    rows_cut = "groups are cut" if config.algorithm.kind == "grpo" else "pairs are cut in two"
+    cut = f"; in the last batch {last_budget}, so that some {rows_cut}" if last_budget != budget else ""
     notes = [
         f"the model is a reduced copy ({how}, random weights): {job.reduction.num_layers} layers, {size:,} parameters, "
         "float64",
@@ -260,13 +288,23 @@ def _describe_changes(config: RunConfig, job: Job, size: int, rows: Sequence[int
         notes.append(f"lora.dropout {config.lora.dropout:g} is set to 0: what is left out at random cannot be compared")
     if job.step.max_grad_norm is not None:
         notes.append("gradients are clipped to half of the first one's norm, so that clipping is seen")
+    if config.algorithm.kind == "grpo":
+        notes += _describe_answers(config.algorithm.num_samples)
     notes.append("AdamW's eps is raised to the size of the gradient, so that its step shows more than signs")
     return notes
 
 
+def _describe_answers(num_samples: int) -> list[str]:
+    return [
+        f"answers, rewards and the sampler's log-probs are made up, {min(num_samples, MAX_ANSWERS)} to each prompt: "
+        "what is compared is how they are learned",
+        "log-probs from before the updates, where there are several, are moved: so ratios and clipping are seen",
+    ]
+
+
 def _describe_reference(config: RunConfig, choice: ReferenceChoice, expected: Sequence[StepValues]) -> list[str]:
     algorithm = config.algorithm
-    if algorithm.kind == "sft":
+    if isinstance(algorithm, SftConfig):
         return []
     notes = [f"the reference is {choice}"]
     if choice.kind != "none":

@@ -25,7 +25,7 @@ _FLOOR = 1e-4
 class Errors:
     """The largest relative errors over all steps. `first` names the first thing that is further off than allowed.
 
-    `reference` is of the reference's log-probs, `metrics` of rewards, margin and the like: both of preferences.
+    `reference` is of the reference's log-probs, `metrics` of rewards, margin, ratios and the like: neither is of sft.
     """
 
     loss: float = 0.0
@@ -47,8 +47,11 @@ class Errors:
 
 def compare(found: Sequence[StepValues], expected: Sequence[StepValues], tolerance: float) -> Errors:
     errors = Errors()
-    for number, (ours, plain) in enumerate(zip(found, expected, strict=True), start=1):
-        _compare_step(errors, ours, plain, f"batch {number}", tolerance)
+    if len(found) != len(expected):
+        errors.first = f"{len(found)} optimizer steps instead of {len(expected)}"
+        errors.loss = math.inf
+    for number, (ours, plain) in enumerate(zip(found, expected), start=1):
+        _compare_step(errors, ours, plain, plain.where or f"batch {number}", tolerance)
     return errors
 
 

@@ -13,13 +13,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lockstep.algorithms.losses import LOSSES, LossInputs
+from lockstep.algorithms.losses import LOSSES
 from lockstep.config import DpoConfig, KtoConfig, RunConfig
 from lockstep.train.dpo import prepare
 from lockstep.types import Completion, Datum, Logprobs
 from lockstep.verification.reduced import leave_reference
 from lockstep.verification.reference import Learned, distributions_of, pick
 from lockstep.verification.sample import REFERENCE, total_weight
+from lockstep.verification.whole_batch import side_values, supervised, whole_inputs
 
 
 class PlainPreference:
@@ -30,36 +31,31 @@ class PlainPreference:
         assert isinstance(config.algorithm, (DpoConfig, KtoConfig))
         self._config, self._algorithm = config, config.algorithm
         self._policy = policy
-        self._reference = None if kind == "none" else other or _copy_reference(policy, kind, config)
+        self._reference = None if kind == "none" else other or copy_reference(policy, kind, config)
         self._has_begun = False
         if kind != "none":
             leave_reference(p.data for p in policy.parameters() if p.requires_grad)
 
     def learn(self, rows: Sequence[Datum]) -> Learned:
         if self._has_begun and self._algorithm.reference_sync_steps is not None:
-            self._mix(self._algorithm.reference_mix)
+            assert self._reference is not None
+            mix_into(self._reference, self._policy, self._algorithm.reference_mix)
         self._has_begun = True
         total_weight(rows)
         batch, loss = prepare(self._config, self._algorithm, cast(Any, self), rows, asks_backend=False)
         answers = [(datum, completion) for datum in batch for completion in datum.completions]
         every = [distributions_of(self._policy, *answer) for answer in answers]
-        logprobs = torch.cat([_supervised(pick(d, c), c) for d, (_, c) in zip(every, answers)])
+        completions = [completion for _, completion in answers]
+        logprobs = torch.cat([supervised(pick(d, c), c) for d, c in zip(every, completions, strict=True)])
         rule = LOSSES[loss.kind]
-        values = _side_values([c for _, c in answers])
+        values = side_values(completions)
         if self._reference is not None:
-            values[REFERENCE] = torch.cat([_supervised(self._logprobs(self._reference, *a), a[1]) for a in answers])
+            values[REFERENCE] = torch.cat([supervised(self._logprobs(self._reference, *a), a[1]) for a in answers])
         if rule.needs_collision(loss.options):
             collisions = [torch.logsumexp(2 * d.detach(), dim=-1) for d in every]
-            values["collision_logprobs"] = torch.cat([_supervised(v, c) for v, (_, c) in zip(collisions, answers)])
-        counts = torch.tensor([len(_places(c)) for _, c in answers])
-        inputs = LossInputs(
-            weights=torch.cat([_supervised(_column(c.weights), c) for _, c in answers]),
-            scale=loss.scale,
-            values=values,
-            options=loss.options,
-            completions=torch.arange(len(answers)).repeat_interleave(counts),
-            num_completions=len(answers),
-        )
+            collided = [supervised(value, c) for value, c in zip(collisions, completions, strict=True)]
+            values["collision_logprobs"] = torch.cat(collided)
+        inputs = whole_inputs(completions, loss, values)
         total, metrics = rule.fn(logprobs, inputs)
         total.backward()
         reference = values[REFERENCE].tolist() if self._reference is not None else []
@@ -76,35 +72,18 @@ class PlainPreference:
     def _logprobs(self, model: nn.Module, datum: Datum, completion: Completion) -> Tensor:
         return pick(distributions_of(model, datum, completion), completion)
 
-    @torch.no_grad()
-    def _mix(self, share: float) -> None:
-        assert self._reference is not None
-        followed = dict(self._policy.named_parameters())
-        for name, parameter in self._reference.named_parameters():
-            parameter.copy_(share * followed[name] + (1 - share) * parameter)
+
+@torch.no_grad()
+def mix_into(reference: nn.Module, policy: nn.Module, share: float) -> None:
+    """reference = share * policy + (1 - share) * reference."""
+    followed = dict(policy.named_parameters())
+    for name, parameter in reference.named_parameters():
+        parameter.copy_(share * followed[name] + (1 - share) * parameter)
 
 
-def _copy_reference(policy: nn.Module, kind: str, config: RunConfig) -> nn.Module:
+def copy_reference(policy: nn.Module, kind: str, config: RunConfig) -> nn.Module:
     """A copy with all its adapters, or, where the reference is the model below them, with none."""
     reference: Any = copy.deepcopy(policy)
     if config.lora is None or kind == "copy":
         return reference
     return reference.unload()
-
-
-def _places(completion: Completion) -> Tensor:
-    return _column(completion.weights).nonzero()[:, 0]
-
-
-def _supervised(values: Tensor, completion: Completion) -> Tensor:
-    return values[_places(completion)]
-
-
-def _column(values: Sequence[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def _side_values(completions: Sequence[Completion]) -> dict[str, Tensor]:
-    """What rows bring with them, such as labels."""
-    names = completions[0].values
-    return {name: torch.cat([_supervised(_column(c.values[name]), c) for c in completions]) for name in names}

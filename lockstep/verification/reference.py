@@ -23,7 +23,8 @@ from lockstep.verification.sample import NUM_BATCHES, Taken, make_taken, total_w
 class StepValues:
     """Everything that is compared of one step. Log-probs are of the tokens that have a weight, row by row.
 
-    `reference_logprobs` and `metrics` are of preferences; metrics are sums over rows.
+    `reference_logprobs` and `metrics` are of preferences and of sampled answers; metrics are sums. `where` names the
+    step where it is not one of a batch.
     """
 
     names: tuple[str, ...]
@@ -35,6 +36,7 @@ class StepValues:
     weights: dict[str, Tensor]
     reference_logprobs: list[float] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
+    where: str = ""
 
 
 @dataclass(frozen=True)
@@ -84,11 +86,11 @@ def _is_full(batch: Sequence[Datum], following: Datum, config: RunConfig) -> boo
     return sum(d.num_tokens for d in batch) + following.num_tokens > config.batch.tokens
 
 
-def distributions_of(model: nn.Module, datum: Datum, completion: Completion) -> Tensor:
+def distributions_of(model: nn.Module, datum: Datum, completion: Completion, temperature: float = 1.0) -> Tensor:
     """Log-probs of the whole vocabulary, in the place of each token of the completion."""
     tokens = torch.tensor([[*datum.prompt, *completion.tokens]])
     logits = model(input_ids=tokens, use_cache=False).logits[0]
-    return torch.log_softmax(logits, dim=-1)[len(datum.prompt) - 1 : -1]
+    return torch.log_softmax(logits / temperature, dim=-1)[len(datum.prompt) - 1 : -1]
 
 
 def pick(distributions: Tensor, completion: Completion) -> Tensor:
@@ -96,31 +98,50 @@ def pick(distributions: Tensor, completion: Completion) -> Tensor:
     return distributions.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
 
 
-def train_plainly(
-    model: nn.Module, taken: Sequence[Taken], step: OptimStep, *, clip_at_half: bool, learn: Learn | None = None
-) -> tuple[list[StepValues], OptimStep]:
-    """A step on each batch, and the step as it was made: fitted to the first gradient.
+class PlainAdamW:
+    """After Loshchilov and Hutter, in place. `step` is fitted to the first gradient."""
 
-    `learn` adds a batch's gradients up in the model; without it, answers are learned.
-    """
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    means = {name: torch.zeros_like(p) for name, p in trained.items()}
-    squares = {name: torch.zeros_like(p) for name, p in trained.items()}
-    found: list[StepValues] = []
-    for number, part in enumerate(taken, start=1):
-        learned = learn_answers(model, part.data) if learn is None else learn(part.data)
-        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in trained.items()}
+    def __init__(self, model: nn.Module, step: OptimStep, *, clip_at_half: bool) -> None:
+        self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._means = {name: torch.zeros_like(p) for name, p in self._trained.items()}
+        self._squares = {name: torch.zeros_like(p) for name, p in self._trained.items()}
+        self.step, self._clip_at_half = step, clip_at_half
+        self._count = 0
+
+    def see(self, kind: str) -> dict[str, Tensor]:
+        """Copies of "gradients" or "weights"."""
+        if kind == "weights":
+            return {name: p.detach().clone() for name, p in self._trained.items()}
+        return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in self._trained.items()}
+
+    def apply(self) -> float:
+        """One step with the gradients in the model, which are used up; their norm."""
+        gradients = self.see("gradients")
         norm = float(torch.stack([g.square().sum() for g in gradients.values()]).sum().sqrt())
-        if not found:
-            step = _fit(step, norm, sum(p.numel() for p in trained.values()), clip_at_half=clip_at_half)
-        for name, parameter in trained.items():
-            _step_adamw(parameter.data, _clipped(gradients[name], norm, step), means[name], squares[name], step, number)
+        self._count += 1
+        if self._count == 1:
+            num_weights = sum(p.numel() for p in self._trained.values())
+            self.step = _fit(self.step, norm, num_weights, clip_at_half=self._clip_at_half)
+        for name, parameter in self._trained.items():
+            clipped, averages = _clipped(gradients[name], norm, self.step), (self._means[name], self._squares[name])
+            _step_adamw(parameter.data, clipped, *averages, self.step, self._count)
             parameter.grad = None
-        weights = {name: p.detach().clone() for name, p in trained.items()}
+        return norm
+
+
+def train_plainly(
+    model: nn.Module, taken: Sequence[Taken], optimizer: PlainAdamW, learn: Learn | None = None
+) -> list[StepValues]:
+    """A step on each batch. `learn` adds a batch's gradients up in the model; without it, answers are learned."""
+    found: list[StepValues] = []
+    for part in taken:
+        learned = learn_answers(model, part.data) if learn is None else learn(part.data)
+        gradients, norm = optimizer.see("gradients"), optimizer.apply()
+        weights = optimizer.see("weights")
         found.append(
             StepValues(part.names, part.cursor, norm=norm, gradients=gradients, weights=weights, **vars(learned))
         )
-    return found, step
+    return found
 
 
 def _fit(step: OptimStep, norm: float, num_weights: int, *, clip_at_half: bool) -> OptimStep:
@@ -155,7 +176,7 @@ def _clipped(gradient: Tensor, norm: float, step: OptimStep) -> Tensor:
 
 
 def _step_adamw(weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, step: OptimStep, number: int) -> None:
-    """In place, after Loshchilov and Hutter. Norms and biases do not decay."""
+    """In place. Norms and biases do not decay."""
     decay = step.weight_decay if weight.ndim >= 2 else 0.0
     weight.mul_(1 - step.learning_rate * decay)
     mean.mul_(step.beta1).add_(gradient, alpha=1 - step.beta1)

@@ -10,11 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lockstep.config import ConfigError, RunConfig
+from lockstep.config import ConfigError, GrpoConfig, RunConfig
 from lockstep.data import Batches, compile_data
 from lockstep.model.load import load_run_tokenizer
+from lockstep.train.rollout_parts import read_prompt_data
 from lockstep.train.rows import rows_to_learn
 from lockstep.types import Completion, Datum, Logprobs
+from lockstep.verification.made_groups import MadeGroups
 
 NUM_BATCHES = 2
 MAX_ROWS = 16  # of each batch
@@ -32,10 +34,16 @@ class Taken:
 
 
 def compile_rows(config: RunConfig, on_progress: Callable[[Any], None] | None = None) -> Any:
-    """The training rows as a loop is given them, from the cache if they were compiled before."""
+    """The training rows as a loop is given them, from the cache if they were compiled before.
+
+    Prompts get answers that are made up.
+    """
+    tokenizer = load_run_tokenizer(config)
+    if isinstance(config.algorithm, GrpoConfig):
+        return MadeGroups(read_prompt_data(config, tokenizer).train, config)
     compiled = compile_data(
         config.data,
-        load_run_tokenizer(config),
+        tokenizer,
         seed=config.seed,
         timeout_s=config.launch.timeout_s,
         on_progress=on_progress,

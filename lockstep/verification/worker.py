@@ -21,11 +21,12 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.algorithms.losses import LOSSES
 from lockstep.backend.torch_backend import TorchBackend, join_group
-from lockstep.config import DpoConfig, KtoConfig, SftConfig
+from lockstep.config import DpoConfig, GrpoConfig, KtoConfig, SftConfig
 from lockstep.parallel.group import Group
 from lockstep.train.dpo import prepare
-from lockstep.types import Datum, Logprobs, LossSpec
+from lockstep.types import Datum, LossSpec
 from lockstep.verification.job import Job, own_rank, record_failure, tensor_name, write_found, write_tensors
+from lockstep.verification.policy import Watched, learn_groups, name_update, supervised_logprobs
 from lockstep.verification.reduced import build_reduced, leave_reference, reference_config
 from lockstep.verification.sample import REFERENCE, add_reference, compile_rows, renumber, take_batches, total_weight
 
@@ -53,7 +54,12 @@ def compute(job: Job, folder: Path) -> None:
     facts: list[dict[str, Any]] = []
     tensors: dict[str, Tensor] = {}
     for number, (part, rows) in enumerate(zip(taken, batches, strict=True)):
-        facts.append({"names": part.names, "cursor": part.cursor, **_step(backend, job, rows, number, tensors)})
+        backend.micro_batch_tokens = job.micro_batch_tokens[number]
+        known = {"names": part.names, "cursor": part.cursor}
+        if isinstance(algorithm, GrpoConfig):
+            facts += [{**known, **update} for update in _updates(backend, job, rows, number, len(facts), tensors)]
+        else:
+            facts.append({**known, **_step(backend, job, rows, number, tensors)})
         if number == 0 and not isinstance(algorithm, SftConfig) and algorithm.reference_sync_steps is not None:
             backend.mix_reference(algorithm.reference_mix)
     disagreements = _write_shared(tensors, facts, group, folder)
@@ -95,6 +101,7 @@ def make_backend(job: Job, group: Group, reference: str) -> TorchBackend:
         activation_offload=job.config.model.activation_offload,
         compile=False,
         reference=reference,
+        temperature=getattr(job.config.algorithm, "temperature", 1.0),
         seed=job.config.seed,
         group=group,
     )
@@ -104,19 +111,40 @@ def _step(
     backend: TorchBackend, job: Job, rows: Sequence[Datum], number: int, tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
     """One step; its gradients and weights go into `tensors`, whole."""
-    backend.micro_batch_tokens = job.micro_batch_tokens[number]
     batch, loss = _prepare(job, backend, rows)
-    logprobs = _supervised(backend.forward(batch), batch)
+    logprobs = supervised_logprobs(backend.forward(batch), batch)
     reference = _reference_logprobs(backend, batch, loss)
     result = backend.forward_backward(batch, loss)
     metrics = {name: result.metrics[name] for name in LOSSES[loss.kind].metrics(loss.options)}
-    for name, parameter in backend.parameters().items():
-        tensors[tensor_name(number, "gradients", name)] = _gradient(parameter)
+    _keep(tensors, number, "gradients", _see(backend, "gradients"))
     norm = backend.optim_step(job.step).grad_norm
-    for name, parameter in backend.parameters().items():
-        tensors[tensor_name(number, "weights", name)] = _whole(parameter.detach())
+    _keep(tensors, number, "weights", _see(backend, "weights"))
     facts = {"loss": result.loss, "norm": norm, "logprobs": logprobs}
     return {**facts, "reference_logprobs": reference, "metrics": metrics}
+
+
+def _updates(
+    backend: TorchBackend, job: Job, rows: Sequence[Datum], batch: int, first: int, tensors: dict[str, Tensor]
+) -> list[dict[str, Any]]:
+    """All that the loop makes of sampled answers. Their tensors are numbered from `first` on."""
+    watched = Watched(backend, lambda kind: _see(backend, kind), job.step)
+    found = []
+    for place, update in enumerate(learn_groups(job.config, watched, rows)):
+        facts = {**vars(update), "where": name_update(batch + 1, place + 1)}
+        for kind in ("gradients", "weights"):
+            _keep(tensors, first + place, kind, facts.pop(kind))
+        found.append(facts)
+    return found
+
+
+def _see(backend: TorchBackend, kind: str) -> dict[str, Tensor]:
+    """Whole "gradients" or "weights", by name. All ranks."""
+    see = _gradient if kind == "gradients" else lambda parameter: _whole(parameter.detach())
+    return {name: see(parameter) for name, parameter in backend.parameters().items()}
+
+
+def _keep(tensors: dict[str, Tensor], number: int, kind: str, found: dict[str, Tensor]) -> None:
+    tensors.update({tensor_name(number, kind, name): tensor for name, tensor in found.items()})
 
 
 def _prepare(job: Job, backend: TorchBackend, rows: Sequence[Datum]) -> tuple[Sequence[Datum], LossSpec]:
@@ -131,20 +159,10 @@ def _prepare(job: Job, backend: TorchBackend, rows: Sequence[Datum]) -> tuple[Se
 def _reference_logprobs(backend: TorchBackend, batch: Sequence[Datum], loss: LossSpec) -> list[float]:
     """Those that the loss is given: the backend's, or the rows' own."""
     if loss.reference:
-        return _supervised(backend.forward(batch, reference=True), batch)
+        return supervised_logprobs(backend.forward(batch, reference=True), batch)
     if any(REFERENCE in c.values for datum in batch for c in datum.completions):
-        return _supervised([[c.values[REFERENCE] for c in datum.completions] for datum in batch], batch)
+        return supervised_logprobs([[c.values[REFERENCE] for c in datum.completions] for datum in batch], batch)
     return []
-
-
-def _supervised(logprobs: Sequence[Logprobs], batch: Sequence[Datum]) -> list[float]:
-    return [
-        value
-        for datum, row in zip(batch, logprobs, strict=True)
-        for completion, values in zip(datum.completions, row, strict=True)
-        for weight, value in zip(completion.weights, values, strict=True)
-        if weight
-    ]
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
@@ -172,14 +190,17 @@ def _write_shared(tensors: dict[str, Tensor], facts: list[dict[str, Any]], group
             if first != digest:
                 step, kind, parameter = name.split(".", 2)
                 what = {"gradients": "gradient", "weights": "weights"}[kind]
-                disagreements.append(
-                    f"ranks {owner} and {rank} disagree about the {what} of {parameter} (batch {int(step) + 1})"
-                )
-        for number, (own, theirs) in enumerate(zip(facts, their_facts, strict=True), start=1):
+                where = _name_step(facts, int(step))
+                disagreements.append(f"ranks {owner} and {rank} disagree about the {what} of {parameter} ({where})")
+        for number, (own, theirs) in enumerate(zip(facts, their_facts, strict=True)):
             different = [key for key in own if own[key] != theirs[key]]
-            disagreements += [f"ranks disagree about the {key} of batch {number}" for key in different]
+            disagreements += [f"ranks disagree about the {key} of {_name_step(facts, number)}" for key in different]
     write_tensors(folder, group.rank, {name: t for name, t in tensors.items() if owners[name][0] == group.rank})
     return disagreements
+
+
+def _name_step(facts: list[dict[str, Any]], number: int) -> str:
+    return facts[number].get("where") or f"batch {number + 1}"
 
 
 def _is_refusal(error: BaseException) -> bool:

@@ -100,8 +100,8 @@ def assert_same_run(run: RunDir, reference: RunDir) -> None:
             [json.loads(line) for line in (r.path / f"samples/step-{step}.jsonl").read_text().splitlines()]
             for r in (run, reference)
         )
-        assert [(row["turns"], row["reward"], row["version"]) for row in mine] == [
-            (row["turns"], row["reward"], row["version"]) for row in known
+        assert [(row["turns"], row["reward"], row["versions"]) for row in mine] == [
+            (row["turns"], row["reward"], row["versions"]) for row in known
         ]
     found, expected = (weights_of(exported(r)) for r in (run, reference))
     for name, tensor in expected.items():

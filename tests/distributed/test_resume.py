@@ -188,7 +188,8 @@ def test_the_command_names_the_killed_rank_and_resumes_to_the_same_weights(
     run = make_run(tmp_path / "made", tiny_model, "fsdp", "lora")
     shutil.copy(run.config_path, tmp_path / "config.yaml")
     run = RunDir(tmp_path / "run")
-    command = tiny.start_lockstep("train", tmp_path / "config.yaml", "--run-dir", run.path)
+    once = "launch.max_restarts=0"
+    command = tiny.start_lockstep("train", tmp_path / "config.yaml", once, "--run-dir", run.path)
     try:
         deadline = time.monotonic() + 60
         while newest_step(run) < 5:

@@ -114,19 +114,25 @@ def scale_of_groups(batch: Sequence[Datum], aggregation: str) -> float:
     return 1 / {"token": num_tokens, "sequence": len(completions), "fixed": len(completions) * MAX_TOKENS}[aggregation]
 
 
-def sampled_answers(model: nn.Module, batch: Sequence[Datum], reference: nn.Module | None = None) -> list[Sampled]:
+def sampled_answers(
+    model: nn.Module, batch: Sequence[Datum], reference: nn.Module | None = None, temperature: float = 1.0
+) -> list[Sampled]:
     """Each answer in a pass of its own, with full logits. `reference` takes the place of the one among the values."""
+
+    def distributions(network: nn.Module, tokens: Tensor) -> Tensor:
+        return torch.log_softmax(full_logprobs(network, tokens, torch.ones_like(tokens))[0] / temperature, dim=-1)
+
     found = []
     for datum in batch:
         for completion in datum.completions:
             tokens = torch.tensor([[*datum.prompt, *completion.tokens]])
             asked = torch.tensor(completion.weights).nonzero()[:, 0]
             places = len(datum.prompt) + asked
-            every = full_logprobs(model, tokens, torch.ones_like(tokens))[0, places - 1]
+            every = distributions(model, tokens)[places - 1]
             values = {name: torch.tensor(v, dtype=torch.float64)[asked] for name, v in completion.values.items()}
             if reference is not None:
                 with torch.no_grad():
-                    theirs = full_logprobs(reference, tokens, torch.ones_like(tokens))[0, places - 1]
+                    theirs = distributions(reference, tokens)[places - 1]
                 values["reference_logprobs"] = theirs.gather(1, tokens[0, places, None])[:, 0]
             found.append(
                 Sampled(

@@ -89,6 +89,7 @@ class Cell(NamedTuple):
     aggregation: str
     reference: str
     budget: int  # 60 tokens: most groups are whole; 24: most are cut
+    temperature: float = 1.0
 
 
 CELLS = [
@@ -99,6 +100,8 @@ CELLS = [
     Cell("full", "token", "adapter_off", 24),
     Cell("entropy", "token", "none", 60),
     Cell("entropy", "sequence", "none", 24),
+    Cell("entropy", "token", "none", 60, 0.7),
+    Cell("full", "token", "copy", 60, 1.3),
 ]
 
 
@@ -124,7 +127,9 @@ def is_possible(cell: Cell, layout: str) -> bool:
 def plain_run(cell: Cell) -> dict[str, Any]:
     family, lora = family_of(cell)
     model, reference = make_model(family, lora=lora), make_model(family, lora=False)
-    extra = {"reference": reference} if cell.reference != "none" else {}
+    extra: dict[str, Any] = {"temperature": cell.temperature}
+    if cell.reference != "none":
+        extra["reference"] = reference
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = make_optimizer(trained)
     found: dict[str, Any] = {"losses": []}
@@ -145,7 +150,7 @@ def run_cell(cell: Cell, group: Any, parallel: ParallelConfig) -> dict[str, Any]
     family, lora = family_of(cell)
     model = make_model(family, lora=lora)
     settings: dict[str, Any] = {"micro_batch_tokens": cell.budget, "precision": "fp64", "parallel": parallel}
-    backend = TorchBackend(model, group=group, reference=cell.reference, **settings)
+    backend = TorchBackend(model, group=group, reference=cell.reference, temperature=cell.temperature, **settings)
     found: dict[str, Any] = {"losses": []}
     for batch in batches(cell):
         found["losses"].append(backend.forward_backward(batch, loss_of(cell, batch)).loss)

@@ -175,3 +175,45 @@ def test_the_cache_is_bounded_and_given_back() -> None:
     narrow = LocalEngine(make_model(), NoText(), batch_size=8, max_cache_bytes=2**20)
     with pytest.raises(ValueError, match="lower max_tokens"):
         narrow.sample(make_prompts(), SamplingParams(max_tokens=1800))
+
+
+def test_compiled_steps_are_as_near_to_the_truth_as_others() -> None:
+    model, exact, prompts = make_model(), make_model(dtype=torch.float64), make_prompts()
+    errors = {}
+    for compiles in (False, True):
+        found = LocalEngine(model, NoText(), batch_size=8, compiles=compiles).sample(prompts, PARAMS)
+        errors[compiles] = torch.cat(
+            [
+                (torch.tensor(answer.logprobs, dtype=torch.float64) - trainer_logprobs(exact, prompt, answer)).abs()
+                for prompt, answers in zip(prompts, found, strict=True)
+                for answer in answers
+            ]
+        ).mean()
+    assert 0 < errors[True] < 1.5 * errors[False], errors
+    assert "forward" not in model.model.layers[0].mlp.__dict__  # the model is as it was
+
+
+def test_weights_of_a_model_in_training_stay_where_they_are_so_that_graphs_serve_again() -> None:
+    """Of bf16 training the model that is sampled from is a narrow copy, refreshed in place."""
+    from lockstep.backend.torch_backend import TorchBackend
+    from lockstep.sampling.borrowed import BorrowedEngine
+    from lockstep.types import Completion, Datum, LossSpec, OptimStep
+
+    backend = TorchBackend(make_model(dtype=torch.float32), precision="bf16", micro_batch_tokens=4096)
+    engine = BorrowedEngine(
+        lambda: backend.lend_model(stable=True), NoText(), lambda mine: [mine], max_kept_bytes=1 << 30, compiles=True
+    )
+    prompts = make_prompts()
+    first = engine.sample(prompts, PARAMS)
+    decoder = engine._engine._decoder
+    graphs = dict(decoder._graphs._graphs)
+    assert graphs
+    datum = Datum(prompts[0], [Completion(prompts[2], [1.0] * len(prompts[2]))])
+    backend.forward_backward([datum], LossSpec(scale=0.1))
+    backend.optim_step(OptimStep(1e-2))
+    second = engine.sample(prompts, PARAMS)
+    assert decoder._graphs._graphs.keys() == graphs.keys()
+    assert all(decoder._graphs._graphs[key] is graph for key, graph in graphs.items())
+    assert [a.tokens for own in first for a in own] != [a.tokens for own in second for a in own]
+    fresh = BorrowedEngine(backend.lend_model, NoText(), lambda mine: [mine], compiles=True).sample(prompts, PARAMS)
+    assert [a.tokens for own in fresh for a in own] == [a.tokens for own in second for a in own]

@@ -20,6 +20,8 @@ from lockstep.rewards.reward import Attempt, Outcome, Turn
 from lockstep.rundir import RunDir
 from lockstep.sampling.sampler import Prompt, SamplingParams, TextCompletion
 from lockstep.train import grpo
+from lockstep.train.collecting import Collector
+from lockstep.train.feed import Feed, OwnFeed, SharedFeed, Task, read_rollouts
 from lockstep.train.progress import Checkpoints, Progress
 from lockstep.train.rollouts import Rollouts
 from lockstep.train.run import resume
@@ -38,6 +40,7 @@ class FakePolicy:
 
     backend: FakeBackend
     gap: float = 0.0
+    version: int = 0
     asked: list[tuple[list[int], SamplingParams]] = field(default_factory=list)
 
     def sample(
@@ -50,12 +53,16 @@ class FakePolicy:
         ]
 
     def _answer(self, key: int, number: int, params: SamplingParams) -> TextCompletion:
-        drawn = [_mix(params.seed or 0, key, number, place) for place in range(params.max_tokens)]
-        length = 1 + drawn[0] % params.max_tokens
-        tokens = tuple(value % 7 for value in drawn[:length])
+        tokens = draw_answer(params, key, number)
         logprobs = tuple(-((self.backend.weight - token) ** 2) / 2 + self.gap for token in tokens)
-        reason = "length" if length == params.max_tokens else "stop"
-        return TextCompletion(tokens, " ".join(map(str, tokens)), reason, logprobs, self.backend.step)
+        reason = "length" if len(tokens) == params.max_tokens else "stop"
+        return TextCompletion(tokens, " ".join(map(str, tokens)), reason, logprobs, self.version)
+
+
+def draw_answer(params: SamplingParams, key: int, number: int) -> tuple[int, ...]:
+    """Decided by seed, key and number, whatever the weights are."""
+    drawn = [_mix(params.seed or 0, key, number, place) for place in range(params.max_tokens)]
+    return tuple(value % 7 for value in drawn[: 1 + drawn[0] % params.max_tokens])
 
 
 def _mix(*values: int) -> int:
@@ -91,6 +98,17 @@ def grpo_config(algorithm: dict[str, Any] | None = None, **changes: Any) -> RunC
     return make_config(algorithm=settings, **{"optim": {"learning_rate": 1e-3}, **changes})
 
 
+def make_rollouts(config: RunConfig, sample: Any, judge: Any = None) -> Rollouts:
+    algorithm = config.algorithm
+    return Rollouts(
+        sample,
+        judge or SumJudge(),
+        lambda message, last: [int(word) for word in message.split()],
+        algorithm.max_turns if algorithm.environment else 1,
+        config.data.max_length,
+    )
+
+
 def train(
     folder: Path,
     config: RunConfig,
@@ -100,6 +118,7 @@ def train(
     *,
     judge: Any = None,
     policy: FakePolicy | None = None,
+    engines: Any = None,
 ) -> tuple[RunDir, Progress]:
     """The run in `folder`, from its start or from its newest checkpoint: what train.run does around the loop."""
     run = RunDir(folder, owner=True) if (folder / "config.yaml").exists() else RunDir.create(folder, config)
@@ -107,20 +126,31 @@ def train(
     checkpoints = Checkpoints(
         run, backend, config.checkpoint, data_digest=DIGEST, timeout_s=20, last_step=progress.step or None
     )
-    algorithm = config.algorithm
-    rollouts = Rollouts(
-        (policy or FakePolicy(backend)).sample,
-        judge or SumJudge(),
-        lambda message, last: [int(word) for word in message.split()],
-        algorithm.max_turns if algorithm.environment else 1,
-        config.data.max_length,
-    )
+    task = Task(config, prompts)
+    found = read_rollouts(run.checkpoints / f"step-{progress.step}")
+    buffer = task.open_buffer(progress, found)
+    if engines is not None:
+        rollouts, begun = make_rollouts(config, None, judge), (found or {}).get("under_way")
+        collector = Collector(task, buffer, rollouts, engines, num_threads=6, found=begun)
+        feed: Feed = SharedFeed(collector, lambda value: value, backend.read_weights, interval_s=5)
+    else:
+        feed = OwnFeed(task, buffer, make_rollouts(config, _own_sample(policy or FakePolicy(backend), buffer), judge))
     try:
         held_out = validation if validation is not None else Prompts([])
-        return run, grpo.train(config, backend, prompts, held_out, run, checkpoints, progress, rollouts)
+        total = task.schedule.num_steps
+        return run, grpo.train(config, backend, prompts, held_out, run, checkpoints, progress, feed, total)
     finally:
+        feed.close()
         checkpoints.wait()
         checkpoints.close()
+
+
+def _own_sample(policy: FakePolicy, buffer: Any) -> Any:
+    def sample(prompts: Sequence[Prompt], params: SamplingParams, keys: Sequence[int]) -> list[list[TextCompletion]]:
+        policy.version = buffer.version
+        return policy.sample(prompts, params, keys)
+
+    return sample
 
 
 def samples_of(run: RunDir, step: int) -> list[dict[str, Any]]:

@@ -335,7 +335,7 @@ def test_a_rank_whose_peer_dies_says_so_at_once(tmp_path: Path, tiny_model: Path
 
 @pytest.mark.slow
 def test_the_command_ends_a_run_that_hangs(tmp_path: Path, tiny_model: Path) -> None:
-    settings = {"launch": {"procs": 2, "timeout_s": 10}, "optim": {"epochs": 500}}
+    settings = {"launch": {"procs": 2, "timeout_s": 60, "max_restarts": 0}, "optim": {"epochs": 500}}
     config = tiny.write_config(tmp_path, tiny_model, **settings)
     run = RunDir(tmp_path / "run")
     command = tiny.start_lockstep("train", config, "--run-dir", run.path)
@@ -343,15 +343,12 @@ def test_the_command_ends_a_run_that_hangs(tmp_path: Path, tiny_model: Path) -> 
         while newest_step(run) < 3:
             assert command.poll() is None
             time.sleep(0.05)
-        os.kill(tiny.pid_of_rank(run, 1), signal.SIGSTOP)
-        start = time.monotonic()
-        out, err = command.communicate(
-            timeout=90
-        )  # the deadline, and torchrun's 30 s of patience with the stopped rank
+        stopped = tiny.pid_of_rank(run, 1)
+        os.kill(stopped, signal.SIGSTOP)
+        out, err = command.communicate(timeout=50)  # before any collective's deadline
     finally:
         command.terminate()
-    print(f"{time.monotonic() - start:.1f} s")
     assert command.returncode == 1
-    assert err.startswith("error: rank 0 waited 10 s on the other ranks, and got no sign of life from rank 1")
+    assert err.startswith(f"error: rank 1 (process {stopped}) was stopped by a signal and did not go on within 5 s")
     assert "Traceback" not in out + err
     assert json.loads((run.path / "status.json").read_text())["state"] == "failed"

@@ -216,7 +216,7 @@ def test_a_signal_cancels_and_leaves_nothing_behind(folder: Path, number: signal
 
 
 def test_a_killed_worker_and_a_resume(folder: Path) -> None:
-    process = start(folder, "train", "c.yaml", "name=slow", "--run-dir", "r")
+    process = start(folder, "train", "c.yaml", "name=slow", "launch.max_restarts=0", "--run-dir", "r")
     run = wait_for_step(folder, 2)
     handle = read_handle(run.path)
     assert handle is not None

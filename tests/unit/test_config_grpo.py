@@ -83,7 +83,7 @@ def test_a_distance_in_the_reward_is_none_of_the_losss_business():
         ("kind: grpo; reward: {exact: 0.0}", "algorithm.reward has no weight but 0"),
         ("kind: grpo; reward: environment", "algorithm.reward environment needs an environment"),
         ("kind: grpo; reward: {name: regex, pattern: a}", "unknown key 'algorithm.reward.pattern'"),
-        (f"{GRPO}; temperature: 0.7", "run.yaml:6: algorithm.temperature 0.7: only 1 works for now"),
+        (f"{GRPO}; temperature: 0.0", "run.yaml:6: algorithm.temperature: Input should be greater than 0"),
         (f"{GRPO}; num_samples: 1", "algorithm.num_samples 1 leaves nothing to compare with"),
         (f"{GRPO}; beta: 0.1", "it is a setting of kind dpo and kto, and this is grpo"),
         (f"{GRPO}; reference: copy", "algorithm.reference is given, but kl_coefficient is 0"),
@@ -116,3 +116,52 @@ def test_metrics_of_answers_are_not_for_rewards():
 
 def test_one_sample_of_each_prompt_is_enough_where_the_whole_batch_is_the_baseline():
     assert algorithm_of(f"{GRPO}; num_samples: 1; advantage: reinforce++").num_samples == 1
+
+
+# --- rollouts -------------------------------------------------------------------------------------------------------
+
+
+def test_without_engines_the_processes_that_train_sample_in_turns():
+    rollouts = parse(GRPO).rollouts
+    assert (rollouts.engines, rollouts.max_staleness) == (0, 0)
+    assert parse("").rollouts == rollouts
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["rollouts.max_staleness=2"], "rollouts.max_staleness 2 needs engines that sample while others learn"),
+        (["rollouts.engines=-1"], "rollouts.engines: Input should be greater than or equal to 0"),
+        (["rollouts.max_staleness=-1"], "rollouts.max_staleness: Input should be greater than or equal to 0"),
+        (["rollouts.deadline_s=0"], "rollouts.deadline_s: Input should be greater than 0"),
+        (["rollouts.engine=2"], "unknown key 'rollouts.engine'"),
+        (
+            ["rollouts.engines=1", "rollouts.max_staleness=3", "algorithm.num_updates=2", "algorithm.minibatches=2"],
+            "rollouts.max_staleness 3 is less than the 4 optimizer steps of a step",
+        ),
+    ],
+)
+def test_a_bound_on_staleness_that_cannot_be_is_refused(overrides, words):
+    assert words in explain(GRPO, *overrides)
+
+
+def test_a_bound_of_a_whole_step_and_more_is_taken():
+    updates = ["algorithm.num_updates=2", "algorithm.minibatches=2"]
+    for bound in (0, 4, 7):
+        assert parse(GRPO, "rollouts.engines=1", f"rollouts.max_staleness={bound}", *updates).rollouts.engines == 1
+
+
+def test_only_what_samples_has_rollouts():
+    assert "rollouts is for algorithm grpo" in explain("kind: dpo", "rollouts.engines=2")
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dapo"])
+def test_answers_of_older_weights_are_corrected_unless_the_configuration_says_otherwise(kind):
+    ahead = ["rollouts.engines=2", "rollouts.max_staleness=2"]
+    given = f"kind: {kind}; reward: exact"
+    assert algorithm_of(given).correction == "none"
+    assert algorithm_of(given, "rollouts.engines=2").correction == "none"
+    assert algorithm_of(given, *ahead).correction == "token"
+    assert algorithm_of(given, *ahead, "algorithm.correction=none").correction == "none"
+    config = parse(given, *ahead)
+    assert RunConfig.model_validate(config.model_dump(mode="json")) == config

@@ -9,7 +9,8 @@ import pytest
 from told_server import ToldServer, told_server
 
 from lockstep.sampling import SamplingParams
-from lockstep.sampling.endpoint import LONGEST_PAUSE_S, Answer, EndpointEngine, EndpointError, normalise_url
+from lockstep.sampling.endpoint import Answer, EndpointEngine
+from lockstep.sampling.endpoint_http import LONGEST_PAUSE_S, EndpointError, normalise_url
 from lockstep.sampling.prompts import PromptRow
 
 GREEDY = SamplingParams(max_tokens=16)

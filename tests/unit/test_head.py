@@ -105,6 +105,29 @@ def test_the_weighted_sum_and_its_gradients_are_those_of_full_logits(transform, 
     assert_same_gradients(3 * total, 3 * (inputs.slopes * plain).sum(), inputs)
 
 
+@every_transform
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+def test_a_temperature_divides_what_the_model_makes_of_its_logits(transform, temperature):
+    """After the cap: that is what a sampler divides."""
+    inputs = make_inputs(HEADS["trained with bias"])
+    options = HeadOptions(transform.at(temperature), chunk_tokens=4)
+    every = torch.log_softmax(plain_distributions(inputs, transform) / temperature, dim=1)
+    plain, entropies = every[torch.arange(ROWS), inputs.targets], -(every.exp() * every).sum(dim=1)
+
+    total, logprobs = weighted_logprob_sum(*arguments_of(inputs), inputs.slopes, options)
+    facts = token_facts(*arguments_of(inputs), options)
+    assert_close(logprobs, plain.detach())
+    assert_close(facts.entropies.detach(), entropies.detach())
+    assert_close(facts.collisions, (2 * every.detach()).logsumexp(dim=1))
+    found = total + (facts.logprobs * inputs.slopes + facts.entropies.square()).sum()
+    assert_same_gradients(found, (2 * plain * inputs.slopes + entropies.square()).sum(), inputs)
+
+
+@every_transform
+def test_a_temperature_of_one_changes_nothing(transform):
+    assert transform.at(1.0) == transform
+
+
 def square(logprobs: Tensor, slopes: Tensor) -> Tensor:
     return (slopes * logprobs.square()).sum()
 

@@ -172,3 +172,24 @@ def test_weights_are_those_of_the_folder(tiny_model):
     loaded = load_causal_lm(ModelConfig(path=str(tiny_model)), torch.float32)
     for name, tensor in tiny.build_model().state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize("with_tokenizer", [True, False])
+def test_an_adapter_folder_is_loaded_over_its_base(tiny_model, tmp_path, with_tokenizer):
+    """As a run exports it: the adapter with the tokenizer it was trained with, which may have another template."""
+    model = build_model(ModelConfig(path=str(tiny_model)), LoraConfig(rank=2), "fp32", with_weights=True)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    model.save_pretrained(tmp_path)
+    if with_tokenizer:
+        tokenizer = load.load_tokenizer(ModelConfig(path=str(tiny_model)))
+        tokenizer.chat_template = "{{ messages[0]['content'] }}"
+        tokenizer.save_pretrained(tmp_path)
+    loaded, tokenizer = load.load_for_inference(tmp_path, device="cpu")
+    tokens = torch.tensor([[1, 2, 3, 4]])
+    with torch.no_grad():
+        assert torch.allclose(loaded(tokens).logits, model.eval()(tokens).logits, atol=1e-5)
+    rendered = tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False)
+    assert (rendered == "hello") == with_tokenizer

@@ -194,3 +194,18 @@ def test_a_parameter_that_was_not_used_has_no_gradient() -> None:
         used.weight.sum().backward()
     assert used.weight.grad is not None
     assert unused.weight.grad is None
+
+
+def test_kept_copies_lie_in_the_same_memory_and_follow_the_parameters():
+    model = make_model(torch.float64)
+    copies = NarrowCopies(model, list(model.layers), torch.float32)
+    with copies.in_place(kept=True):
+        first = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in model.named_parameters()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    with copies.in_place(kept=True):
+        for name, tensor in model.named_parameters():
+            assert tensor.data_ptr() == first[name][0]
+            assert torch.allclose(tensor, first[name][1] + 1)
+            assert not tensor.requires_grad

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -212,3 +213,20 @@ def test_nonsense_is_refused_by_name(options, words):
     with pytest.raises(ValueError) as caught:
         check_options("policy_gradient", options)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_on_policy_the_old_logprobs_are_these(name):
+    """The same loss and gradient as with the log-probs of a pass before, which need not be given; and the gap."""
+    answers = [replace(answer, old=answer.logprobs.detach()) for answer in draw_answers()]
+    expected, _ = lockstep_loss(answers, VARIANTS[name], "token")
+    unknown = [replace(answer, old=torch.full_like(answer.old, torch.nan)) for answer in answers]
+    found, metrics = lockstep_loss(unknown, {**VARIANTS[name], "on_policy": True}, "token")
+    logprobs = [answer.logprobs for answer in answers]
+    assert torch.equal(found, expected)
+    for ours, theirs in zip(
+        torch.autograd.grad(found, logprobs, retain_graph=True), torch.autograd.grad(expected, logprobs), strict=True
+    ):
+        assert torch.equal(ours, theirs)
+    gaps = torch.cat([(answer.logprobs - answer.behaviour).abs() for answer in answers])
+    assert float(metrics["logprob_gap"]) == pytest.approx(float(gaps.sum()), rel=1e-12)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -115,3 +116,19 @@ def test_a_judge_starts_its_processes_only_where_it_computes(tmp_path):
     other = make_judge(config.algorithm, computes=False, share=lambda value: (True, []))
     assert other.score([]) == []
     other.close()
+
+
+def test_rewards_of_many_threads_do_not_mix(tmp_path):
+    judge = make_judge(config_of(tmp_path).algorithm, computes=True, share=lambda value: value)
+    try:
+        judge.start()
+
+        def score(number: int) -> list[float]:
+            attempts = [Attempt({"answer": str(number)}, [str(n)]) for n in range(8)]
+            return [outcome.reward for outcome in judge.pool.score(attempts)]
+
+        with ThreadPoolExecutor(8) as threads:
+            found = list(threads.map(score, range(8)))
+    finally:
+        judge.close()
+    assert found == [[float(n == number) for n in range(8)] for number in range(8)]

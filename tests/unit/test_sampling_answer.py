@@ -24,12 +24,12 @@ def grow(tokens: list[int], max_tokens: int = 1000, **options: Any) -> tuple[Tex
     """The answer after as many of the tokens as it takes, and the pieces of its text."""
     pieces: list[str] = []
     params = SamplingParams(logprobs=True, **options)
-    answer = GrowingAnswer(TOKENIZER, params, frozenset({END}), max_tokens, pieces.append)
+    answer = GrowingAnswer(TOKENIZER, params, frozenset({END}), max_tokens, pieces.append, version=3)
     for number, token in enumerate(tokens):
         if answer.finished:
             break
         answer.push(token, -float(number))
-    return answer.completion(version=3), pieces
+    return answer.completion(), pieces
 
 
 def test_the_token_that_ends_a_turn_is_kept_and_its_text_is_not() -> None:

@@ -19,7 +19,7 @@ from lockstep.verification.job import record_failure, refusal
 from lockstep.verification.layouts import ONE, ModelLimits, default_layouts, own_layout, parse_layouts, problem
 from lockstep.verification.ranks import run_ranks
 from lockstep.verification.reduced import Reduction, build_reduced, choose_layer_types, choose_reduction, find_limits
-from lockstep.verification.reference import StepValues, learn_answers, plain_batches, train_plainly
+from lockstep.verification.reference import PlainAdamW, StepValues, learn_answers, plain_batches, train_plainly
 from lockstep.verification.sample import (
     Taken,
     choose_budgets,
@@ -234,7 +234,9 @@ def test_the_plain_loop_steps_like_torch(tmp_path: Path, tiny_model: Path) -> No
     taken = [Taken(part.names, part.cursor, renumber(part.data, tokens)) for part in taken]
     reduction = choose_reduction(config, tokens, num_layers=2)
     step = OptimStep(1e-2, beta2=0.99, weight_decay=0.1)
-    found, made = train_plainly(build_reduced(config, reduction), taken, step, clip_at_half=True)
+    plain = build_reduced(config, reduction)
+    by_hand = PlainAdamW(plain, step, clip_at_half=True)
+    found, made = train_plainly(plain, taken, by_hand), by_hand.step
     assert made.max_grad_norm == pytest.approx(found[0].norm / 2)
     assert made.eps > step.eps
 

@@ -105,12 +105,6 @@ def test_settings_that_a_loss_refuses_are_refused_before_anything_is_loaded(tmp_
         verify(config)
 
 
-def test_answers_that_are_sampled_cannot_be_compared(tmp_path: Path, tiny_model: Path) -> None:
-    config = configure(tmp_path, tiny_model, algorithm={"kind": "grpo", "reward": "numeric", "max_tokens": 32})
-    with pytest.raises(ConfigError, match="kind grpo samples its own: to verify"):
-        verify(config)
-
-
 def test_kto_takes_pairs_as_labelled_rows(tmp_path: Path, tiny_model: Path) -> None:
     rows = compile_rows(configure(tmp_path, tiny_model, algorithm={"kind": "kto"}))
     assert len(rows) == 24

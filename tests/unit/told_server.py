@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, TypeVar
 
 
 class ToldServer(ThreadingHTTPServer):
     """Answers a prompt with itself in capitals. What is in `script` comes first: (status, headers, body) or "hang"."""
 
     daemon_threads = True
+    request_queue_size = 64  # clients come in crowds
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -29,12 +30,23 @@ class ToldServer(ThreadingHTTPServer):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
 
+    def get(self, path: str) -> tuple[int, Any]:
+        return 200, {"data": [{"id": name} for name in self.models]}
+
+    def post(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        reason = self.finish_reason
+        if "messages" in body:
+            text = body["messages"][-1]["content"].upper()
+            return 200, {"choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": reason}]}
+        return 200, {"choices": [{"text": body["prompt"].upper(), "finish_reason": reason}]}
+
 
 class Handler(BaseHTTPRequestHandler):
     server: ToldServer
 
     def do_GET(self) -> None:
-        self._reply({"data": [{"id": name} for name in self.server.models]})
+        status, reply = self.server.get(self.path)
+        self._reply(reply, status)
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -57,12 +69,8 @@ class Handler(BaseHTTPRequestHandler):
         if told is not None:
             self._reply(told[2], told[0], told[1])
             return
-        reason = self.server.finish_reason
-        if "messages" in body:
-            text = body["messages"][-1]["content"].upper()
-            self._reply({"choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": reason}]})
-        else:
-            self._reply({"choices": [{"text": body["prompt"].upper(), "finish_reason": reason}]})
+        status, reply = self.server.post(self.path, body)
+        self._reply(reply, status)
 
     def _reply(self, body: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
         with contextlib.suppress(ConnectionError):  # the client did not wait
@@ -90,9 +98,12 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+Server = TypeVar("Server", bound=ToldServer)
+
+
 @contextlib.contextmanager
-def told_server() -> Iterator[ToldServer]:
-    told = ToldServer()
+def told_server(make: Callable[[], Server] = ToldServer) -> Iterator[Server]:  # type: ignore[assignment]
+    told = make()
     thread = threading.Thread(target=told.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     try:

@@ -1,0 +1,144 @@
+"""The driver of a run on a Ray cluster: `python -m lockstep.launch.ray_driver RUN_DIR WORKER_MODULE`.
+
+Reserves room, starts an actor for each rank, watches them all, and ends them all when one is lost. It runs once: going
+on after that is a new start, with a new driver, from the last checkpoint. Must not know what the ranks compute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from lockstep.config import ConfigError, RunConfig, settle_pool
+from lockstep.config.cluster import ROOM_VARIABLE
+from lockstep.launch.local import MARK_VARIABLE
+from lockstep.launch.ray_cluster import Interrupted, Room, joined, reserve
+from lockstep.launch.ray_rank import carried_environment
+from lockstep.launch.ray_ranks import RankLost, Ranks
+from lockstep.launch.signals import catch_signals
+from lockstep.rundir import RunDir
+
+
+def main(arguments: list[str] | None = None) -> int:
+    run_dir, module = sys.argv[1:] if arguments is None else arguments
+    run = RunDir(Path(run_dir), owner=True)
+    _redirect_output(run.logs / "ray.log")
+
+    def give_up(why: str) -> None:
+        run.record_failure(0, why, 2)
+        os._exit(2)
+
+    try:
+        config = run.config()
+        name = os.environ.get(MARK_VARIABLE, "lockstep")
+        # Signals are caught after joining, because Ray then puts handlers of its own in place.
+        with joined(config.launch, name, give_up), catch_signals() as received:
+            _drive(run, config, module, lambda: bool(received))
+    except Interrupted:
+        return 1
+    except RankLost as lost:
+        _record_cause(run, lost.rank, str(lost))
+        return 1
+    except Exception as error:
+        traceback.print_exc()
+        is_mistake = isinstance(error, ValueError)
+        sentence = str(error) if is_mistake else f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        if not run.failures():
+            run.record_failure(0, sentence, 2 if is_mistake else 1)
+        return 2 if is_mistake else 1
+    return 0
+
+
+def _drive(run: RunDir, config: RunConfig, module: str, interrupted: Callable[[], bool]) -> None:
+    with contextlib.ExitStack() as held:
+        run.write_status(phase="waiting for room on the cluster")
+        training = held.enter_context(_room(config, "training", interrupted))
+        rollouts = None
+        if config.rollouts.engines:
+            rollouts = held.enter_context(_room(config, "rollouts", interrupted))
+        run.write_status(phase="starting the ranks")
+        ranks = Ranks(training, config.launch)
+        held.callback(ranks.end)
+        ranks.meet(interrupted)
+        with _shared_file(run) as (path, content):
+            ranks.check_sees(path, content, interrupted)
+        for_first = {} if rollouts is None else {ROOM_VARIABLE: _describe(rollouts, ranks)}
+        ranks.start(module, run.path, for_first, interrupted)
+        ranks.watch(run, interrupted)
+
+
+@contextlib.contextmanager
+def _room(config: RunConfig, name: str, interrupted: Callable[[], bool]) -> Iterator[Room]:
+    launch, rollouts = config.launch, config.rollouts
+
+    def is_possible(procs: int) -> bool:
+        """Whether the run can go on with so few ranks."""
+        if name != "training" or launch.min_procs is None or procs < launch.min_procs:
+            return False
+        try:
+            config.parallel.degrees(procs)
+        except ConfigError:
+            return False
+        return True
+
+    if name == "training":
+        pool = settle_pool(config.cluster, name, launch.procs, launch.device)
+    else:
+        device = launch.device if rollouts.device == "auto" else rollouts.device
+        pool = settle_pool(config.cluster, name, rollouts.engines, device)
+    room = reserve(pool, launch.placement_timeout_s, interrupted, is_possible)
+    try:
+        yield room
+    finally:
+        room.release()
+
+
+def _describe(room: Room, ranks: Ranks) -> str:
+    """For rank 0, which starts the engines: where the cluster is, and what is reserved for them."""
+    pool = room.pool
+    return json.dumps(
+        {
+            "cluster": ranks.cluster,
+            "placement_group": room.group.id.hex(),
+            "cpus": pool.cpus,
+            "gpus": pool.gpus,
+            "resources": pool.resources,
+            "environment": {"OMP_NUM_THREADS": str(max(int(pool.cpus), 1)), **carried_environment()},
+        }
+    )
+
+
+@contextlib.contextmanager
+def _shared_file(run: RunDir) -> Iterator[tuple[Path, str]]:
+    path, content = run.logs / f".seen-{uuid.uuid4().hex}", uuid.uuid4().hex
+    path.write_text(content)
+    try:
+        yield path, content
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _record_cause(run: RunDir, rank: int, message: str) -> None:
+    """A rank that was lost is why others failed, though they may have said so before this one was missed."""
+    earliest = min((failure["time"] for failure in run.failures()), default=time.time())
+    run.record_failure(rank, message, at=earliest - 0.001)
+
+
+def _redirect_output(path: Path) -> None:
+    """Ray's chatter, also from its other processes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

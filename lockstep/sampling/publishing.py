@@ -1,0 +1,194 @@
+"""New weights as a transaction: what is coming and its digests, the bytes in buckets, then a commit that checks all.
+
+Until every digest agrees nothing changes. Must not know processes, models or who sends to whom.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BUCKET_BYTES = 64 << 20
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool,
+)}  # fmt: skip
+
+
+class WeightsRejected(ValueError):
+    """What came is not what was announced, or not to be had now. Whoever got it is as before."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    sha256: str
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * _DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Of one version. The bytes of its tensors follow each other in this order, cut into buckets."""
+
+    version: int
+    entries: tuple[TensorEntry, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(entry.num_bytes for entry in self.entries)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"version": self.version, "entries": [asdict(entry) for entry in self.entries]}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Manifest:
+        entries = tuple(TensorEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in values["entries"])
+        for entry in entries:
+            if entry.dtype not in _DTYPES:
+                raise WeightsRejected(f"{entry.name} is announced as {entry.dtype}, which no tensor is here")
+        if len({entry.name for entry in entries}) < len(entries):
+            raise WeightsRejected("a name is announced twice")
+        return cls(int(values["version"]), entries)
+
+
+@dataclass(frozen=True)
+class Publication:
+    """A version ready to be sent, as often as there are engines: a copy, so that training may go on."""
+
+    manifest: Manifest
+    buckets: tuple[Tensor, ...]
+
+    @property
+    def version(self) -> int:
+        return self.manifest.version
+
+    @classmethod
+    def of(cls, version: int, tensors: Mapping[str, Tensor], bucket_bytes: int = BUCKET_BYTES) -> Publication:
+        flat = {name: _bytes_of(tensor) for name, tensor in tensors.items()}
+        buckets = tuple(_cut(flat.values(), bucket_bytes))
+        digests = _digests([flat[name] for name in tensors])
+        entries = []
+        for (name, tensor), digest in zip(tensors.items(), digests, strict=True):
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            if dtype not in _DTYPES:
+                raise ValueError(f"{name} is {tensor.dtype}: weights of this kind cannot be published")
+            entries.append(TensorEntry(name, dtype, tuple(tensor.shape), digest))
+        return cls(Manifest(version, tuple(entries)), buckets)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _cut(parts: Iterable[Tensor], bucket_bytes: int) -> Iterable[Tensor]:
+    """The parts one after the other, as new tensors of equal size; the last may be shorter."""
+    parts = list(parts)
+    left = sum(len(part) for part in parts)
+    bucket, filled = torch.empty(min(bucket_bytes, left), dtype=torch.uint8), 0
+    for part in parts:
+        while len(part):
+            taken = min(len(part), len(bucket) - filled)
+            bucket[filled : filled + taken] = part[:taken]
+            part, filled, left = part[taken:], filled + taken, left - taken
+            if filled == len(bucket):
+                yield bucket
+                bucket, filled = torch.empty(min(bucket_bytes, left), dtype=torch.uint8), 0
+
+
+def _digests(parts: list[Tensor]) -> list[str]:
+    with ThreadPoolExecutor(max(1, min(4, torch.get_num_threads()))) as threads:  # hashing lets others run
+        return list(threads.map(lambda part: hashlib.sha256(part.numpy()).hexdigest(), parts))
+
+
+class WeightReceiver:
+    """`apply` puts tensors into a model, or raises and leaves it as it was. `version` is what was last applied."""
+
+    def __init__(self, apply: Callable[[dict[str, Tensor], int], None]) -> None:
+        self._apply = apply
+        self.version: int | None = None
+        self._served: Manifest | None = None
+        self._coming: Manifest | None = None
+        self._received = torch.empty(0, dtype=torch.uint8)
+        self._next_bucket = self._num_received = 0
+
+    def begin(self, manifest: Manifest) -> None:
+        """What came of another version that was never committed is thrown away."""
+        self._drop()
+        if self.version is not None and manifest.version < self.version:
+            raise WeightsRejected(f"version {manifest.version} is older than {self.version}, which is served")
+        if self._served is not None and manifest.version == self.version and manifest != self._served:
+            raise WeightsRejected(f"version {manifest.version} is served already, with other weights")
+        self._coming = manifest
+        self._received = torch.empty(manifest.num_bytes, dtype=torch.uint8)
+
+    def take(self, version: int, number: int, content: Tensor) -> None:
+        """The next bucket. What does not follow ends the transaction: it must begin anew."""
+        coming = self._expect(version)
+        due = self._next_bucket
+        if number != due:
+            self._drop()
+            raise WeightsRejected(f"bucket {number} of version {version} came where {due} was due")
+        start, end = self._num_received, self._num_received + content.numel()
+        if content.dtype != torch.uint8 or content.dim() != 1 or end > coming.num_bytes:
+            self._drop()
+            raise WeightsRejected(
+                f"bucket {number} of version {version} has {content.numel():,} values of {content.dtype}, and "
+                f"{coming.num_bytes - start:,} bytes are left to come"
+            )
+        self._received[start:end] = content
+        self._next_bucket, self._num_received = number + 1, end
+
+    def commit(self, version: int) -> None:
+        """Check everything, then apply it."""
+        coming, received = self._expect(version), self._received
+        num_received = self._num_received
+        self._drop()
+        if num_received != coming.num_bytes:
+            raise WeightsRejected(f"version {version} has {coming.num_bytes:,} bytes, and {num_received:,} came")
+        tensors = _verified(coming, received)
+        self._apply(tensors, version)
+        self.version, self._served = version, coming
+
+    def _expect(self, version: int) -> Manifest:
+        if self._coming is None:
+            raise WeightsRejected(f"version {version} was not begun, or has been given up")
+        if self._coming.version != version:
+            raise WeightsRejected(f"version {self._coming.version} was begun, and this is of version {version}")
+        return self._coming
+
+    def _drop(self) -> None:
+        self._coming = None
+        self._received = torch.empty(0, dtype=torch.uint8)
+        self._next_bucket = self._num_received = 0
+
+
+def _verified(manifest: Manifest, received: Tensor) -> dict[str, Tensor]:
+    sizes = [entry.num_bytes for entry in manifest.entries]
+    parts = list(received.split(sizes))
+    tensors = {}
+    for entry, part, digest in zip(manifest.entries, parts, _digests(parts), strict=True):
+        if digest != entry.sha256:
+            raise WeightsRejected(
+                f"{entry.name} of version {manifest.version} has the digest {digest} and was announced with "
+                f"{entry.sha256}: it was changed on the way"
+            )
+        # Its bytes may lie at any place, and a view needs them aligned.
+        aligned = part if part.storage_offset() % 8 == 0 else part.clone()
+        tensors[entry.name] = _as_tensor(aligned, entry)
+    return tensors
+
+
+def _as_tensor(content: Tensor, entry: TensorEntry) -> Tensor:
+    return content.view(_DTYPES[entry.dtype]).reshape(entry.shape)

@@ -1,0 +1,80 @@
+"""A run whose rank is lost goes on by itself: same command, same weights as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from ranks import exported, newest_step, run_to_the_end
+
+from lockstep.config import load_config
+from lockstep.launch.local import _marked_processes, read_handle
+from lockstep.rundir import RunDir
+
+SETTINGS: dict[str, Any] = {
+    "launch": {"procs": 2},
+    "lora": {"rank": 4, "dropout": 0.1},
+    "optim": {"epochs": 4, "learning_rate": 0.01},
+    "checkpoint": {"every_steps": 3, "keep_best": 0},
+}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    return tiny.write_config(tmp_path_factory.mktemp("restarts"), tiny_model, **SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(config: Path) -> RunDir:
+    run = RunDir.create(config.parent / "undisturbed", load_config(config))
+    run_to_the_end(run, 2)
+    return run
+
+
+@pytest.fixture
+def following(config: Path, tmp_path: Path) -> Iterator[Any]:
+    """(run, the command that follows it) when there is a checkpoint, and some steps after it."""
+    run = RunDir(tmp_path / "run")
+    command = tiny.start_lockstep("train", config, "--run-dir", run.path)
+    try:
+        deadline = time.monotonic() + 60
+        while not run.list_checkpoints() or newest_step(run) < 5:
+            assert command.poll() is None, command.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        yield run, command
+    finally:
+        command.terminate()
+        command.communicate(timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("number", "rank"),
+    [(signal.SIGKILL, 1), (signal.SIGSTOP, 0), pytest.param(signal.SIGSTOP, 1, marks=pytest.mark.slow)],
+)
+def test_a_lost_rank_costs_the_steps_since_the_checkpoint(
+    following: Any, undisturbed: RunDir, number: signal.Signals, rank: int
+) -> None:
+    run, command = following
+    victim = tiny.pid_of_rank(run, rank)
+    first = read_handle(run.path)
+    os.kill(victim, number)
+    out, err = command.communicate(timeout=90)
+    assert (command.returncode, err) == (0, "")
+    (event,) = [event for event in run.events() if event["event"] == "restarted"]
+    told = {signal.SIGKILL: f"rank {rank} was ended by signal 9", signal.SIGSTOP: f"rank {rank} (process {victim}) was"}
+    assert event["reason"].startswith(told[number])
+    assert event["step"] >= 3
+    assert f"{event['reason']}; starting again from step {event['step']} (restart 1 of 3)" in out
+    assert [e["step"] for e in run.events() if e["event"] == "resumed"] == [event["step"]]
+    assert tiny.digest_weights(exported(run)) == tiny.digest_weights(exported(undisturbed))
+    assert first is not None
+    assert _marked_processes(first.mark) == []
+    assert run.status()["state"] == "completed"
+    assert run.status()["error"] is None

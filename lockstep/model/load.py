@@ -61,9 +61,24 @@ def load_causal_lm(config: ModelConfig, dtype: torch.dtype, *, with_weights: boo
             with no_init_weights():
                 model = AutoModelForCausalLM.from_config(load_hf_config(config), dtype=dtype, trust_remote_code=trust)
             model.tie_weights()  # left out together with the initialisation
+            _read_generation_config(config, model)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # GGUF weights were unpacked; the mark would make the export unloadable
     return model
+
+
+def _read_generation_config(config: ModelConfig, model: Any) -> None:
+    """Where answers end is not always in the model's configuration, and every rank must end them alike."""
+    from transformers import GenerationConfig
+
+    source = _source(config)
+    if "gguf_file" in source:
+        return
+    source.pop("trust_remote_code")
+    with contextlib.suppress(OSError):  # not every model has one
+        model.generation_config = GenerationConfig.from_pretrained(
+            source.pop("pretrained_model_name_or_path"), **source
+        )
 
 
 def _refuse_missing(config: ModelConfig, names: list[str]) -> None:

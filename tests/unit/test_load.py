@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections import defaultdict
@@ -13,6 +14,7 @@ import tiny
 import torch
 from equivalence.plain import FAMILIES, make_model
 from torch import nn
+from transformers import GenerationConfig
 
 from lockstep.config import ConfigError, LoraConfig, ModelConfig
 from lockstep.model import load
@@ -193,3 +195,13 @@ def test_an_adapter_folder_is_loaded_over_its_base(tiny_model, tmp_path, with_to
         assert torch.allclose(loaded(tokens).logits, model.eval()(tokens).logits, atol=1e-5)
     rendered = tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False)
     assert (rendered == "hello") == with_tokenizer
+
+
+def test_a_skeleton_ends_its_answers_where_the_model_does(tiny_model, tmp_path):
+    """What only generation_config.json says: several processes sample together, and one of them has the weights."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    GenerationConfig(eos_token_id=[3, 5]).save_pretrained(folder)
+    config = ModelConfig(path=str(folder))
+    whole, skeleton = (load_causal_lm(config, torch.float32, with_weights=given) for given in (True, False))
+    assert whole.generation_config.eos_token_id == skeleton.generation_config.eos_token_id == [3, 5]

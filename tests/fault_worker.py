@@ -194,20 +194,28 @@ def start_such_engines() -> None:
 
 
 def await_replacement(fault: Fault) -> None:
-    """The run does not end before the fault, nor before all engines are there again."""
+    """The run does not end before the fault, nor before all engines are there again and have something to do."""
     from lockstep.sampling.pool import EnginePool
 
-    honest = EnginePool.publish
+    honest_publish, honest_sample = EnginePool.publish, EnginePool.sample
+
+    def wait(pool: EnginePool) -> None:
+        deadline = time.monotonic() + _PATIENCE_S
+        while not (fault.is_over and pool.num_serving == NUM_ENGINES) and time.monotonic() < deadline:
+            time.sleep(0.02)
 
     def publish(self: EnginePool, version: int, tensors: Mapping[str, Any]) -> None:
-        deadline = time.monotonic() + _PATIENCE_S
-        while version == fault.step + 1 and time.monotonic() < deadline:
-            if self.num_serving == NUM_ENGINES and fault.is_over:
-                break
-            time.sleep(0.02)
-        honest(self, version, tensors)
+        if version == fault.step + 1:
+            wait(self)
+        honest_publish(self, version, tensors)
+
+    def sample(self: EnginePool, *given: Any, versions: tuple[int, int], **options: Any) -> Any:
+        if versions[0] == fault.step:  # of the first weights after the fault
+            wait(self)
+        return honest_sample(self, *given, versions=versions, **options)
 
     EnginePool.publish = publish  # type: ignore[method-assign]
+    EnginePool.sample = sample  # type: ignore[method-assign]
 
 
 # --- in the engines -------------------------------------------------------------------------------------------------

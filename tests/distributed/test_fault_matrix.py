@@ -251,15 +251,18 @@ def assert_restarts(cell: Cell, run: RunDir) -> None:
 
 
 def assert_replacement(cell: Cell, run: RunDir, fault: Fault, happened: dict[str, Any]) -> None:
-    """Another engine comes in the place of one that is lost, and takes over the weights of the last step."""
+    """Another engine comes in the place of one that is lost, gets the weights of that time and those after, and
+    answers."""
     if cell.hits_rank or cell.kind not in ("SIGKILL", "SIGSTOP", "corrupted twice"):
         return
     events = [event for event in run.events() if event.get("engine") == cell.victim]
     assert "engine_lost" in {event["event"] for event in events}
     started = [event["pid"] for event in events if event["event"] == "engine_started"]
     assert happened["pid"] in started[:-1]
-    trace = read_jsonl(Path(fault.folder) / f"{cell.victim}-{started[-1]}.jsonl")
+    trace = list(read_jsonl(Path(fault.folder) / f"{cell.victim}-{started[-1]}.jsonl"))
     assert NUM_STEPS - 1 in [record.get("version") for record in trace]
+    if not cell.max_staleness:  # otherwise all may have been asked of the other engine before
+        assert any(FAULTY_STEP in record.get("versions", ()) for record in trace)
 
 
 def processes_of(marks: set[str]) -> list[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -79,21 +78,17 @@ def lockstep(folder: Path, *arguments: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_help_is_quick_and_light(command: str) -> None:
+def test_help_loads_nothing_heavy(command: str) -> None:
     code = (
         "import atexit, sys; from lockstep.cli import main; "
         f"atexit.register(lambda: print([m for m in {HEAVY} if m in sys.modules], file=sys.stderr)); main()"
     )
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [sys.executable, "-c", code, *([command] if command else []), "--help"], capture_output=True, text=True
     )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0
     assert "Usage" in done.stdout
     assert done.stderr.strip() == "[]"
-    # CPU time: the wall clock of a busy machine says nothing.
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
 
 
 def test_version(folder: Path) -> None:

@@ -80,9 +80,8 @@ AHEAD = [
 ALONE = [Cell("SIGKILL", "rank 0", "checkpointing", alone=True), Cell("SIGSTOP", "rank 0", "training", alone=True)]
 QUICK = [
     Cell("SIGKILL", "engine-0", "generating", 2),
-    Cell("SIGSTOP", "engine-0", "publishing"),
-    Cell("delay", "engine-0", "generating"),
     Cell("corrupted", "engine-0", "publishing"),
+    Cell("delay", "engine-0", "checkpointing"),
     Cell("SIGSTOP", "rank 1", "training"),
     Cell("SIGKILL", "rank 0", "checkpointing", alone=True),
 ]

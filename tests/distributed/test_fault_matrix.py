@@ -88,6 +88,12 @@ QUICK = [
 CELLS = [cell if cell in QUICK else pytest.param(cell, marks=pytest.mark.slow) for cell in [*MATRIX, *AHEAD, *ALONE]]
 
 
+def test_the_cross_section_has_every_fault_and_every_state() -> None:
+    assert set(QUICK) <= {*MATRIX, *AHEAD, *ALONE}
+    assert {cell.state for cell in QUICK} == {*STATES}
+    assert {cell.kind for cell in QUICK} >= {*SIGNALS, "corrupted"}
+
+
 @dataclass
 class Seen:
     """What was to be seen while a run was followed, and is not afterwards."""

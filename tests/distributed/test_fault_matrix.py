@@ -82,8 +82,7 @@ QUICK = [
     Cell("SIGKILL", "engine-0", "generating", 2),
     Cell("corrupted", "engine-0", "publishing"),
     Cell("delay", "engine-0", "checkpointing"),
-    Cell("SIGSTOP", "rank 1", "training"),
-    Cell("SIGKILL", "rank 0", "checkpointing", alone=True),
+    Cell("SIGSTOP", "rank 0", "training", alone=True),
 ]
 CELLS = [cell if cell in QUICK else pytest.param(cell, marks=pytest.mark.slow) for cell in [*MATRIX, *AHEAD, *ALONE]]
 

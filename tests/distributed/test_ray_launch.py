@@ -237,6 +237,7 @@ def test_a_node_that_is_lost_is_survived(
     assert_nothing_is_left(run, three)
 
 
+@pytest.mark.slow
 def test_no_room_is_explained(tmp_path: Path, tiny_model: Path, three: Nodes) -> None:
     pool = "cluster=[{pool: training, cpus: 2, resources: {a: 1}, strategy: STRICT_SPREAD}]"
     run = on_ray(write_config(tmp_path, tiny_model, "sft"), three, pool, "launch.placement_timeout_s=2")

@@ -8,9 +8,9 @@ BIN := .venv/bin
 # Named after TORCH, so that asking for another one is noticed.
 STAMP := .venv/installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 1)
 QUICK := not slow and not gpu and not peers
-# Tests of one process each run two at a time; those that start processes of their own need the machine for themselves.
-ALONE := tests/test_architecture.py tests/unit tests/loops
-TOGETHER := tests/distributed tests/equivalence tests/service tests/providers
+# Two at a time, but for tests whose ranks need all cores themselves.
+ALONE := tests/test_architecture.py tests/unit tests/loops tests/service tests/providers
+TOGETHER := tests/distributed tests/equivalence
 
 .PHONY: demo test check sweep test-peers test-llama-stack format docs clean
 .DEFAULT_GOAL := test

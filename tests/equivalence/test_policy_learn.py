@@ -36,7 +36,7 @@ WAYS: dict[str, tuple[dict[str, Any], bool]] = {
     "leave one out": ({"advantage": "rloo", "objective": "cispo", "clip_low": 1.0, "temperature": 0.7}, False),
 }
 LEARNED_ON = ("one", "ddp-2", "fsdp-2", "tensor-2", "context-2", "ddp-4", "fsdp-4", "hybrid-2x2", "shard-2-tensor-2")
-QUICK = ("ddp-2", "hybrid-2x2")
+QUICK = ("ddp-2",)
 
 
 def configure(way: str) -> RunConfig:

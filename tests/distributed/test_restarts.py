@@ -56,7 +56,7 @@ def following(config: Path, tmp_path: Path) -> Iterator[Any]:
 
 @pytest.mark.parametrize(
     ("number", "rank"),
-    [(signal.SIGKILL, 1), (signal.SIGSTOP, 0), pytest.param(signal.SIGSTOP, 1, marks=pytest.mark.slow)],
+    [(signal.SIGKILL, 1), *(pytest.param(signal.SIGSTOP, rank, marks=pytest.mark.slow) for rank in (0, 1))],
 )
 def test_a_lost_rank_costs_the_steps_since_the_checkpoint(
     following: Any, undisturbed: RunDir, number: signal.Signals, rank: int

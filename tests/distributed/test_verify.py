@@ -52,6 +52,7 @@ def test_verify_answers_in_json(config: Path, capsys: pytest.CaptureFixture[str]
     assert not any("clipped" in note for note in report["notes"])
 
 
+@pytest.mark.slow
 def test_a_script_needs_no_guard(config: Path, tmp_path: Path) -> None:
     """Ranks are new processes, and none of them runs the script again."""
     script = tmp_path / "script.py"

@@ -97,7 +97,9 @@ def test_norms_on_a_part_of_the_tokens_make_the_same_step(layout: str, tmp_path:
         assert_same_step(found, reference(cell[0].removesuffix("-sequence"), cell[1]))
 
 
-@pytest.mark.parametrize("layout", [pytest.param("ddp-4", marks=pytest.mark.slow), "fsdp-4"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param("ddp-4", marks=pytest.mark.slow), pytest.param("fsdp-4", marks=pytest.mark.slow)]
+)
 def test_ranks_without_a_row_add_nothing(layout: str, tmp_path: Path) -> None:
     num_ranks, parallel = LAYOUTS[layout]
     spawn(num_ranks, run_small_batch, parallel, tmp_path / "found.pt")

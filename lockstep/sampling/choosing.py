@@ -34,12 +34,12 @@ class Truncation:
 
 def choose(logits_nv: Tensor, truncation: Truncation, uniform_n: Tensor) -> tuple[Tensor, Tensor]:
     """([N] tokens, [N] log-probs at the temperature, before truncation). Logits in float32 or wider."""
-    scaled = logits_nv / truncation.temperature if truncation.temperature > 0 else logits_nv
+    scaled = logits_nv if truncation.temperature in (0, 1) else logits_nv / truncation.temperature
     normaliser_n = torch.logsumexp(scaled, dim=1)
     if truncation.temperature == 0:
         tokens_n = scaled.argmax(dim=1)
     else:
-        probabilities_nv = _truncate(torch.exp(scaled - normaliser_n[:, None]), truncation)
+        probabilities_nv = _truncate((scaled - normaliser_n[:, None]).exp_(), truncation)
         # Of nan any token: its log-prob says what is wrong.
         tokens_n = _invert(probabilities_nv, uniform_n).clamp(max=scaled.shape[1] - 1)
     return tokens_n, scaled.gather(1, tokens_n[:, None])[:, 0] - normaliser_n
@@ -68,7 +68,9 @@ def _invert(weights_nv: Tensor, uniform_n: Tensor) -> Tensor:
     First the block, then the token in it: running sums over a whole vocabulary are slow, and their rounding depends
     on how many rows there are.
     """
-    blocks_nbk = F.pad(weights_nv, (0, -weights_nv.shape[1] % _BLOCK)).unflatten(1, (-1, _BLOCK))
+    missing = -weights_nv.shape[1] % _BLOCK
+    whole_nv = F.pad(weights_nv, (0, missing)) if missing else weights_nv  # padding by nothing would copy, too
+    blocks_nbk = whole_nv.unflatten(1, (-1, _BLOCK))
     sums_nb = blocks_nbk.sum(dim=2).double()
     reached_nb = sums_nb.cumsum(dim=1)
     wanted_n = uniform_n * reached_nb[:, -1]

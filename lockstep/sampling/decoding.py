@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from lockstep.sampling.cache import (
 from lockstep.sampling.capture import StepGraphs
 from lockstep.sampling.choosing import Truncation, choose, uniforms
 from lockstep.sampling.fusing import FusedParts
+from lockstep.sampling.joining import MIN_ROWS, JoinedLinears, recorded_groups
 
 _PREFILL_TOKENS = 8192  # packed into one pass, at most; a longer prompt has a pass of its own
 # Fixed frequencies are a property of a position; these also depend on the longest text in the batch.
@@ -39,10 +41,13 @@ class Decoder:
     """Raises UnsupportedModelError for a model that keeps more than keys and values from one token to the next.
 
     `sharded`: several processes hold the model together; all of them take the same number of passes. `compiles`: steps
-    that are captured as graphs are also compiled, which takes a while at first, and rounds otherwise.
+    that are captured as graphs are also compiled, which takes a while at first, and rounds otherwise. `joins`: on a
+    CPU, a copy of the weights is laid out for steps, if there is memory for it.
     """
 
-    def __init__(self, model: Any, *, sharded: bool = False, graphs: bool = True, compiles: bool = False) -> None:
+    def __init__(
+        self, model: Any, *, sharded: bool = False, graphs: bool = True, compiles: bool = False, joins: bool = True
+    ) -> None:
         self._model, self._causal = model, causal_lm(model)
         _refuse_unsuitable(self._causal)
         cache.register()
@@ -53,8 +58,10 @@ class Decoder:
         self._graphs = StepGraphs(model) if graphs and self.device.type == "cuda" and not sharded else None
         self._cache: KeyValueCache | None = None
         self._shapes: dict[nn.Module, LayerShape] = {}
+        self._joined: JoinedLinears | None = None
+        self._num_slots = 0  # that may be filled, of those there are
         with self.in_use():
-            self._examine()
+            self._examine(joins=joins and self.device.type == "cpu" and not sharded)
         self.release()
         fuses = compiles and self._graphs is not None
         self._fused = FusedParts(decoder_layers(model), self._shapes.keys()) if fuses else None
@@ -117,11 +124,14 @@ class Decoder:
         self._kept.clear()
         self._tokens.zero_()
         self._positions.zero_()
+        self._num_slots = num_slots
         self.check_model()
 
     def grow(self, num_slots: int, length: int) -> None:
         """Room for more or for longer sequences, while those that are there stay as they are."""
+        self._num_slots = max(num_slots, self._num_slots)
         if self._has_room(num_slots, length):
+            self.check_model()
             return
         old, state = self._kept, (self._tokens, self._positions, self._streams)
         self.release()
@@ -129,11 +139,14 @@ class Decoder:
         self._kept.take_over(old)
         for new, kept in zip((self._tokens, self._positions, self._streams), state, strict=True):
             new[: len(kept)] = kept
+        self.check_model()
 
     def check_model(self) -> None:
         """What was made for a model that is no longer where, or what, it was is forgotten."""
         if self._graphs is not None:
             self._graphs.check()
+        if self._joined is not None:
+            self._joined.lay_out(self._num_slots)
 
     def release(self) -> None:
         """Give the cache's memory back, and what stands on it."""
@@ -212,13 +225,17 @@ class Decoder:
 
     def _step(self, num_rows: int, length: int, truncation: Truncation) -> tuple[Tensor, ...]:
         def step() -> tuple[Tensor, ...]:
-            with self._fused.in_place() if self._fused is not None else contextlib.nullcontext():
+            with self._quick_parts():
                 return self._compute_step(num_rows, length, truncation)
 
         self._announce(working=True)
         if self._graphs is None:
             return step()
         return self._graphs.run((num_rows, length, truncation), step, (self._tokens, self._positions))
+
+    def _quick_parts(self) -> AbstractContextManager[None]:
+        parts = self._joined if self._fused is None else self._fused
+        return contextlib.nullcontext() if parts is None else parts.in_place()
 
     def _compute_step(self, num_rows: int, length: int, truncation: Truncation) -> tuple[Tensor, ...]:
         positions = self._positions[:num_rows]
@@ -248,7 +265,7 @@ class Decoder:
         dist.all_reduce(count)
         return count.item() > 0
 
-    def _examine(self) -> None:
+    def _examine(self, *, joins: bool) -> None:
         """Find what the layers keep; then a few tokens one by one must give what the model itself gives for all."""
         text = [number % self._causal.config.get_text_config().vocab_size for number in range(1, 7)]
         whole, prompt = cache.ShapePass(len(text)), text[:4]
@@ -259,13 +276,27 @@ class Decoder:
             self._shapes = whole.shapes
             self.prepare(1, len(text))
             self.prefill([(0, prompt)])
-            for place in range(len(prompt), len(text)):
-                self.place([0], [text[place]], [place], torch.zeros(1, dtype=torch.int64))
-                self._announce(working=True)
-                _compare(self._logits(1, len(text))[0], own[place])
+            with recorded_groups(self._model) as groups:
+                self._take_in(text, len(prompt), own)
+            if joins:
+                self._join(groups)
+            with contextlib.nullcontext() if self._joined is None else self._joined.in_place():
+                for place in range(len(prompt) + 1, len(text)):
+                    self._take_in(text, place, own)
         except (TypeError, AttributeError, ValueError) as error:
             reason = str(error).strip().split("\n")[0]
             raise UnsupportedModelError(f"{type(self._causal).__name__} cannot be called for it: {reason}") from error
+
+    def _take_in(self, text: Sequence[int], place: int, own: Tensor) -> None:
+        self.place([0], [text[place]], [place], torch.zeros(1, dtype=torch.int64))
+        self._announce(working=True)
+        _compare(self._logits(1, len(text))[0], own[place])
+
+    def _join(self, groups: list[list[nn.Module]]) -> None:
+        joined = JoinedLinears(groups)
+        if joined.num_bytes <= self.spare_bytes():
+            joined.lay_out(MIN_ROWS)
+            self._joined = joined
 
 
 def _refuse_unsuitable(causal: Any) -> None:

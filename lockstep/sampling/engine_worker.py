@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lockstep.config import LoraConfig, ModelConfig, RunConfig
+from lockstep.model.allocation import keep_freed_memory
 from lockstep.model.load import DTYPES, build_model, load_tokenizer
 from lockstep.model.lora import speed_up_eager
 from lockstep.sampling.continuous import Call, ContinuousEngine
@@ -68,8 +69,10 @@ def build_engine_model(config: ModelConfig, lora: LoraConfig | None, precision: 
         parameter.requires_grad_(False)
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(DTYPES[precision])
-    if lora is not None and device == "cpu":
-        speed_up_eager(model)  # as in training: the same numbers to the last bit
+    if device == "cpu":
+        keep_freed_memory()
+        if lora is not None:
+            speed_up_eager(model)  # as in training: the same numbers to the last bit
     return model.to(device).eval()
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.sampling.forwards import replaced_forwards
+
 # Every width and number of rows is a version of its own. Beyond the limit parts run uncompiled: slower, never wrong.
 _MAX_VERSIONS = 64
 
@@ -29,20 +31,11 @@ class FusedParts:
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Around the trial run and the capture alone: other shapes, such as whole prompts, would be versions too."""
-        held = {module: module.__dict__.get("forward") for module in (*self._layers, *self._parts)}
-        for layer in self._layers:  # a layer may be compiled as a whole, for training
-            layer.__dict__.pop("forward", None)
-        for part in self._parts:
-            part.forward = functools.partial(self._compiled[type(part)], part)
-        try:
-            limits = torch._dynamo.config.patch(recompile_limit=_MAX_VERSIONS, suppress_errors=True)
-            with torch.compiler.set_stance("default"), limits:
-                yield
-        finally:
-            for module, forward in held.items():
-                module.__dict__.pop("forward", None)
-                if forward is not None:
-                    module.forward = forward
+        forwards: dict[nn.Module, Any] = dict.fromkeys(self._layers)  # a layer may be compiled as a whole, for training
+        forwards |= {part: functools.partial(self._compiled[type(part)], part) for part in self._parts}
+        limits = torch._dynamo.config.patch(recompile_limit=_MAX_VERSIONS, suppress_errors=True)
+        with replaced_forwards(forwards), torch.compiler.set_stance("default"), limits:
+            yield
 
 
 def _find_parts(module: nn.Module, attention: Collection[nn.Module]) -> Iterator[nn.Module]:

@@ -24,6 +24,7 @@ from lockstep.data.order import Batches
 from lockstep.data.packing import partition
 from lockstep.data.store.cache import cache_folder
 from lockstep.evaluation import metrics
+from lockstep.model.allocation import keep_freed_memory
 from lockstep.model.export import export_run
 from lockstep.model.load import (
     build_model,
@@ -72,6 +73,8 @@ def run(run_dir: Path) -> None:
 
     run.write_status(phase="joining the other ranks" if num_ranks > 1 else "loading the model")
     group = join_group(config.launch.device, config.parallel, config.launch.timeout_s)
+    if group.device.type == "cpu":
+        keep_freed_memory()
     backend, rows = build(config, group, run, rows, reference)
     progress = resume(run, backend, group, data.digest)
     checkpoints = Checkpoints(

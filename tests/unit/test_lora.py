@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import peft
 import pytest
 import torch
 from equivalence.plain import FAMILIES, make_batch, make_model, scale_of
@@ -10,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lockstep.backend.torch_backend import TorchBackend
 from lockstep.config import LoraConfig
-from lockstep.model.lora import add_lora
+from lockstep.model.lora import add_lora, is_sped_up, speed_up_eager
 from lockstep.model.policy import causal_lm, decoder_layers
 from lockstep.parallel.group import Group
 from lockstep.types import LossSpec, OptimStep
@@ -112,3 +113,33 @@ def test_adapters_train(family, dora):
     after = dict(model.named_parameters())
     assert all(not torch.equal(after[name], old) for name, old in before.items())
     assert all(torch.equal(after[name], old) for name, old in frozen.items())
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+@pytest.mark.parametrize("bias", [False, True])
+def test_sped_up_layers_give_pefts_own_numbers_and_gradients(bias: bool, dropout: float) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 9, bias=bias), nn.Tanh(), nn.Linear(9, 5, bias=bias)).double()
+    settings = peft.LoraConfig(
+        r=2, lora_alpha=3, lora_dropout=dropout, target_modules=["0", "2"], init_lora_weights=False
+    )
+    model = peft.get_peft_model(net, settings).double()
+    x = torch.randn(2, 7, 6, dtype=torch.float64, requires_grad=True)
+
+    def passes() -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        out = model(x)
+        (out**3).sum().backward()
+        assert x.grad is not None
+        found = [out.detach(), x.grad, *(p.grad for p in model.parameters() if p.requires_grad)]
+        x.grad = None
+        model.zero_grad(set_to_none=True)
+        return found
+
+    expected = passes()
+    speed_up_eager(model)
+    assert any(is_sped_up(layer) for layer in model.modules())
+    for mine, own in zip(passes(), expected, strict=True):
+        torch.testing.assert_close(mine, own, rtol=0, atol=1e-12)
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(x.detach()), model.eval()(x).detach())

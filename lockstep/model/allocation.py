@@ -7,7 +7,7 @@ import os
 
 # Of glibc's malloc.h, where they have been since its beginning.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_KEPT_BYTES, _LARGEST_BYTES = 2**31 - 1, 2**30
+_KEPT_BYTES, _LARGEST_BYTES = 2**31 - 1, 2**25
 
 
 def keep_freed_memory() -> None:

@@ -80,8 +80,7 @@ class TrainingRank:
         config = ModelConfig.model_validate(settings["model"])
         lora = LoraConfig.model_validate(settings["lora"]) if settings["lora"] is not None else None
         group = join_group(settings["device"], parallel, settings["timeout_s"])
-        if group.device.type == "cpu":
-            keep_freed_memory()
+        keep_freed_memory()
         precision = agree_on_precision(config.precision, group)
         torch.manual_seed(settings["seed"])  # new adapters begin alike in every layout
         model = build_model(config, lora, precision, with_weights=group.rank == 0)

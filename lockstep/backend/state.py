@@ -94,9 +94,10 @@ def load(
     return set(wanted)
 
 
-def gather(model: nn.Module, group: Group) -> dict[str, Tensor]:
+def gather(model: nn.Module, group: Group, dtypes: Mapping[str, torch.dtype] | None = None) -> dict[str, Tensor]:
     """Every tensor of the model's state dict, whole, on rank 0's CPU; other ranks get nothing. All ranks.
 
+    `dtypes`: of those that are to be converted, on the device that they come from.
     In the model's own order, also where rank 0 has only some of its layers. Tied parameters are gathered once and stay
     one tensor, by which the writer knows that they are tied.
     """
@@ -110,8 +111,12 @@ def gather(model: nn.Module, group: Group) -> dict[str, Tensor]:
             if home.place > 0:
                 full = _pass_to_first_place(full, home, group)
         if group.rank == 0:
-            whole[name] = whole[home.first_name] if full is None else full.detach().cpu()
+            whole[name] = whole[home.first_name] if full is None else _converted(full, name, dtypes).cpu()
     return whole
+
+
+def _converted(tensor: Tensor, name: str, dtypes: Mapping[str, torch.dtype] | None) -> Tensor:
+    return tensor.detach().to((dtypes or {}).get(name, tensor.dtype))
 
 
 class _Home(NamedTuple):

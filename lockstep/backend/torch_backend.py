@@ -216,13 +216,15 @@ class TorchBackend:
 
     def read_weights(self) -> dict[str, Tensor]:
         """The trained tensors as they are sampled with, whole, on rank 0's CPU. All ranks."""
-        trained = self.parameters()
-        is_whole = all(p.requires_grad for p in self.policy.model.parameters())
-        found = state.gather(self.policy.model, self.group) if is_whole else _gather(trained, self.group)
-        dtype, kept = DTYPES[self.precision], dict[int, str]()
-        # A copy, because training goes on; of tied tensors one.
+        dtypes = dict.fromkeys(self.parameters(), DTYPES[self.precision])
+        if all(p.requires_grad for p in self.policy.model.parameters()):
+            found = state.gather(self.policy.model, self.group, dtypes)
+        else:
+            found = _gather(self.parameters(), self.group)
+        kept = dict[int, str]()
+        # Copies, because training goes on: what comes from another device is one already. Of tied tensors one.
         return {
-            name: tensor.to(dtype if name in trained else tensor.dtype, copy=True)
+            name: tensor.to(dtypes.get(name, tensor.dtype), copy=self.device.type == "cpu")
             for name, tensor in found.items()
             if kept.setdefault(id(tensor), name) == name
         }

@@ -7,11 +7,11 @@ import os
 
 # Of glibc's malloc.h, where they have been since its beginning.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_KEPT_BYTES, _LARGEST_BYTES = 2**31 - 1, 2**25
+_KEPT_BYTES, _LARGEST_BYTES = 2**31 - 1, 2**27
 
 
 def keep_freed_memory() -> None:
-    """What a step on a CPU gives back, the next step wants again: getting it anew costs about a tenth of the time.
+    """What a step gives back, the next step wants again: on a CPU getting it anew costs about a tenth of the time.
 
     Does nothing without glibc, and where whoever started this process has settled it.
     """

@@ -48,6 +48,7 @@ def settings_of(
 
 
 def start(settings: Mapping[str, Any]) -> EngineHandler:
+    keep_freed_memory()
     config = ModelConfig(**settings["model"])
     lora = None if settings["lora"] is None else LoraConfig(**settings["lora"])
     model = build_engine_model(config, lora, settings["precision"], settings["device"])
@@ -69,10 +70,8 @@ def build_engine_model(config: ModelConfig, lora: LoraConfig | None, precision: 
         parameter.requires_grad_(False)
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(DTYPES[precision])
-    if device == "cpu":
-        keep_freed_memory()
-        if lora is not None:
-            speed_up_eager(model)  # as in training: the same numbers to the last bit
+    if lora is not None and device == "cpu":
+        speed_up_eager(model)  # as in training: the same numbers to the last bit
     return model.to(device).eval()
 
 

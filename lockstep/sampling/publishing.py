@@ -120,8 +120,7 @@ class WeightReceiver:
         self.version: int | None = None
         self._served: Manifest | None = None
         self._coming: Manifest | None = None
-        self._received = torch.empty(0, dtype=torch.uint8)
-        self._next_bucket = self._num_received = 0
+        self._buckets: list[Tensor] = []
 
     def begin(self, manifest: Manifest) -> None:
         """What came of another version that was never committed is thrown away."""
@@ -131,33 +130,31 @@ class WeightReceiver:
         if self._served is not None and manifest.version == self.version and manifest != self._served:
             raise WeightsRejected(f"version {manifest.version} is served already, with other weights")
         self._coming = manifest
-        self._received = torch.empty(manifest.num_bytes, dtype=torch.uint8)
 
     def take(self, version: int, number: int, content: Tensor) -> None:
-        """The next bucket. What does not follow ends the transaction: it must begin anew."""
+        """The next bucket, which is given away. What does not follow ends the transaction: it must begin anew."""
         coming = self._expect(version)
-        due = self._next_bucket
+        due = len(self._buckets)
         if number != due:
             self._drop()
             raise WeightsRejected(f"bucket {number} of version {version} came where {due} was due")
-        start, end = self._num_received, self._num_received + content.numel()
-        if content.dtype != torch.uint8 or content.dim() != 1 or end > coming.num_bytes:
+        num_left = coming.num_bytes - sum(map(len, self._buckets))
+        if content.dtype != torch.uint8 or content.dim() != 1 or len(content) > num_left:
             self._drop()
             raise WeightsRejected(
                 f"bucket {number} of version {version} has {content.numel():,} values of {content.dtype}, and "
-                f"{coming.num_bytes - start:,} bytes are left to come"
+                f"{num_left:,} bytes are left to come"
             )
-        self._received[start:end] = content
-        self._next_bucket, self._num_received = number + 1, end
+        self._buckets.append(content)
 
     def commit(self, version: int) -> None:
         """Check everything, then apply it."""
-        coming, received = self._expect(version), self._received
-        num_received = self._num_received
+        coming, buckets = self._expect(version), self._buckets
+        num_received = sum(map(len, buckets))
         self._drop()
         if num_received != coming.num_bytes:
             raise WeightsRejected(f"version {version} has {coming.num_bytes:,} bytes, and {num_received:,} came")
-        tensors = _verified(coming, received)
+        tensors = _verified(coming, buckets)
         self._apply(tensors, version)
         self.version, self._served = version, coming
 
@@ -169,14 +166,11 @@ class WeightReceiver:
         return self._coming
 
     def _drop(self) -> None:
-        self._coming = None
-        self._received = torch.empty(0, dtype=torch.uint8)
-        self._next_bucket = self._num_received = 0
+        self._coming, self._buckets = None, []
 
 
-def _verified(manifest: Manifest, received: Tensor) -> dict[str, Tensor]:
-    sizes = [entry.num_bytes for entry in manifest.entries]
-    parts = list(received.split(sizes))
+def _verified(manifest: Manifest, buckets: list[Tensor]) -> dict[str, Tensor]:
+    parts = _parts(buckets, [entry.num_bytes for entry in manifest.entries])
     tensors = {}
     for entry, part, digest in zip(manifest.entries, parts, _digests(parts), strict=True):
         if digest != entry.sha256:
@@ -185,9 +179,25 @@ def _verified(manifest: Manifest, received: Tensor) -> dict[str, Tensor]:
                 f"{entry.sha256}: it was changed on the way"
             )
         # Its bytes may lie at any place, and a view needs them aligned.
-        aligned = part if part.storage_offset() % 8 == 0 else part.clone()
+        aligned = part if part.storage_offset() % _DTYPES[entry.dtype].itemsize == 0 else part.clone()
         tensors[entry.name] = _as_tensor(aligned, entry)
     return tensors
+
+
+def _parts(buckets: list[Tensor], sizes: list[int]) -> list[Tensor]:
+    """The bytes of the buckets in parts of these sizes. Only a part that lies in several buckets is copied."""
+    left, parts = [*buckets, torch.empty(0, dtype=torch.uint8)], []
+    left.reverse()
+    for size in sizes:
+        pieces: list[Tensor] = []
+        while size > len(left[-1]):
+            pieces.append(left.pop())
+            size -= len(pieces[-1])
+        pieces.append(left[-1][:size])
+        left[-1] = left[-1][size:]
+        pieces = [piece for piece in pieces if len(piece)] or pieces[:1]
+        parts.append(pieces[0] if len(pieces) == 1 else torch.cat(pieces))
+    return parts
 
 
 def _as_tensor(content: Tensor, entry: TensorEntry) -> Tensor:

@@ -73,8 +73,7 @@ def run(run_dir: Path) -> None:
 
     run.write_status(phase="joining the other ranks" if num_ranks > 1 else "loading the model")
     group = join_group(config.launch.device, config.parallel, config.launch.timeout_s)
-    if group.device.type == "cpu":
-        keep_freed_memory()
+    keep_freed_memory()
     backend, rows = build(config, group, run, rows, reference)
     progress = resume(run, backend, group, data.digest)
     checkpoints = Checkpoints(

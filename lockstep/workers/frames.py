@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 MAX_HEADER_BYTES = 64 << 20
 MAX_PARTS_BYTES = 16 << 30
 # Of everything that follows, and of the header alone.
@@ -113,7 +115,7 @@ def send_all(connection: socket.socket, packed: Sequence[bytes | memoryview]) ->
 
 
 def _take(fill: Callable[[memoryview], None], size: int) -> memoryview:
-    buffer = memoryview(bytearray(size))
+    buffer = np.empty(size, dtype=np.uint8).data  # unlike a bytearray not filled with zeros first
     if size:
         fill(buffer)
     return buffer

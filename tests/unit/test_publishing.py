@@ -92,16 +92,21 @@ def test_a_publication_is_a_copy() -> None:
     assert_has(model, 0, expected)
 
 
-def test_a_bucket_may_be_used_again_by_whoever_sent_it() -> None:
-    model, tensors = Model(), make_tensors()
-    publication = Publication.of(0, tensors, 100)
+def test_only_what_lies_in_several_buckets_is_copied() -> None:
+    model = Model()
+    tensors = {name: torch.randn(50) for name in ("one", "two", "three")}
+    publication = Publication.of(0, tensors, 300)  # the second is cut in two
     begin(model, publication)
-    for number, bucket in enumerate(publication.buckets):
-        content = bucket.clone()
+    contents = [bucket.clone() for bucket in publication.buckets]
+    for number, content in enumerate(contents):
         model.receiver.take(0, number, content)
-        content.zero_()
     model.receiver.commit(0)
     assert_has(model, 0, tensors)
+    _, found = model.applied[-1]
+    memory = {content.untyped_storage().data_ptr() for content in contents}
+    assert {name: found[name].untyped_storage().data_ptr() in memory for name in found} == {
+        "one": True, "two": False, "three": True,
+    }  # fmt: skip
 
 
 def test_kinds_that_cannot_travel_are_named() -> None:

@@ -51,6 +51,11 @@ class RunState:
     reason: str = ""
     exit_code: int = 0
 
+    @property
+    def would_fail_again(self) -> bool:
+        """What its user has to put right (2), and what training came to by itself (3): no fault of a machine."""
+        return self.state == "failed" and self.exit_code in (2, 3)
+
 
 class Launcher(Protocol):
     def start(self, run_dir: Path, resources: Resources, *, mark: str | None = None) -> RunHandle:

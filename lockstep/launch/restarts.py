@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from lockstep.launch.launcher import Launcher, Resources, RunHandle, RunState
 from lockstep.rundir import RunDir
 
-BAD_INPUT = 2  # the exit code of what the user has to put right: starting again would not help
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
 
@@ -77,7 +76,7 @@ class LastingRun:
             self._due_at = None
             self._handle = self._launcher.start(self._run.path, self._resources)
         outcome = self._launcher.poll(self._handle)
-        if outcome.state != "failed" or outcome.exit_code == BAD_INPUT or not self._max_restarts:
+        if outcome.state != "failed" or outcome.would_fail_again or not self._max_restarts:
             return outcome
         reached = reached_by(self._run)
         refusal = why_not_again(outcome, self._num_restarts, self._max_restarts, reached, self._reached)

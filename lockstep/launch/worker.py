@@ -75,8 +75,8 @@ def _report(run: RunDir, rank: int, error: BaseException, terminal: TextIO) -> N
 
 
 def _exit_code(error: BaseException) -> int:
-    """2 for what the user can put right: the library raises ValueError for that alone."""
-    return 2 if isinstance(error, ValueError) else 1
+    """2 for what the user can put right: the library raises ValueError for that alone. Some errors have their own."""
+    return getattr(error, "exit_code", 2 if isinstance(error, ValueError) else 1)
 
 
 def _redirect_output(path: Path) -> TextIO:

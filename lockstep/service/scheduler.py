@@ -28,7 +28,6 @@ _SHORTEST_PERIOD_S = 0.05  # a hundred submissions are looked at together
 _BUSY_PERIOD_S = 0.25
 _IDLE_PERIOD_S = 5.0
 _MAX_TASKS = 64  # a job that has to be ended may take its grace period: the others must not wait for it
-_BAD_INPUT = 2  # the exit code of what its user has to put right: starting again would not help
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +158,7 @@ class Scheduler:
 
     def _finish(self, job: Job, run: RunDir, outcome: RunState) -> bool:
         reason = outcome.reason
-        if outcome.state == "failed" and outcome.exit_code != _BAD_INPUT:
+        if outcome.state == "failed" and not outcome.would_fail_again:
             reason = "\n".join(filter(None, (reason, traceback_of(run))))
             if job.restarts < job.max_restarts and not job.wish:
                 log.info("job %s is started again: %s", job.id, outcome.reason)

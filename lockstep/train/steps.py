@@ -20,7 +20,9 @@ from lockstep.types import Datum, LossResult, OptimResult, OptimStep
 
 
 class Diverged(RuntimeError):
-    """The loss or the gradient is no longer a number."""
+    """Training has come to something that must not go on, such as a loss that is no number. Again it would be alike."""
+
+    exit_code = 3
 
 
 def num_steps(config: RunConfig, batches: Batches) -> int:

@@ -124,7 +124,13 @@ def test_not_more_often_than_allowed(tmp_path: Path, clock: list[float]) -> None
 
 
 @pytest.mark.parametrize(
-    "outcome", [RunState("failed", "data.train is empty", 2), RunState("cancelled"), RunState("completed")]
+    "outcome",
+    [
+        RunState("failed", "data.train is empty", 2),
+        RunState("failed", "the loss is nan at step 5", 3),
+        RunState("cancelled"),
+        RunState("completed"),
+    ],
 )
 def test_not_for_a_mistake_nor_after_the_end(tmp_path: Path, clock: list[float], outcome: RunState) -> None:
     run = make_run(tmp_path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -45,7 +46,7 @@ class JoinedLinears:
         if MIN_ROWS <= num_rows <= MAX_ROWS:
             with torch.inference_mode():
                 for group in self._groups:
-                    if all(map(_has_known_forward, group.layers)):
+                    if all(map(_is_joinable, group.layers)):
                         group.lay_out(-(-num_rows // _ROW_STEP) * _ROW_STEP)
                         self._forwards |= group.forwards
 
@@ -60,41 +61,36 @@ def recorded_groups(model: nn.Module) -> Iterator[list[list[nn.Module]]]:
     """Filled at the end by what the model does meanwhile, which must be one pass."""
     calls: list[tuple[nn.Module, Tensor]] = []  # with their inputs: an address must not be given out again
 
-    def record(module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        calls.append((module, arguments[0]))
+    others: set[nn.Module] = set()  # that are called in another way
 
-    handles = [layer.register_forward_pre_hook(record) for layer in _joinable_layers(model)]
+    def record(layer: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        if len(arguments) != 1 or options or any(layer is known for known, _ in calls):
+            others.add(layer)
+        else:
+            calls.append((layer, arguments[0]))
+
+    handles = [layer.register_forward_pre_hook(record, with_kwargs=True) for layer in _joinable_layers(model)]
     groups: list[list[nn.Module]] = []
     try:
         yield groups
     finally:
         for handle in handles:
             handle.remove()
-    called = [layer for layer, _ in calls]
-    last: Tensor | None = None
-    for layer, x in calls:
-        if called.count(layer) > 1:
-            last = None
-            continue
-        if x is not last:
-            groups.append([])
-        groups[-1].append(layer)
-        last = x
+    for _, same in itertools.groupby(calls, key=lambda call: id(call[1])):
+        groups.append([layer for layer, _ in same if layer not in others])
+    groups[:] = filter(None, groups)
 
 
 def _joinable_layers(model: nn.Module) -> list[nn.Module]:
-    """Those whose forward is known, and can be given by another."""
-    inside = {id(part) for layer in model.modules() if _has_adapter(layer) for part in layer.modules()}
-    return [
-        layer
-        for layer in model.modules()
-        if (_has_adapter(layer) and _has_plain_adapter(layer)) or (id(layer) not in inside and _is_plain(layer))
-    ]
+    inside = {part for layer in model.modules() if _has_adapter(layer) for part in layer.modules() if part is not layer}
+    return [layer for layer in model.modules() if layer not in inside and _is_joinable(layer)]
 
 
-def _has_known_forward(layer: nn.Module) -> bool:
-    """Not one that somebody has put in its place."""
-    return "forward" not in layer.__dict__ or is_sped_up(layer)
+def _is_joinable(layer: nn.Module) -> bool:
+    """Whether what it does is known, and nobody has put another forward in its place."""
+    if "forward" in layer.__dict__ and not is_sped_up(layer):
+        return False
+    return _has_plain_adapter(layer) if _has_adapter(layer) else _is_plain(layer)
 
 
 def _has_adapter(layer: Any) -> bool:

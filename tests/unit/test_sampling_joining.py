@@ -104,16 +104,26 @@ def add_second_adapter(model: Any) -> None:
     model.base_model.set_adapter(["default", "other"])
 
 
+def add_weight_decomposition(model: Any) -> None:
+    import peft
+
+    settings = peft.LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=False, use_dora=True)
+    model.add_adapter("other", settings)
+    model.double()
+    model.base_model.set_adapter("other")
+
+
 CHANGES: list[Callable[[Any], None]] = [
     change_in_place,
     change_through_data,
     change_adapters,
     change_scaling,
     add_second_adapter,
+    add_weight_decomposition,
     lambda model: model.base_model.disable_adapter_layers(),
     lambda model: model.base_model.merge_adapter(),
 ]
-NAMES = ["in-place", "data", "adapters", "scaling", "second", "disabled", "merged"]
+NAMES = ["in-place", "data", "adapters", "scaling", "second", "dora", "disabled", "merged"]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=NAMES)
@@ -179,7 +189,7 @@ class Awkward(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second, self.twice = (nn.Linear(6, 6, dtype=torch.float64) for _ in range(3))
+        self.first, self.second, self.twice, self.named = (nn.Linear(6, 6, dtype=torch.float64) for _ in range(4))
         self.way = ""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -190,7 +200,7 @@ class Awkward(nn.Module):
         if self.way == "again":
             x.mul_(3)
             second = second + self.second(x)
-        return self.twice(first) + self.twice(second)
+        return self.twice(first) + self.twice(second) + self.named(input=x)
 
 
 @pytest.mark.parametrize("way", ["", "other", "again"])
@@ -199,7 +209,7 @@ def test_a_neighbour_with_another_input_is_right(way: str) -> None:
     with torch.inference_mode():
         with recorded_groups(module) as groups:
             module(x)
-        assert groups == [[module.first, module.second]]  # what is called twice stays as it is
+        assert groups == [[module.first, module.second]]  # what is called twice, or by name, stays as it is
         joined = JoinedLinears(groups)
         joined.lay_out(5)
         module.way = way

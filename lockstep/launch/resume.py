@@ -13,8 +13,9 @@ from lockstep.config import ConfigError, RunConfig, load_config
 from lockstep.launch.local import is_running
 from lockstep.rundir import RunDir
 
-_MAY_CHANGE = ("parallel.", "launch.", "cluster", "batch.micro_batch_tokens")
-_MAY_NOT = ("parallel.compression",)  # the one setting there that changes the numbers
+_MAY_CHANGE = ("parallel.", "launch.", "cluster", "batch.micro_batch_tokens", "rollouts.")
+# The settings there that change the numbers, or how old samples may be.
+_MAY_NOT = ("parallel.compression", "rollouts.endpoint", "rollouts.kind", "rollouts.max_staleness")
 
 
 def reopen(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunDir, RunConfig]:
@@ -31,8 +32,9 @@ def reopen(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunDir, Run
     for key, (old, new) in changes.items():
         if key in _MAY_NOT or not key.startswith(_MAY_CHANGE):
             raise ConfigError(
-                f"--resume cannot change {key} from {old} to {new}: only parallel.*, launch.*, cluster and "
-                "batch.micro_batch_tokens can change within a run, because they do not change its numbers"
+                f"--resume cannot change {key} from {old} to {new}: only parallel.*, launch.*, cluster, "
+                "batch.micro_batch_tokens and the engines of rollouts can change within a run, because they do not "
+                "change its numbers"
             )
     after.parallel.degrees(after.launch.procs)
     if "launch.device" in changes:
@@ -55,7 +57,7 @@ def _keep_precision(run: RunDir, config: RunConfig) -> RunConfig:
 def _record(run: RunDir, config: RunConfig, changes: Mapping[str, tuple[Any, Any]]) -> None:
     file = run.add_config(config)
     run.log_event("reconfigured", file=file.name, changes={key: list(pair) for key, pair in changes.items()})
-    shares_otherwise = any(key == "launch.procs" or not key.startswith("launch.") for key in changes)
+    shares_otherwise = any(key == "launch.procs" or not key.startswith(("launch.", "rollouts.")) for key in changes)
     if shares_otherwise and config.lora is not None and config.lora.dropout:
         run.log_event(
             "warning",

@@ -13,7 +13,7 @@ import tiny
 from distributed.test_elastic import LAYOUTS, TOLERANCE, ledger_of, overrides_for, weights_of
 from ranks import exported, newest_step, run_to_the_end, start_ranks
 
-from lockstep.config import load_config
+from lockstep.config import ConfigError, load_config
 from lockstep.launch.resume import reopen
 from lockstep.rundir import RunDir
 
@@ -109,17 +109,21 @@ def assert_same_run(run: RunDir, reference: RunDir) -> None:
         assert difference <= TOLERANCE * max(1.0, float(tensor.abs().max())), f"{name}: {difference:.3g}"
 
 
-@pytest.mark.parametrize(("before", "after", "way"), CASES)
-def test_a_killed_run_goes_on(
-    tmp_path: Path, model: Path, uninterrupted: Callable[[str, str], RunDir], before: str, after: str, way: str
-) -> None:
-    run = make_run(tmp_path, model, before, way)
-    with start_ranks(run, LAYOUTS[before][0]) as ranks:
+def kill_in_the_middle(run: RunDir, num_ranks: int) -> None:
+    with start_ranks(run, num_ranks) as ranks:
         caught = ranks.wait_until(lambda: newest_step(run) >= 3 and bool(run.list_checkpoints()))
         assert caught, [failure["message"] for failure in run.failures()]
         ranks.signal(signal.SIGKILL)
         ranks.wait()
     assert newest_step(run) < NUM_STEPS
+
+
+@pytest.mark.parametrize(("before", "after", "way"), CASES)
+def test_a_killed_run_goes_on(
+    tmp_path: Path, model: Path, uninterrupted: Callable[[str, str], RunDir], before: str, after: str, way: str
+) -> None:
+    run = make_run(tmp_path, model, before, way)
+    kill_in_the_middle(run, LAYOUTS[before][0])
     if after != before:
         reopen(run.path, overrides_for(after))
     run_to_the_end(run, LAYOUTS[after][0])
@@ -127,3 +131,24 @@ def test_a_killed_run_goes_on(
     assert_same_run(run, uninterrupted(way, "one"))
     if after == before:
         assert tiny.digest_weights(exported(run)) == tiny.digest_weights(exported(uninterrupted(way, before)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(0, 2), (1, 0)])
+def test_a_killed_run_goes_on_with_other_engines(
+    tmp_path: Path, model: Path, uninterrupted: Callable[[str, str], RunDir], before: int, after: int
+) -> None:
+    run = make_run(tmp_path, model, "one", "plain")
+    reopen(run.path, [f"rollouts.engines={before}"])
+    kill_in_the_middle(run, 1)
+    reopen(run.path, [f"rollouts.engines={after}"])
+    run_to_the_end(run, 1)
+    assert_same_run(run, uninterrupted("plain", "one"))
+    assert tiny.digest_weights(exported(run)) == tiny.digest_weights(exported(uninterrupted("plain", "one")))
+
+
+@pytest.mark.parametrize("override", ["rollouts.max_staleness=4", "rollouts.kind=sglang", "algorithm.num_samples=2"])
+def test_how_samples_are_made_stays(tmp_path: Path, model: Path, override: str) -> None:
+    run = make_run(tmp_path, model, "one", "plain")
+    with pytest.raises(ConfigError, match=f"cannot change {override.partition('=')[0]} from"):
+        reopen(run.path, ["rollouts.engines=1", override])

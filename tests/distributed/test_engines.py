@@ -212,7 +212,7 @@ def test_an_engine_lost_while_weights_are_published_gets_them_when_it_is_back(
     meddle(monkeypatch, end)
     crew.publish(seed=2)
     assert not victim
-    assert crew.names_of("engine_lost") == ["engine-0"]
+    crew.wait_until(lambda: crew.names_of("engine_lost") == ["engine-0"])  # said by another thread than the publishing
     assert_alike(crew.sample(SHORT), expected(2, SHORT))
     crew.wait_until(lambda: crew.pool.num_serving == 2)
     assert_alike(crew.sample(SHORT), expected(2, SHORT))

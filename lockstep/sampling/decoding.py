@@ -118,10 +118,11 @@ class Decoder:
 
     def prepare(self, num_slots: int, length: int) -> None:
         """Room for as many sequences of at most `length` tokens. Passes need this first."""
-        if not self._has_room(num_slots, length):
+        if self._has_room(num_slots, length):
+            self._kept.clear()
+        else:
             self.release()
             self._allocate(num_slots, self._capacity(length))
-        self._kept.clear()
         self._tokens.zero_()
         self._positions.zero_()
         self._num_slots = num_slots

@@ -189,8 +189,10 @@ def _make_product(weight: Tensor, bias: Tensor | None, num_rows: int) -> Callabl
         if len(rows) > num_rows:
             return torch.cat([multiply(part) for part in rows.split(num_rows)])
         # Always as many rows as were planned for: the product is for no other number, and rounds alike for all.
-        full = rows if len(rows) == num_rows else F.pad(rows, (0, 0, 0, num_rows - len(rows)))
-        return torch.ops.mkl._mkl_linear(full.contiguous(), packed, shape, bias, num_rows)[: len(rows)]
+        missing = num_rows - len(rows)
+        full = F.pad(rows, (0, 0, 0, missing)) if missing else rows
+        product = torch.ops.mkl._mkl_linear(full.contiguous(), packed, shape, bias, num_rows)
+        return product[: len(rows)] if missing else product
 
     return multiply
 

@@ -8,9 +8,9 @@ BIN := .venv/bin
 # Named after TORCH, so that asking for another one is noticed.
 STAMP := .venv/installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 1)
 QUICK := not slow and not gpu and not peers
-# Two at a time, but for tests whose ranks need all cores themselves.
-ALONE := tests/test_architecture.py tests/unit tests/loops tests/service tests/providers
-TOGETHER := tests/distributed tests/equivalence
+# Two at a time, but for those in which processes are stopped, killed and waited for.
+SIDE_BY_SIDE := tests/test_architecture.py tests/unit tests/loops tests/service tests/providers tests/equivalence
+ONE_BY_ONE := tests/distributed
 
 .PHONY: demo test check sweep test-peers test-llama-stack format docs clean
 .DEFAULT_GOAL := test
@@ -19,8 +19,8 @@ demo: $(STAMP)
 	$(BIN)/lockstep demo
 
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "$(QUICK)" $(ALONE)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(QUICK)" $(TOGETHER)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "$(QUICK)" $(SIDE_BY_SIDE)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(QUICK)" $(ONE_BY_ONE)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

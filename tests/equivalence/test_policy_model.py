@@ -80,7 +80,7 @@ def test_a_cut_group_takes_no_second_forward_pass():
 
 # --- layouts --------------------------------------------------------------------------------------------------------
 
-QUICK = ("one", "ddp-2", "fsdp-2", "tensor-2", "context-2")
+QUICK = ("one", "ddp-2", "fsdp-2", "tensor-2")
 TOLERANCE = 1e-10
 
 

@@ -44,7 +44,7 @@ def _refuse_unmatched(model: nn.Module, targets: list[str]) -> None:
 
 
 def speed_up_eager(model: nn.Module) -> None:
-    """Fewer passes over memory in plain LoRA layers when nothing is compiled: same numbers, a fifth less time.
+    """Fewer passes over memory in plain LoRA layers when nothing is compiled: same numbers, less time.
 
     A compiler does better alone.
     """

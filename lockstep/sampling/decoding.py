@@ -42,7 +42,7 @@ class Decoder:
 
     `sharded`: several processes hold the model together; all of them take the same number of passes. `compiles`: steps
     that are captured as graphs are also compiled, which takes a while at first, and rounds otherwise. `joins`: on a
-    CPU, a copy of the weights is laid out for steps, if there is memory for it.
+    CPU, a copy of the weights is laid out for steps, if an eighth of the memory holds it.
     """
 
     def __init__(
@@ -294,10 +294,15 @@ class Decoder:
         _compare(self._logits(1, len(text))[0], own[place])
 
     def _join(self, groups: list[list[nn.Module]]) -> None:
+        """Not by what is free at the moment: the next start of a run would perhaps round otherwise."""
         joined = JoinedLinears(groups)
-        if joined.num_bytes <= self.spare_bytes():
+        if joined.num_bytes <= _physical_bytes() // 8:
             joined.lay_out(MIN_ROWS)
             self._joined = joined
+
+
+def _physical_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _refuse_unsuitable(causal: Any) -> None:

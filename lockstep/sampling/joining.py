@@ -60,7 +60,6 @@ class JoinedLinears:
 def recorded_groups(model: nn.Module) -> Iterator[list[list[nn.Module]]]:
     """Filled at the end by what the model does meanwhile, which must be one pass."""
     calls: list[tuple[nn.Module, Tensor]] = []  # with their inputs: an address must not be given out again
-
     others: set[nn.Module] = set()  # that are called in another way
 
     def record(layer: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:

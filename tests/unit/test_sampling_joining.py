@@ -167,7 +167,7 @@ def test_a_single_sequence_and_very_many_take_plain_products() -> None:
 
 def test_without_memory_for_a_copy_nothing_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("llama")
-    monkeypatch.setattr(Decoder, "spare_bytes", lambda decoder: 1000)
+    monkeypatch.setattr("lockstep.sampling.decoding._physical_bytes", lambda: 8000)
     assert Decoder(model)._joined is None
 
 

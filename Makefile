@@ -9,7 +9,7 @@ BIN := .venv/bin
 STAMP := .venv/installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 1)
 QUICK := not slow and not gpu and not peers
 # Two at a time, but for those in which processes are stopped, killed and waited for.
-SIDE_BY_SIDE := tests/test_architecture.py tests/unit tests/loops tests/service tests/providers tests/equivalence
+SIDE_BY_SIDE := tests/test_architecture.py tests/unit tests/loops tests/service tests/equivalence
 ONE_BY_ONE := tests/distributed
 
 .PHONY: demo test check sweep test-peers test-llama-stack format docs clean
@@ -40,7 +40,7 @@ test-llama-stack:
 	test -e .venv-stack/bin/llama || $(PYTHON) -m venv .venv-stack
 	.venv-stack/bin/python -m pip install --quiet $(TORCH)
 	.venv-stack/bin/python -m pip install --quiet -e '.[llama-stack]' pytest
-	OMP_NUM_THREADS=1 .venv-stack/bin/python -m pytest tests/providers $(filter-out %_schema.py,$(wildcard tests/service/test_llama_stack_*.py))
+	OMP_NUM_THREADS=1 .venv-stack/bin/python -m pytest tests/service/providers $(filter-out %_schema.py,$(wildcard tests/service/test_llama_stack_*.py))
 
 format: $(STAMP)
 	$(BIN)/ruff format .

@@ -150,7 +150,7 @@ def run_lockstep(mode: str, arguments: argparse.Namespace) -> dict[str, Any]:
     from lockstep.model.lora import add_lora
     from lockstep.rundir import RunDir
     from lockstep.train import dpo
-    from lockstep.train.progress import Checkpoints, Progress
+    from lockstep.train.checkpoints import Checkpoints, Progress
 
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "rows.json"

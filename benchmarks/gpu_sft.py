@@ -25,7 +25,7 @@ from lockstep.data.order import Batches
 from lockstep.model.lora import add_lora
 from lockstep.rundir import RunDir
 from lockstep.train import sft
-from lockstep.train.progress import Checkpoints, Progress
+from lockstep.train.checkpoints import Checkpoints, Progress
 from lockstep.types import Completion, Datum, LossSpec
 
 QWEN3_06B = transformers.Qwen3Config(

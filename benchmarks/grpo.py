@@ -156,7 +156,7 @@ def make_rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 def run_lockstep(mode: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """What a rank of `lockstep train` does."""
-    from lockstep.config import settle_config
+    from lockstep.config import resolve_config
     from lockstep.rundir import RunDir
     from lockstep.train.run import run as train
 
@@ -175,7 +175,7 @@ def run_lockstep(mode: str, arguments: argparse.Namespace) -> dict[str, Any]:
             "checkpoint": {"every_steps": 0, "export": "none"},
             "launch": {"device": arguments.device},
         }  # fmt: skip
-        config = settle_config(settings)
+        config = resolve_config(settings)
         run = RunDir.create(Path(folder) / "run", config)
         train(run.path)
         records = run.metrics()

@@ -87,8 +87,10 @@ def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
 
 def known_slopes(chunk_tokens: int) -> Callable[[Tensor, Tensor, Tensor], None]:
     def way(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
-        slopes = torch.full(targets.shape, -1 / len(targets), device="cuda")
-        total, _ = weighted_logprob_sum(hidden, weight, None, targets, slopes, HeadOptions(chunk_tokens=chunk_tokens))
+        grad_logprobs = torch.full(targets.shape, -1 / len(targets), device="cuda")
+        total, _ = weighted_logprob_sum(
+            hidden, weight, None, targets, grad_logprobs, HeadOptions(chunk_tokens=chunk_tokens)
+        )
         total.backward()
 
     return way

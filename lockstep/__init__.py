@@ -10,9 +10,9 @@ from lockstep import train
 from lockstep.types import Completion, Datum, LossResult, LossSpec, OptimResult, OptimStep
 
 if TYPE_CHECKING:
-    from lockstep.backend.service import TrainingService
+    from lockstep.backend.remote.service import TrainingService
     from lockstep.backend.torch_backend import TorchBackend
-    from lockstep.workers.worker import Worker
+    from lockstep.processes.worker import Worker
 
 __version__ = "0.1.0"
 __all__ = [
@@ -30,8 +30,8 @@ __all__ = [
 # Where those are that bring torch with them.
 _LAZY = {
     "TorchBackend": "lockstep.backend.torch_backend",
-    "TrainingService": "lockstep.backend.service",
-    "Worker": "lockstep.workers.worker",
+    "TrainingService": "lockstep.backend.remote.service",
+    "Worker": "lockstep.processes.worker",
 }
 
 

@@ -15,11 +15,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lockstep.cli.display import format_count, print_facts
 from lockstep.config import RunConfig
-from lockstep.display import format_count, print_facts
 
 if TYPE_CHECKING:
-    from lockstep.data import Compiled
+    from lockstep.data import CompiledData
     from lockstep.types import Datum
 
 Lengths = npt.NDArray[np.int64]
@@ -82,7 +82,7 @@ class Sheet:
         return asdict(self)
 
 
-def gather(config: RunConfig, data: Compiled, tokenizer: Any, choice: Choice) -> Sheet:
+def gather(config: RunConfig, data: CompiledData, tokenizer: Any, choice: Choice) -> Sheet:
     lengths = np.asarray(data.train.lengths)
     return Sheet(
         name=config.name,
@@ -95,7 +95,7 @@ def gather(config: RunConfig, data: Compiled, tokenizer: Any, choice: Choice) ->
     )
 
 
-def _summary(config: RunConfig, data: Compiled, lengths: Lengths) -> dict[str, Any]:
+def _summary(config: RunConfig, data: CompiledData, lengths: Lengths) -> dict[str, Any]:
     from lockstep.data.order import Batches
     from lockstep.data.packing import partition
 
@@ -150,7 +150,7 @@ def _round_widths() -> Iterator[int]:
         size *= 10
 
 
-def _choose(data: Compiled, lengths: Lengths, choice: Choice) -> list[tuple[Datum, str]]:
+def _choose(data: CompiledData, lengths: Lengths, choice: Choice) -> list[tuple[Datum, str]]:
     by_length = np.argsort(lengths, kind="stable")
     drawn = np.random.default_rng(choice.seed).permutation(len(lengths))[: choice.random]
     wanted = [(_find_row(data, name), "chosen") for name in choice.rows]
@@ -160,7 +160,7 @@ def _choose(data: Compiled, lengths: Lengths, choice: Choice) -> list[tuple[Datu
     return wanted + [(data.train[int(i)], why) for i, why in numbers]
 
 
-def _find_row(data: Compiled, name: str) -> Datum:
+def _find_row(data: CompiledData, name: str) -> Datum:
     """By the end of its origin ("train.jsonl:17"), or by its number among the training rows, from 1."""
     if name.isdecimal():
         if not 1 <= int(name) <= len(data.train):

@@ -150,7 +150,7 @@ def as_json(sizes: Sequence[Size]) -> list[dict[str, Any]]:
 
 def write_report(sizes: Sequence[Size], title: str, out: Path) -> list[Path]:
     """scaling.png and scaling.html; returns their paths."""
-    from lockstep.scalingpage import draw, report_page
+    from lockstep.reports.scaling import draw, report_page
 
     picture, document = out / "scaling.png", out / "scaling.html"
     try:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.display import make_console, quieten_libraries, track_progress
+from lockstep.cli.display import make_console, quieten_libraries, track_progress
 
 
 def evaluate_and_show(

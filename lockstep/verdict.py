@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
+from lockstep.cli.display import make_console, quieten_libraries
 from lockstep.config import RunConfig
-from lockstep.display import make_console, quieten_libraries
 
 if TYPE_CHECKING:
     from lockstep.verification.checking import Report, Verdict

@@ -147,9 +147,9 @@ def watch_checkpointing(fault: Fault) -> None:
 
 def watch_publishing(fault: Fault) -> None:
     """One engine has the first bucket of a version, and not yet the others."""
-    from lockstep.sampling import supervision
-    from lockstep.sampling.publishing import Publication
-    from lockstep.workers.worker import Worker
+    from lockstep.processes.worker import Worker
+    from lockstep.rollouts.engines import supervision
+    from lockstep.rollouts.engines.publishing import Publication
 
     send, cut = supervision.send_publication, Publication.of
     spoiled: list[int] = []
@@ -188,14 +188,14 @@ def watch_publishing(fault: Fault) -> None:
 
 
 def start_such_engines() -> None:
-    from lockstep.train import feeding
+    from lockstep.rollouts import compose as feeding
 
     feeding.ENTRY = "fault_worker:start_engine"
 
 
 def await_replacement(fault: Fault) -> None:
     """The run does not end before the fault, nor before all engines are there again and have something to do."""
-    from lockstep.sampling.pool import EnginePool
+    from lockstep.rollouts.engines.pool import EnginePool
 
     honest_publish, honest_sample = EnginePool.publish, EnginePool.sample
 
@@ -223,7 +223,7 @@ def await_replacement(fault: Fault) -> None:
 
 def start_engine(settings: Mapping[str, Any]) -> Any:
     """The entry of an engine: its command line has its name."""
-    from lockstep.sampling import engine_worker
+    from lockstep.rollouts.engines import worker as engine_worker
 
     fault, name = Fault.of_this_process(), sys.argv[1]
     trace_engine(fault, f"{name}-{os.getpid()}")
@@ -236,8 +236,8 @@ def start_engine(settings: Mapping[str, Any]) -> Any:
 
 def trace_engine(fault: Fault, file: str) -> None:
     """Which weights it computes with, and which answers it gives: those of its tokens that it did not get."""
-    from lockstep.sampling.continuous import ContinuousEngine
-    from lockstep.sampling.engine_worker import EngineHandler
+    from lockstep.inference.engine import ContinuousEngine
+    from lockstep.rollouts.engines.worker import EngineHandler
 
     load, begin, answer = ContinuousEngine.load_weights, ContinuousEngine.begin, EngineHandler._answer
     keys: dict[Any, list[int]] = {}
@@ -266,8 +266,8 @@ def trace_engine(fault: Fault, file: str) -> None:
 
 def watch_generating(fault: Fault) -> None:
     """Some tokens are there, and the answers they are of have not ended."""
-    from lockstep.sampling.batching import ContinuousBatch
-    from lockstep.sampling.continuous import Call
+    from lockstep.inference.engine import Call
+    from lockstep.inference.scheduler import ContinuousBatch
 
     honest, tell = ContinuousBatch.advance, Call.news
     reported: list[Any] = []
@@ -293,7 +293,7 @@ def watch_generating(fault: Fault) -> None:
 
 
 def main() -> int:
-    from lockstep.launch import worker
+    from lockstep.train import worker
 
     fault, rank = Fault.of_this_process(), int(os.environ.get("RANK", "0"))
     note_process(fault, f"rank {rank}")

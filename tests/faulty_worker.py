@@ -114,9 +114,9 @@ def stages_swapped() -> None:
 
 def every_rank_the_same_rows() -> None:
     """All ranks take the first share of the batch."""
-    from lockstep.parallel.group import Group
+    from lockstep.parallel.group import ProcessGroup
 
-    Group.data_rank = property(lambda self: 0)  # type: ignore[assignment]
+    ProcessGroup.data_rank = property(lambda self: 0)  # type: ignore[assignment]
 
 
 def gradients_not_sent() -> None:
@@ -136,7 +136,7 @@ def head_not_reduced() -> None:
 
 def norms_decay() -> None:
     """Weight decay is applied to norms, too."""
-    from lockstep.backend import stepping
+    from lockstep.backend import loss_step as stepping
 
     honest = stepping.build_optimizer
 
@@ -225,7 +225,7 @@ def statistic_per_micro_batch() -> None:
 
 def cut_pairs_taken_for_whole() -> None:
     """Answers of a pair in two micro-batches are compared with whatever is beside them."""
-    from lockstep.backend import stepping
+    from lockstep.backend import loss_step as stepping
 
     stepping.is_direct = lambda *given: True
 
@@ -273,7 +273,7 @@ def answers_counted_per_rank() -> None:
 
 def log_probs_of_own_rows_only() -> None:
     """What the others computed of the batch is not put together with this rank's part."""
-    from lockstep.backend import stepping
+    from lockstep.backend import loss_step as stepping
 
     honest = stepping.gather
     stepping.gather = lambda work, values, group: honest(work, values, replace(group, num_ranks=1))

@@ -22,7 +22,7 @@ from lockstep.rundir import RunDir
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
-        "lockstep.launch.worker",
+        "lockstep.train.worker",
         "lockstep.train.run",
         "torch.distributed.checkpoint",
         "torch.distributed.fsdp",
@@ -100,7 +100,7 @@ def _be_rank(run_dir: str, rank: int, num_ranks: int, port: int) -> None:
     os.environ |= {"HF_HUB_OFFLINE": "1"}
     import torch
 
-    from lockstep.launch.worker import main
+    from lockstep.train.worker import main
 
     torch.set_num_threads(1)
     sys.exit(main([run_dir]))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lockstep.algorithms.kto import KTO
 from lockstep.algorithms.loss import Loss, LossFn, LossInputs, TensorMetrics
 from lockstep.algorithms.options import check_options
 from lockstep.algorithms.policy_gradient import POLICY_GRADIENT
-from lockstep.algorithms.preference import PREFERENCE
+from lockstep.algorithms.preference import KTO, PREFERENCE
 
 __all__ = ["LOSSES", "Loss", "LossFn", "LossInputs", "TensorMetrics", "check_options"]
 

@@ -78,7 +78,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class Share:
+class MicroBatchPlan:
     """This rank's micro-batches, and the totals of the global batch."""
 
     micro_batches: tuple[tuple[Document, ...], ...]
@@ -124,7 +124,7 @@ def share_of(
     budget_tokens: int,
     max_documents: int | None = None,
     cost: Cost = BY_TOKENS,
-) -> Share:
+) -> MicroBatchPlan:
     """Micro-batches of one rank. An empty one stays in place: ranks that shard must step together."""
     lengths = [d.num_tokens for d in documents]
     steps = partition(lengths, num_ranks=num_ranks, budget_tokens=budget_tokens, max_documents=max_documents, cost=cost)
@@ -133,7 +133,9 @@ def share_of(
     balance = measure_balance(steps, lengths, cost).cost
     homes = [{documents[i].datum for i in part} for step in steps for part in step]
     is_whole = sum(map(len, homes)) == len({d.datum for d in documents})
-    return Share(mine, sum(lengths), sum(d.num_asked for d in documents), max(loads, default=0), balance, is_whole)
+    return MicroBatchPlan(
+        mine, sum(lengths), sum(d.num_asked for d in documents), max(loads, default=0), balance, is_whole
+    )
 
 
 def to_micro_batch(

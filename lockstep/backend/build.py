@@ -23,7 +23,7 @@ from lockstep.model.policy import Policy, causal_lm, decoder_layers, tensor_plan
 from lockstep.model.stages import PassThrough, Stage, check_divisible, keep_layers, layer_costs
 from lockstep.parallel import pipeline, tensor
 from lockstep.parallel.context import SplitTokens
-from lockstep.parallel.group import Group
+from lockstep.parallel.group import ProcessGroup
 from lockstep.parallel.replicate import replicate
 from lockstep.parallel.shard import shard
 
@@ -40,7 +40,7 @@ class Built:
 
 def build_policy(
     model: nn.Module,
-    group: Group,
+    group: ProcessGroup,
     *,
     compute_dtype: torch.dtype | None,
     activation_checkpointing: str,
@@ -95,7 +95,7 @@ def _head_memory(model: nn.Module, device: torch.device, dtype: torch.dtype, gib
     return {"chunk_tokens": min(8192 if device.type == "cuda" else 512, max(fits, 128)), "kept_bytes": granted}
 
 
-def cut_stages(policy: Policy, group: Group, schedule: str) -> tuple[dict[int, Stage], int]:
+def cut_stages(policy: Policy, group: ProcessGroup, schedule: str) -> tuple[dict[int, Stage], int]:
     """This rank's stages, by number, and how many there are; none without pipeline parallelism."""
     num_ranks = group.degrees.pipeline
     if num_ranks == 1:
@@ -109,7 +109,7 @@ def cut_stages(policy: Policy, group: Group, schedule: str) -> tuple[dict[int, S
     return {i: Stage(policy, cuts[i], len(costs)) for i in mine}, num_stages
 
 
-def split_tensors(policy: Policy, group: Group) -> None:
+def split_tensors(policy: Policy, group: ProcessGroup) -> None:
     assert group.mesh is not None
     plan = tensor_plan(policy.model)
     _check_heads(policy, group.degrees.tensor)
@@ -118,7 +118,7 @@ def split_tensors(policy: Policy, group: Group) -> None:
     policy.split_vocabulary(tensor.SplitVocabulary(head.weight, group.mesh["tensor"]))
 
 
-def split_tokens(policy: Policy, group: Group) -> None:
+def split_tokens(policy: Policy, group: ProcessGroup) -> None:
     """From now on each of the context ranks computes a part of every micro-batch's tokens."""
     assert group.mesh is not None
     if not policy.packs:
@@ -178,7 +178,7 @@ def _all_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 @torch.no_grad()
-def _distribute_weights(module: nn.Module, weights: dict[str, Tensor] | None, group: Group) -> None:
+def _distribute_weights(module: nn.Module, weights: dict[str, Tensor] | None, group: ProcessGroup) -> None:
     """Give every rank its part of rank 0's parameters and buffers, one tensor at a time."""
     mine = dict(_all_tensors(module))
     layout = None if weights is None else [(name, w.shape, w.dtype) for name, w in weights.items()]

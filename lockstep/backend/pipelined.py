@@ -17,14 +17,14 @@ from torch.distributed.tensor import DTensor
 from lockstep.backend.batching import MicroBatch
 from lockstep.backend.build import Built
 from lockstep.model.policy import causal_lm
-from lockstep.parallel.group import Group
+from lockstep.parallel.group import ProcessGroup
 from lockstep.parallel.pipeline import Pipeline
 
 Finish = Callable[[int, Tensor], Tensor]
 
 
 class PipelinedPasses:
-    def __init__(self, built: Built, group: Group, schedule: str) -> None:
+    def __init__(self, built: Built, group: ProcessGroup, schedule: str) -> None:
         assert group.mesh is not None
         self._stages, self._group = built.stages, group
         self._axis = group.mesh.get_group("pipeline")

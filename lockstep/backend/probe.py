@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from lockstep.model.attention import Layout
+from lockstep.model.attention import PackedLayout
 from lockstep.model.load import DTYPES
 from lockstep.model.policy import PackedTokens, Policy, causal_lm
 from lockstep.model.stages import Stage, head_alone
@@ -85,7 +85,7 @@ def _check_head(policy: Policy, packed: PackedTokens, hidden: Tensor, rounding: 
     """Ours against the model's own, both from the last hidden states."""
     fast = policy.apply_head(hidden, packed, None).double()
     logits = head_alone(policy)(
-        inputs_embeds=hidden[None], use_cache=False, packed_layout=Layout(packed.lengths)
+        inputs_embeds=hidden[None], use_cache=False, packed_layout=PackedLayout(packed.lengths)
     ).logits
     every = torch.log_softmax(logits[0, packed.asked].double(), dim=-1)
     difference = float((fast - every.gather(1, packed.targets[:, None])[:, 0]).abs().max())

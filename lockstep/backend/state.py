@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.config.parallel import AXES
 from lockstep.model.export import PARAMETER_PREFIX
-from lockstep.parallel.group import Group
+from lockstep.parallel.group import ProcessGroup
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -35,7 +35,7 @@ def save(
     path: Path,
     parameters: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
-    group: Group,
+    group: ProcessGroup,
     numbers: Mapping[str, Tensor] | None = None,
 ) -> Future[None]:
     """Copy now, write in a thread. On rank 0 the future ends when every rank's part is on disk. All ranks.
@@ -64,7 +64,7 @@ def load(
     path: Path,
     parameters: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer | None,
-    group: Group,
+    group: ProcessGroup,
     numbers: Mapping[str, Tensor] | None = None,
 ) -> set[str]:
     """Read in place. Random generators come back if the layout is the one they were saved with. All ranks.
@@ -94,7 +94,7 @@ def load(
     return set(wanted)
 
 
-def gather(model: nn.Module, group: Group, dtypes: Mapping[str, torch.dtype] | None = None) -> dict[str, Tensor]:
+def gather(model: nn.Module, group: ProcessGroup, dtypes: Mapping[str, torch.dtype] | None = None) -> dict[str, Tensor]:
     """Every tensor of the model's state dict, whole, on rank 0's CPU; other ranks get nothing. All ranks.
 
     `dtypes`: of those that are to be converted, on the device that they come from.
@@ -128,7 +128,7 @@ class _Home(NamedTuple):
     dtype: torch.dtype
 
 
-def _find_homes(model: nn.Module, mine: Mapping[str, Tensor], group: Group) -> dict[str, _Home]:
+def _find_homes(model: nn.Module, mine: Mapping[str, Tensor], group: ProcessGroup) -> dict[str, _Home]:
     """Where each tensor of the whole model is, in the model's own order. The same on every rank. All ranks."""
     place, first_names = group.place("pipeline"), dict[int, str]()
     homes = {
@@ -152,7 +152,7 @@ def _find_homes(model: nn.Module, mine: Mapping[str, Tensor], group: Group) -> d
     return {name: homes[name] for name in order}
 
 
-def _pass_to_first_place(tensor: Tensor | None, home: _Home, group: Group) -> Tensor | None:
+def _pass_to_first_place(tensor: Tensor | None, home: _Home, group: ProcessGroup) -> Tensor | None:
     """From the rank that stands at `home` to rank 0, where both are alike on the other axes. All ranks."""
     assert group.mesh is not None
     axis = group.mesh.get_group("pipeline")
@@ -168,7 +168,7 @@ def _pass_to_first_place(tensor: Tensor | None, home: _Home, group: Group) -> Te
 
 
 def _collect(
-    parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None, group: Group
+    parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None, group: ProcessGroup
 ) -> dict[str, Any]:
     tensors: dict[str, Any] = {PARAMETER_PREFIX + name: p.detach() for name, p in parameters.items()}
     if optimizer is not None:
@@ -182,7 +182,7 @@ def _collect(
     return tensors
 
 
-def _random_names(group: Group) -> tuple[str, str]:
+def _random_names(group: ProcessGroup) -> tuple[str, str]:
     """(host's, device's). The layout is part of them: a rank of another one computes something else."""
     layout = "x".join(str(getattr(group.degrees, axis)) for axis in AXES)
     return f"rng.{layout}.{group.rank}", f"rng_cuda.{layout}.{group.rank}"
@@ -213,7 +213,7 @@ def _forget_unused(
             del wanted[key]
 
 
-def _set_random_state(tensors: Mapping[str, Any], group: Group) -> None:
+def _set_random_state(tensors: Mapping[str, Any], group: ProcessGroup) -> None:
     host, device = _random_names(group)
     if host in tensors:
         torch.set_rng_state(tensors[host])

@@ -21,25 +21,26 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.backend import state, stepping
-from lockstep.backend.batching import MicroBatch, Share, documents_of, share_of, to_micro_batch
+from lockstep.backend import loss_step as stepping
+from lockstep.backend import state
+from lockstep.backend.batching import MicroBatch, MicroBatchPlan, documents_of, share_of, to_micro_batch
 from lockstep.backend.build import build_policy, settle_dtypes, split_tokens
+from lockstep.backend.loss_step import RankBatch, TokenLogprobs, read_later
 from lockstep.backend.pipelined import PipelinedPasses
 from lockstep.backend.probe import check_policy, check_stages
 from lockstep.backend.reference import make_reference
-from lockstep.backend.stepping import Found, Work, read_later
 from lockstep.config import ParallelConfig
 from lockstep.data.packing import Cost
 from lockstep.model.export import save_weights
 from lockstep.model.load import DTYPES, choose_precision
 from lockstep.model.policy import causal_lm, decoder_layers
+from lockstep.parallel.expected_traffic import Theory
 from lockstep.parallel.gradients import clip, gradient_norm
-from lockstep.parallel.group import Group, choose_device, join, peak_memory_gib
+from lockstep.parallel.group import ProcessGroup, choose_device, join, peak_memory_gib
+from lockstep.parallel.loss_scale import LossScale
 from lockstep.parallel.replicate import NarrowCopies
-from lockstep.parallel.scaling import LossScale
 from lockstep.parallel.shard import reshard, unsharded
 from lockstep.parallel.traffic import Traffic
-from lockstep.plan.traffic import Theory
 from lockstep.types import Datum, Logprobs, LossResult, LossSpec, LossValues, OptimResult, OptimStep
 
 
@@ -62,7 +63,7 @@ class TorchBackend:
         device: str = "auto",
         seed: int = 0,
         timeout_s: float = 600.0,
-        group: Group | None = None,
+        group: ProcessGroup | None = None,
     ) -> None:
         """`reference`: none, adapter_off or copy: what `forward(reference=True)` and LossSpec.reference mean.
 
@@ -249,7 +250,7 @@ class TorchBackend:
         self.policy.stop_packing()  # the model is its owner's again, also for generating
         self.group.leave()
 
-    def _work(self, batch: Sequence[Datum], loss: LossSpec) -> Work:
+    def _work(self, batch: Sequence[Datum], loss: LossSpec) -> RankBatch:
         budget = self.micro_batch_tokens * self.group.degrees.context
         documents = documents_of(batch, max_shared_tokens=budget if self.policy.shares_prompts else 0)
         share = share_of(
@@ -263,9 +264,9 @@ class TorchBackend:
         if self._pipelined is not None:
             missing = self._pipelined.num_micro_batches(len(share.micro_batches)) - len(share.micro_batches)
             share = replace(share, micro_batches=(*share.micro_batches, *([()] * missing)))
-        return Work(batch, documents, share, self._micro_batches(share, batch, loss))
+        return RankBatch(batch, documents, share, self._micro_batches(share, batch, loss))
 
-    def _micro_batches(self, share: Share, batch: Sequence[Datum], loss: LossSpec) -> list[MicroBatch]:
+    def _micro_batches(self, share: MicroBatchPlan, batch: Sequence[Datum], loss: LossSpec) -> list[MicroBatch]:
         dtype = torch.float64 if self.precision == "fp64" else torch.float32
         # Whole tiles for matrix kernels and fewer shapes for compiled ones; a budget between multiples is overstepped.
         multiple_of = 128 if self.device.type == "cuda" and self.policy.packs else 1
@@ -278,7 +279,7 @@ class TorchBackend:
             to_micro_batch(part, batch, loss, self.device, dtype, multiple_of, context) for part in share.micro_batches
         ]
 
-    def _describe_traffic(self, work: Work) -> Callable[[Sequence[float]], dict[str, float]]:
+    def _describe_traffic(self, work: RankBatch) -> Callable[[Sequence[float]], dict[str, float]]:
         """From every rank's facts to the metrics of this step's traffic: counted, and the least it could be."""
         counts, num_shares, share = self._traffic.current, self.group.degrees.data, work.share
         tokens, asked = (sum(len(getattr(m.packed, kind)) for m in work.micro_batches) for kind in ("tokens", "asked"))
@@ -296,11 +297,11 @@ class TorchBackend:
         with self._reference.in_place():
             yield
 
-    def _reference_logprobs(self, work: Work) -> list[Tensor]:
+    def _reference_logprobs(self, work: RankBatch) -> list[Tensor]:
         with self._as_reference():
             return [found.logprobs for found in self._logprobs(work)]
 
-    def _logprobs(self, work: Work, *, facts: bool = False) -> list[Found]:
+    def _logprobs(self, work: RankBatch, *, facts: bool = False) -> list[TokenLogprobs]:
         """Of each micro-batch, without gradient; zeros on ranks that do not have the last stage."""
         with self._evaluation():
             if self._pipelined is not None:
@@ -314,12 +315,12 @@ class TorchBackend:
         return [self._backward(m, loss, last=i == last) for i, m in enumerate(micro_batches)]
 
     def _passes_by_slopes(
-        self, work: Work, loss: LossSpec, reference: list[Tensor] | None
+        self, work: RankBatch, loss: LossSpec, reference: list[Tensor] | None
     ) -> tuple[dict[str, Tensor], list[tuple[dict[str, Tensor], Tensor]]]:
         """(metrics of the whole batch, passes), where a loss needs log-probs that lie in several micro-batches."""
         found = self._logprobs(work, facts=stepping.needs_facts(loss))
-        slopes, metrics = stepping.find_slopes(work, loss, found, reference, self.group)
-        sloped = [stepping.with_slopes(m, slopes) for m in work.micro_batches]
+        grad_logprobs, metrics = stepping.find_slopes(work, loss, found, reference, self.group)
+        sloped = [stepping.with_slopes(m, grad_logprobs) for m in work.micro_batches]
         return metrics, self._passes(sloped, stepping.SLOPES)
 
     def _backward(self, micro_batch: MicroBatch, loss: LossSpec, *, last: bool) -> tuple[dict[str, Tensor], Tensor]:
@@ -350,10 +351,10 @@ class TorchBackend:
             self._pipelined.forward_backward(micro_batches, self._hidden_dtype, finish)
         return [found[i] for i in sorted(found)]
 
-    def _logprobs_of_stages(self, micro_batches: list[MicroBatch], facts: bool) -> list[Found]:
+    def _logprobs_of_stages(self, micro_batches: list[MicroBatch], facts: bool) -> list[TokenLogprobs]:
         assert self._pipelined is not None
         nothing = [torch.zeros(len(m.places), device=self.device) for m in micro_batches]
-        found = [Found(zeros, zeros if facts else None) for zeros in nothing]
+        found = [TokenLogprobs(zeros, zeros if facts else None) for zeros in nothing]
 
         def finish(number: int, hidden: Tensor) -> Tensor:
             found[number] = stepping.keep(self.policy.apply_head(hidden, micro_batches[number].packed, facts=facts))
@@ -386,7 +387,7 @@ class TorchBackend:
                 reshard(root)
             self.policy.train()
 
-    def _nonfinite_origins(self, work: Work, logprobs: Sequence[Tensor]) -> tuple[str, ...]:
+    def _nonfinite_origins(self, work: RankBatch, logprobs: Sequence[Tensor]) -> tuple[str, ...]:
         """Rows whose own log-probs are not finite, over all ranks. All ranks (they all saw the same loss)."""
         flags = self.group.sum(stepping.flag_rows(work, logprobs, self.device))
         return stepping.name_rows(flags.tolist(), work.batch)
@@ -398,19 +399,19 @@ def _with_references(micro_batches: list[MicroBatch], reference: list[Tensor] | 
     return [stepping.with_reference(m, part) for m, part in zip(micro_batches, reference, strict=True)]
 
 
-def _gather(parameters: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
+def _gather(parameters: Mapping[str, Tensor], group: ProcessGroup) -> dict[str, Tensor]:
     """Whole, on rank 0. All ranks."""
     whole = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in parameters.items()}
     return {name: p.detach().cpu() for name, p in whole.items()} if group.rank == 0 else {}
 
 
-def join_group(device: str, parallel: ParallelConfig, timeout_s: float) -> Group:
+def join_group(device: str, parallel: ParallelConfig, timeout_s: float) -> ProcessGroup:
     """Meet the other processes of this run, if torchrun started any."""
     degrees = parallel.degrees(int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
     return join(choose_device(device), degrees, timeout_s=timeout_s)
 
 
-def agree_on_precision(wanted: str, group: Group) -> str:
+def agree_on_precision(wanted: str, group: ProcessGroup) -> str:
     """Rank 0 looks at its device, all follow. All ranks."""
     return group.broadcast_object(choose_precision(wanted, group.device) if group.rank == 0 else None)
 

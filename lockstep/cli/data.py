@@ -12,7 +12,7 @@ from lockstep.cli.options import Config, Json, Overrides, app, load_settings
 
 if TYPE_CHECKING:
     from lockstep.config import RunConfig
-    from lockstep.data import Compiled
+    from lockstep.data import CompiledData
 
 
 @app.command()
@@ -30,9 +30,9 @@ def data(
     as_json: Json = False,
 ) -> None:
     """Show what would be learned: rows, tokens, masks, lengths, and whatever is wrong with them."""
-    from lockstep.datapage import sheet_page
+    from lockstep.cli.display import make_console, quieten_libraries
     from lockstep.datasheet import Choice, gather, print_sheet
-    from lockstep.display import make_console, quieten_libraries
+    from lockstep.reports.data import sheet_page
 
     settings = load_settings([a for a in (config, *(overrides or ())) if a is not None], None)
     if settings.algorithm.kind == "grpo":
@@ -54,10 +54,10 @@ def data(
         raise typer.Exit(1)
 
 
-def _compile(settings: RunConfig) -> tuple[Compiled, Any]:
+def _compile(settings: RunConfig) -> tuple[CompiledData, Any]:
     """The data and its tokenizer, with a progress bar."""
+    from lockstep.cli.display import data_progress
     from lockstep.data import compile_data
-    from lockstep.display import data_progress
     from lockstep.model.load import load_run_tokenizer
 
     tokenizer = load_run_tokenizer(settings)

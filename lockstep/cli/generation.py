@@ -11,7 +11,7 @@ import typer
 from lockstep.cli.options import MaxTokens, Source, Temperature, app
 
 if TYPE_CHECKING:
-    from lockstep.sampling.local import LocalEngine
+    from lockstep.inference.engine import LocalEngine
 
 
 @app.command()
@@ -22,21 +22,21 @@ def chat(
     temperature: Temperature = 0.7,
 ) -> None:
     """Talk with a model. Reads one turn per line from a pipe, too."""
-    from lockstep.sampling import SamplingParams
-    from lockstep.sampling.chat import converse
+    from lockstep.inference import SamplingParams
+    from lockstep.inference.chat import converse
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
     converse(_load_engine(source), params, system)
 
 
 def _load_engine(source: str, batch: int = 1) -> LocalEngine:
-    from lockstep.display import make_console, quieten_libraries
+    from lockstep.cli.display import make_console, quieten_libraries
 
     path = Path(source).expanduser()
     if not path.exists() and (("/" in source and path.parent.is_dir()) or source.count("/") > 1):
         raise ValueError(f"there is no run or model {source}")  # sooner than the Hub would say so
     with make_console(stderr=True).status(f"loading {source}"):
-        from lockstep.sampling.local import LocalEngine
+        from lockstep.inference.engine import LocalEngine
 
         quieten_libraries()
         return LocalEngine.load(path if path.exists() else source, batch_size=batch)
@@ -54,9 +54,9 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Text prompts as they are, without the chat template.")] = False,
 ) -> None:
     """Answer a file of prompts: JSONL rows with prompt, completion and finish_reason."""
-    from lockstep.display import track_progress
-    from lockstep.sampling import SamplingParams
-    from lockstep.sampling.prompts import answer_prompts, open_output, read_prompts
+    from lockstep.cli.display import track_progress
+    from lockstep.inference import SamplingParams
+    from lockstep.inference.prompts import answer_prompts, open_output, read_prompts
 
     rows = read_prompts(prompts)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)

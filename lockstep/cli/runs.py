@@ -26,7 +26,7 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write a run's model in the Hugging Face layout."""
-    from lockstep.display import make_console, print_facts, quieten_libraries
+    from lockstep.cli.display import make_console, print_facts, quieten_libraries
     from lockstep.model.export import export_run
 
     quieten_libraries()
@@ -43,7 +43,7 @@ def runs(
     as_json: Json = False,
 ) -> None:
     """List runs, newest first."""
-    from lockstep.display import make_console, runs_table
+    from lockstep.cli.display import make_console, runs_table
     from lockstep.rundir import find_runs
 
     if not folder.is_dir():
@@ -77,7 +77,7 @@ def plot(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where to write the PNG and the HTML page.")] = Path("plots"),
 ) -> None:
     """Draw the curves of one or several runs into a PNG and a self-contained HTML page."""
-    from lockstep.plot import plot_runs
+    from lockstep.reports.curves import plot_runs
 
     for path in plot_runs(run_dirs, out):
         typer.echo(path)

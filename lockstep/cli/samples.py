@@ -21,7 +21,7 @@ def samples(
     as_json: Json = False,
 ) -> None:
     """Show answers that a run with rewards sampled, and what they earned."""
-    from lockstep.display import make_console
+    from lockstep.cli.display import make_console
 
     if best and worst:
         raise ValueError("give either --best or --worst, not both")

@@ -30,10 +30,10 @@ def scale(
     sizes = parse_sizes(procs)
     settings = load_settings([a for a in (config, *(overrides or ())) if a is not None], sizes[0])
     folder = out or Path("scaling") / f"{settings.name.replace('/', '-')}-{time.strftime('%Y%m%d-%H%M%S')}"
-    from lockstep.display import make_console
+    from lockstep.cli.display import make_console
     from lockstep.launch.start import RunFailed
+    from lockstep.reports.scaling import tables, warnings_of
     from lockstep.scaling import measure, write_report
-    from lockstep.scalingpage import tables, warnings_of
 
     console = make_console(stderr=as_json)
     try:

@@ -115,7 +115,7 @@ def jobs(
     elif not found.jobs:
         typer.echo("no jobs")
     else:
-        from lockstep.display import make_console, runs_table
+        from lockstep.cli.display import make_console, runs_table
 
         make_console().print(runs_table([_row(job) for job in found.jobs]))
         if found.total > len(found.jobs):

@@ -57,7 +57,7 @@ def _refuse_with_resume(given: Sequence[str], run_dir: Path | None, dry_run: boo
 
 
 def _resume(path: Path, overrides: Sequence[str], as_json: bool) -> int:
-    from lockstep.display import make_console, print_summary
+    from lockstep.cli.display import make_console, print_summary
     from lockstep.launch.resume import reopen
     from lockstep.rundir import RunDir
 
@@ -73,7 +73,7 @@ def _resume(path: Path, overrides: Sequence[str], as_json: bool) -> int:
 
 def _follow(run: RunDir, settings: RunConfig, as_json: bool, resumed: bool) -> int:
     """Start the workers, show what they write, end with them: none is left when this returns."""
-    from lockstep.display import RunDisplay, make_console, print_header, print_summary
+    from lockstep.cli.display import RunDisplay, make_console, print_header, print_summary
     from lockstep.launch.signals import catch_signals
     from lockstep.launch.start import start
 
@@ -116,7 +116,7 @@ def _print_result(run: RunDir, as_json: bool) -> None:
 
 
 def _describe(settings: RunConfig, as_json: bool) -> None:
-    from lockstep.display import make_console, print_facts
+    from lockstep.cli.display import make_console, print_facts
     from lockstep.train.run import describe
 
     facts = describe(settings)
@@ -139,7 +139,7 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
 ) -> None:
     """Write a commented starter configuration."""
-    from lockstep.starter import ALGORITHMS, starter_yaml
+    from lockstep.config.template import ALGORITHMS, starter_yaml
 
     if algorithm not in ALGORITHMS:
         raise ValueError(f"unknown algorithm {algorithm!r}: choose one of {', '.join(ALGORITHMS)}")
@@ -160,6 +160,6 @@ def demo(
     procs: Annotated[int, typer.Option(help="Processes to train on.", min=1)] = 2,
 ) -> None:
     """Train a small chat model for a few minutes: its answers before and after."""
-    from lockstep.demo import main as run_demo
+    from lockstep.cli.demo import main as run_demo
 
     raise typer.Exit(run_demo(directory=directory, procs=procs) or 0)

@@ -7,8 +7,8 @@ from lockstep.config.loading import (
     known_keys,
     load_config,
     parse_config,
+    resolve_config,
     sections_of,
-    settle_config,
     validate_config,
 )
 from lockstep.config.parallel import Degrees, ParallelConfig
@@ -51,8 +51,8 @@ __all__ = [
     "known_keys",
     "load_config",
     "parse_config",
+    "resolve_config",
     "sections_of",
-    "settle_config",
     "settle_pool",
     "validate_config",
 ]

@@ -48,10 +48,10 @@ def parse_config(
         raise ConfigError(f"{source} is empty: it needs at least model and data.train")
     if not isinstance(tree, dict):
         raise ConfigError(f"{source}: expected sections (model:, data:, ...), found {type(tree).__name__}")
-    return settle_config(tree, source=source, places=places, directory=directory, overrides=overrides)
+    return resolve_config(tree, source=source, places=places, directory=directory, overrides=overrides)
 
 
-def settle_config(
+def resolve_config(
     tree: dict[str, Any],
     *,
     source: str = "<config>",

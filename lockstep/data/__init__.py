@@ -3,20 +3,20 @@
 Must not know torch, transformers or ranks; the tokenizer is passed in.
 """
 
-from lockstep.data.dataset import Compiled, Progress, compile_data, mix_rows, split_rows
+from lockstep.data.columns import Rows
+from lockstep.data.dataset import CompiledData, CompileProgress, compile_data, mix_rows, split_rows
 from lockstep.data.order import Batches, epoch_order, fill_batches
 from lockstep.data.report import DataReport, FileReport
 from lockstep.data.sources.files import DataError
-from lockstep.data.store.columns import Rows
-from lockstep.data.text.rendering import Tokenizer
+from lockstep.data.turns import Tokenizer
 
 __all__ = [
     "Batches",
-    "Compiled",
+    "CompileProgress",
+    "CompiledData",
     "DataError",
     "DataReport",
     "FileReport",
-    "Progress",
     "Rows",
     "Tokenizer",
     "compile_data",

@@ -14,16 +14,14 @@ from pathlib import Path
 import numpy as np
 
 from lockstep.config.data import PARTS, DataConfig
-from lockstep.data.compiling.chunk import Compiling
-from lockstep.data.compiling.part import SKIPPED_FILE, Done, Kind, PartFile, compile_part, list_files, mixed_kinds
+from lockstep.data.cache import Entry, Patience, cache_folder, digest_tokenizer, fingerprint, obtain
+from lockstep.data.columns import Columns, Rows
+from lockstep.data.compile import SKIPPED_FILE, Compiling, Done, Kind, PartFile, compile_part, list_files, mixed_kinds
+from lockstep.data.lock import Holder
 from lockstep.data.order import Indices, hashed_order
 from lockstep.data.report import DataReport, FileReport, count_duplicates, find_leaks, from_manifest
 from lockstep.data.sources.files import DataError
-from lockstep.data.store.cache import Entry, Patience, cache_folder, obtain
-from lockstep.data.store.columns import Columns, Rows
-from lockstep.data.store.fingerprint import digest_tokenizer, fingerprint
-from lockstep.data.store.lock import Holder
-from lockstep.data.text.rendering import Template, Tokenizer, load_template
+from lockstep.data.turns import Template, Tokenizer, load_template
 
 # They keep what is held out, and what a weight chooses, independent of every epoch's order.
 _SPLIT_STREAM = 0x53504C4954  # "SPLIT"
@@ -31,7 +29,7 @@ _MIX_STREAM = 0x4D4958  # "MIX"
 
 
 @dataclass(frozen=True)
-class Progress:
+class CompileProgress:
     """How far a part is. `done_bytes` is an estimate; `phase` says what happens, also whom it waits for."""
 
     part: str
@@ -42,7 +40,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompiledData:
     """Data ready to train on. `digest` names train and validation: a resumed run must find the same."""
 
     train: Rows
@@ -72,8 +70,8 @@ def compile_data(
     *,
     seed: int,
     timeout_s: float = 600.0,
-    on_progress: Callable[[Progress], None] | None = None,
-) -> Compiled:
+    on_progress: Callable[[CompileProgress], None] | None = None,
+) -> CompiledData:
     """Read, tokenise and split, or open what an earlier run compiled. Every error names the file and line.
 
     `timeout_s` bounds the wait for another process that compiles the same and gets nowhere.
@@ -96,7 +94,9 @@ def compile_data(
 class _Teller:
     """Passes on how far one part is."""
 
-    def __init__(self, part: str, files: Sequence[PartFile], on_progress: Callable[[Progress], None] | None) -> None:
+    def __init__(
+        self, part: str, files: Sequence[PartFile], on_progress: Callable[[CompileProgress], None] | None
+    ) -> None:
         self._part = part
         self._on_progress = on_progress
         self._total_bytes = sum(file.state[0] for file in files)
@@ -106,7 +106,7 @@ class _Teller:
     def say(self, phase: str) -> None:
         if self._on_progress is not None:
             num_bytes = min(self._done.num_bytes, self._total_bytes)
-            self._on_progress(Progress(self._part, self._done.rows, num_bytes, self._total_bytes, phase))
+            self._on_progress(CompileProgress(self._part, self._done.rows, num_bytes, self._total_bytes, phase))
 
     def advance(self, done: Done) -> None:
         self._done = done
@@ -168,7 +168,7 @@ def _open_part(name: str, files: Sequence[PartFile], entry: Entry) -> _Part:
     )
 
 
-def _arrange(config: DataConfig, parts: dict[str, _Part], seed: int) -> Compiled:
+def _arrange(config: DataConfig, parts: dict[str, _Part], seed: int) -> CompiledData:
     train = parts["train"].rows
     nothing = train.select(np.empty(0, dtype=np.int64))
     validation, test = (parts[name].rows if name in parts else nothing for name in ("validation", "test"))
@@ -193,7 +193,7 @@ def _arrange(config: DataConfig, parts: dict[str, _Part], seed: int) -> Compiled
     )
     train = train if mixed is None else train.select(mixed)
     digest = hashlib.sha256(f"{train.digest} {validation.digest}".encode()).hexdigest()
-    return Compiled(train, validation, test, report, digest, parts["train"].kind)
+    return CompiledData(train, validation, test, report, digest, parts["train"].kind)
 
 
 def split_rows(num_rows: int, fractions: dict[str, float], *, seed: int) -> tuple[Indices, Indices, Indices]:

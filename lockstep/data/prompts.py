@@ -16,12 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.config.data import DataConfig, SourceConfig
+from lockstep.data.chat_template import Template, Tokenizer, load_template
 from lockstep.data.formats.conversation import Conversation
-from lockstep.data.formats.converter import convert
-from lockstep.data.formats.fields import describe_keys, read_tools
-from lockstep.data.formats.messages import TurnNames, read_turns, rename_keys
+from lockstep.data.formats.messages import TurnNames, describe_keys, read_tools, read_turns, rename_keys
+from lockstep.data.formats.reader import convert
 from lockstep.data.sources.files import DataError, Row, find_files, parse_raw, read_raw
-from lockstep.data.text.template import Template, Tokenizer, load_template
 
 _TURNS = ("messages", "conversations")
 _PROMPTS = ("prompt", "question", "instruction", "input")

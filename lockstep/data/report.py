@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.data.store.columns import Rows
+from lockstep.data.columns import Rows
 
 _NUM_SHOWN = 5
 _COUNTED = (

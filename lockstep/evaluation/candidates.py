@@ -16,7 +16,7 @@ from lockstep.rundir import RunDir
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class EvalModel:
     """`source` is a run directory, a model folder, a Hub id, or the address of an endpoint.
 
     `base_of` is the run that started from this model, and whose settings say how it is loaded.
@@ -52,7 +52,7 @@ class Candidate:
         return {"name": self.name, "source": self.source, "kind": kind}
 
 
-def find_candidates(sources: Sequence[str | Path], *, with_base: bool) -> list[Candidate]:
+def find_candidates(sources: Sequence[str | Path], *, with_base: bool) -> list[EvalModel]:
     """`with_base` puts the model that the first run started from in front."""
     found = [_candidate(str(source)) for source in sources]
     if with_base:
@@ -65,20 +65,20 @@ def find_candidates(sources: Sequence[str | Path], *, with_base: bool) -> list[C
     return distinguish(found)
 
 
-def _candidate(source: str) -> Candidate:
+def _candidate(source: str) -> EvalModel:
     path = Path(source).expanduser()
     if path.exists():
-        return Candidate(path.resolve().name, str(path))
+        return EvalModel(path.resolve().name, str(path))
     if source.startswith((".", "/", "~")) or source.count("/") > 1 or ("/" in source and path.parent.is_dir()):
         raise ValueError(f"there is no run or model {source}")  # sooner than the Hub would say so
-    return Candidate(source, source)
+    return EvalModel(source, source)
 
 
-def base_of(run: Candidate, config: RunConfig) -> Candidate:
-    return Candidate(f"{Path(config.model.path).name} (base)", config.model.path, base_of=run.source)
+def base_of(run: EvalModel, config: RunConfig) -> EvalModel:
+    return EvalModel(f"{Path(config.model.path).name} (base)", config.model.path, base_of=run.source)
 
 
-def distinguish(candidates: Sequence[Candidate]) -> list[Candidate]:
+def distinguish(candidates: Sequence[EvalModel]) -> list[EvalModel]:
     """Two of one name are called by their whole path."""
     names = [c.name for c in candidates]
     found = [replace(c, name=c.source) if names.count(c.name) > 1 else c for c in candidates]

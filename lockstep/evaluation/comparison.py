@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.evaluation.answers import AnswerFile
-from lockstep.evaluation.candidates import Candidate, distinguish, find_candidates
-from lockstep.evaluation.exam import Exam, Options, Source, Track, prepare_exam
+from lockstep.evaluation.candidates import EvalModel, distinguish, find_candidates
+from lockstep.evaluation.exam import EvalTask, Options, Source, Track, prepare_exam
 from lockstep.evaluation.metrics import check_metrics
-from lockstep.evaluation.report import write_report
 from lockstep.evaluation.rewards import add_rewards
-from lockstep.evaluation.trial import Outcome, examine
+from lockstep.evaluation.trial import EvalResult, examine
+from lockstep.inference.openai.endpoint import EndpointEngine
+from lockstep.reports.evaluation import write_report
 from lockstep.rundir import write_atomically
-from lockstep.sampling.endpoint import EndpointEngine
 
 
 def _untracked(items: Iterable[Any], label: str, total: int) -> Iterable[Any]:
@@ -57,7 +57,7 @@ def evaluate(
             batch_size=settings.batch_size,
             timeout_s=settings.endpoint_timeout_s,
         )
-        candidates = distinguish([*candidates, Candidate(engine.model, engine.url, is_endpoint=True)])
+        candidates = distinguish([*candidates, EvalModel(engine.model, engine.url, is_endpoint=True)])
     exam = prepare_exam(candidates, data, split, names, settings, track)
     folder = Path(out) if out is not None else None
     answers = AnswerFile(folder, exam.identity(candidates))
@@ -73,7 +73,7 @@ def evaluate(
     return results
 
 
-def _results(exam: Exam, candidates: Sequence[Candidate], outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def _results(exam: EvalTask, candidates: Sequence[EvalModel], outcomes: Sequence[EvalResult]) -> dict[str, Any]:
     rows = []
     for number, question in enumerate(exam.questions):
         found = {}
@@ -103,7 +103,7 @@ def _results(exam: Exam, candidates: Sequence[Candidate], outcomes: Sequence[Out
     }
 
 
-def _token_warning(outcomes: Sequence[Outcome]) -> list[str]:
+def _token_warning(outcomes: Sequence[EvalResult]) -> list[str]:
     counts = {o.facts["supervised_tokens"] for o in outcomes if "supervised_tokens" in o.facts}
     if len(counts) < 2:
         return []

@@ -14,7 +14,7 @@ from typing import Any
 
 from lockstep.config import DataConfig, RunConfig
 from lockstep.data.formats.conversation import Conversation, Pair, Passage
-from lockstep.evaluation.candidates import Candidate
+from lockstep.evaluation.candidates import EvalModel
 from lockstep.evaluation.metrics import LIKELIHOOD, METRICS, check_references
 from lockstep.evaluation.questions import (
     Choice,
@@ -26,7 +26,7 @@ from lockstep.evaluation.questions import (
     read_pairs,
     refuse_unanswerable,
 )
-from lockstep.sampling.sampler import SamplingParams
+from lockstep.inference.sampler import SamplingParams
 
 Track = Callable[[Iterable[Any], str, int], Iterable[Any]]
 Source = str | Path | Mapping[str, Any]
@@ -62,7 +62,7 @@ class Options:
 
 
 @dataclass
-class Exam:
+class EvalTask:
     """What is asked, the same for every model. `kept` says which of the chosen rows have something to ask."""
 
     data: DataConfig
@@ -94,7 +94,7 @@ class Exam:
         reading = read_contents(self.chosen, train_on=train_on, has_template=has_template, system=self.options.system)
         return [content for content in reading.contents if content is not None]
 
-    def identity(self, candidates: Sequence[Candidate]) -> dict[str, Any]:
+    def identity(self, candidates: Sequence[EvalModel]) -> dict[str, Any]:
         """What answers depend on: answers kept under another identity are not these."""
         asked = hashlib.sha256(json.dumps([asdict(q) for q in self.questions], default=str).encode()).hexdigest()
         options = {key: getattr(self.options, key) for key in ("max_tokens", "temperature", "seed", "system", "raw")}
@@ -109,13 +109,13 @@ class Exam:
 
 
 def prepare_exam(
-    candidates: Sequence[Candidate],
+    candidates: Sequence[EvalModel],
     data: Source | None,
     split: str | None,
     metrics: tuple[str, ...],
     options: Options,
     track: Track,
-) -> Exam:
+) -> EvalTask:
     if not candidates:
         raise ValueError("nothing to evaluate: name a run, a model or an endpoint")
     if all(c.is_endpoint for c in candidates) and not set(metrics) & METRICS.keys():
@@ -127,7 +127,7 @@ def prepare_exam(
     if not kept:
         raise ValueError(f"{name}: no row is left to evaluate")
     questions = [ask(content) for content in reading.contents if content is not None]
-    exam = Exam(config, name, kept, questions, metrics, options, track)
+    exam = EvalTask(config, name, kept, questions, metrics, options, track)
     if reading.num_disliked:
         exam.warnings.append(f"{reading.num_disliked} rows hold answers that people disliked: they are left out")
     if exam.text_metrics:
@@ -139,7 +139,7 @@ def prepare_exam(
 
 
 def _find_data(
-    candidates: Sequence[Candidate], data: Source | None, split: str | None
+    candidates: Sequence[EvalModel], data: Source | None, split: str | None
 ) -> tuple[DataConfig, Sequence[Any], set[str] | None, str]:
     """(how rows are read, where they are, which of them, what to call them)."""
     run = next((c for c in candidates if c.is_run), None)

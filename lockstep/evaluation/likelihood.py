@@ -16,11 +16,11 @@ import torch
 from lockstep.backend.batching import documents_of, share_of, to_micro_batch
 from lockstep.backend.probe import check_policy
 from lockstep.config import DataConfig
+from lockstep.data.chat_template import Template
+from lockstep.data.encoder import Encoder
 from lockstep.data.formats.conversation import Content
 from lockstep.data.sources.files import DataError
-from lockstep.data.text.rendering import render
-from lockstep.data.text.template import Template
-from lockstep.data.tokens.encoder import Encoder
+from lockstep.data.turns import render
 from lockstep.model.load import DTYPES
 from lockstep.model.policy import Policy
 from lockstep.types import Completion, Datum, LossSpec

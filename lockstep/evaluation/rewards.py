@@ -11,14 +11,14 @@ from collections.abc import Sequence
 import torch
 
 from lockstep.config import DpoConfig, KtoConfig
-from lockstep.data.text.template import load_template
-from lockstep.evaluation.candidates import Candidate, base_of
-from lockstep.evaluation.exam import Exam
+from lockstep.data.chat_template import load_template
+from lockstep.evaluation.candidates import EvalModel, base_of
+from lockstep.evaluation.exam import EvalTask
 from lockstep.evaluation.pairs import PairLogprobs, pair_logprobs, reward_margins
-from lockstep.evaluation.trial import Outcome, load_candidate, longest_row, measure_rows, note_scores
+from lockstep.evaluation.trial import EvalResult, load_candidate, longest_row, measure_rows, note_scores
 
 
-def add_rewards(exam: Exam, candidates: Sequence[Candidate], outcomes: Sequence[Outcome]) -> None:
+def add_rewards(exam: EvalTask, candidates: Sequence[EvalModel], outcomes: Sequence[EvalResult]) -> None:
     """reward_margin and reward_accuracy of every run by dpo or kto; its reference, if it is there, has margin 0."""
     measured: dict[str, list[PairLogprobs | None]] = {}
     for candidate, outcome in zip(candidates, outcomes, strict=True):
@@ -44,15 +44,15 @@ def add_rewards(exam: Exam, candidates: Sequence[Candidate], outcomes: Sequence[
             outcome.metrics["reward_margin"] = 0.0  # by definition
 
 
-def _reference_of(candidate: Candidate) -> Candidate | None:
+def _reference_of(candidate: EvalModel) -> EvalModel | None:
     config = candidate.run_config()
     if config is None or not isinstance(config.algorithm, (DpoConfig, KtoConfig)):
         return None
     other = config.algorithm.reference_model
-    return base_of(candidate, config) if other is None else Candidate(other, other)
+    return base_of(candidate, config) if other is None else EvalModel(other, other)
 
 
-def _measure(exam: Exam, reference: Candidate) -> list[PairLogprobs | None]:
+def _measure(exam: EvalTask, reference: EvalModel) -> list[PairLogprobs | None]:
     model, tokenizer = load_candidate(reference, exam.options.device)
     template = load_template(
         tokenizer, "none" if exam.options.raw else exam.data.chat_template, exam.data.template_options

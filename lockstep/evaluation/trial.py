@@ -14,22 +14,22 @@ from typing import Any
 
 import torch
 
+from lockstep.data.chat_template import Template, load_template
 from lockstep.data.formats.conversation import Conversation
-from lockstep.data.text.template import Template, load_template
 from lockstep.evaluation.answers import AnswerFile, answer_locally, answer_remotely
-from lockstep.evaluation.candidates import Candidate
-from lockstep.evaluation.exam import Exam
+from lockstep.evaluation.candidates import EvalModel
+from lockstep.evaluation.exam import EvalTask
 from lockstep.evaluation.likelihood import EncodedRows, RowLoss, encode_rows, measure_losses
 from lockstep.evaluation.metrics import METRICS, mean_scores, standard_errors
 from lockstep.evaluation.pairs import PairLogprobs, pair_logprobs
+from lockstep.inference.engine import LocalEngine
+from lockstep.inference.openai.endpoint import EndpointEngine
 from lockstep.model.load import load_causal_lm, load_for_inference, load_run_tokenizer
 from lockstep.rundir import RunDir
-from lockstep.sampling.endpoint import EndpointEngine
-from lockstep.sampling.local import LocalEngine
 
 
 @dataclass
-class Outcome:
+class EvalResult:
     """What one model came to; a list has an entry per row, None where there is nothing."""
 
     metrics: dict[str, float] = field(default_factory=dict)
@@ -42,8 +42,8 @@ class Outcome:
     warnings: list[str] = field(default_factory=list)
 
 
-def examine(exam: Exam, candidate: Candidate, endpoint: EndpointEngine | None, answers: AnswerFile) -> Outcome:
-    outcome, started = Outcome(), time.monotonic()
+def examine(exam: EvalTask, candidate: EvalModel, endpoint: EndpointEngine | None, answers: AnswerFile) -> EvalResult:
+    outcome, started = EvalResult(), time.monotonic()
     if candidate.is_endpoint:
         assert endpoint is not None
         questions, done = exam.questions, answers.of(candidate.name)
@@ -60,7 +60,7 @@ def examine(exam: Exam, candidate: Candidate, endpoint: EndpointEngine | None, a
     return outcome
 
 
-def _examine_locally(exam: Exam, candidate: Candidate, answers: AnswerFile, outcome: Outcome) -> None:
+def _examine_locally(exam: EvalTask, candidate: EvalModel, answers: AnswerFile, outcome: EvalResult) -> None:
     has_all = len(answers.of(candidate.name)) == len(exam.questions)
     if not exam.wants_loss and (has_all or not exam.text_metrics):
         return  # every answer is there already
@@ -78,7 +78,7 @@ def _examine_locally(exam: Exam, candidate: Candidate, answers: AnswerFile, outc
         _keep(exam, candidate, answers, answer_locally(engine, prompts, exam.options.params(), done))
 
 
-def load_candidate(candidate: Candidate, device: str) -> tuple[Any, Any]:
+def load_candidate(candidate: EvalModel, device: str) -> tuple[Any, Any]:
     if candidate.base_of is None:
         return load_for_inference(candidate.source, device=device)
     config = RunDir(candidate.base_of).config()
@@ -88,7 +88,7 @@ def load_candidate(candidate: Candidate, device: str) -> tuple[Any, Any]:
 
 
 def _measure(
-    exam: Exam, candidate: Candidate, outcome: Outcome, model: Any, tokenizer: Any, template: Template | None
+    exam: EvalTask, candidate: EvalModel, outcome: EvalResult, model: Any, tokenizer: Any, template: Template | None
 ) -> None:
     """Loss and perplexity, per answer token as in training; rows that do not fit are counted."""
     max_length = longest_row(exam, model)
@@ -119,7 +119,7 @@ def _measure(
 
 
 def measure_rows(
-    exam: Exam, candidate: Candidate, model: Any, tokenizer: Any, template: Template | None, max_length: int
+    exam: EvalTask, candidate: EvalModel, model: Any, tokenizer: Any, template: Template | None, max_length: int
 ) -> tuple[EncodedRows, list[tuple[RowLoss, ...] | None]]:
     """The loss of every answer of every row: of a pair the preferred one first. None where a row was dropped."""
     has_template = template is not None
@@ -132,7 +132,7 @@ def measure_rows(
     return rows, [None if datum is None else next(found) for datum in rows.data]
 
 
-def note_scores(outcome: Outcome, scores: Sequence[dict[str, float]]) -> None:
+def note_scores(outcome: EvalResult, scores: Sequence[dict[str, float]]) -> None:
     outcome.metrics |= mean_scores(scores)
     outcome.errors |= standard_errors(scores)
 
@@ -141,7 +141,7 @@ def _mean(row: Any) -> float:
     return float(row.total / row.weight)
 
 
-def longest_row(exam: Exam, model: Any) -> int:
+def longest_row(exam: EvalTask, model: Any) -> int:
     """In tokens."""
     return int(min(exam.options.max_length or exam.data.max_length, _num_positions(model) or math.inf))
 
@@ -150,7 +150,7 @@ def _num_positions(model: Any) -> int | None:
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
-def _encode_prompts(exam: Exam, engine: LocalEngine, template: Template | None) -> list[list[int]]:
+def _encode_prompts(exam: EvalTask, engine: LocalEngine, template: Template | None) -> list[list[int]]:
     """As training writes what comes before an answer, with the start of an answer behind it."""
     prompts = []
     for content, question in zip(exam.contents("last", template is not None), exam.questions, strict=True):
@@ -165,7 +165,7 @@ def _encode_prompts(exam: Exam, engine: LocalEngine, template: Template | None) 
     return prompts
 
 
-def _refuse_long(exam: Exam, prompts: Sequence[Sequence[int]], limit: int | None, candidate: Candidate) -> None:
+def _refuse_long(exam: EvalTask, prompts: Sequence[Sequence[int]], limit: int | None, candidate: EvalModel) -> None:
     """Before the first answer, not after a thousand of them."""
     for prompt, question in zip(prompts, exam.questions, strict=True):
         if limit is not None and len(prompt) >= limit:
@@ -175,13 +175,13 @@ def _refuse_long(exam: Exam, prompts: Sequence[Sequence[int]], limit: int | None
             )
 
 
-def _keep(exam: Exam, candidate: Candidate, answers: AnswerFile, found: Any) -> None:
+def _keep(exam: EvalTask, candidate: EvalModel, answers: AnswerFile, found: Any) -> None:
     num_left = len(exam.questions) - len(answers.of(candidate.name))
     for number, text, finish_reason in exam.track(found, f"answers of {candidate.name}", num_left):
         answers.add(candidate.name, number, exam.questions[number].origin, text, finish_reason)
 
 
-def _score(exam: Exam, candidate: Candidate, answers: AnswerFile, outcome: Outcome) -> None:
+def _score(exam: EvalTask, candidate: EvalModel, answers: AnswerFile, outcome: EvalResult) -> None:
     found = answers.of(candidate.name)
     rows = [dict(found[number]) for number in range(len(exam.questions))]
     texts, references = [row["text"] for row in rows], [q.reference or "" for q in exam.questions]

@@ -15,14 +15,13 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from lockstep.launch.launcher import Resources, RunHandle, RunState
-from lockstep.launch.stopped import StoppedTimes, say_stopped
 from lockstep.rundir import FINISHED_STATES, RunDir, write_atomically
 
-WORKER_MODULE = "lockstep.launch.worker"
+WORKER_MODULE = "lockstep.train.worker"
 HANDLE_FILE = "launch.json"
 LOCK_FILE = ".launch.lock"
 MARK_VARIABLE = "LOCKSTEP_LAUNCH_MARK"
@@ -360,3 +359,26 @@ def _describe_end(child: subprocess.Popen[bytes] | None) -> str:
     if child.returncode < 0:
         return f"the rank processes ended with signal {-child.returncode}"
     return f"the rank processes ended with exit code {child.returncode} and without a result"
+
+
+STOPPED_LIMIT_S = 5.0  # a shorter stop changes nothing
+_LONGEST_GAP_S = 1.0
+
+
+class StoppedTimes:
+    def __init__(self, limit_s: float = STOPPED_LIMIT_S) -> None:
+        self.limit_s = limit_s
+        self._looked_at: float | None = None
+        self._stopped_s: dict[str, float] = {}
+
+    def look(self, stopped: Collection[str], now: float) -> list[str]:
+        """`stopped` are the names of those that stand still now. Returns those that have for too long."""
+        gap_s = 0.0 if self._looked_at is None else min(now - self._looked_at, _LONGEST_GAP_S)
+        self._looked_at = now
+        before = self._stopped_s
+        self._stopped_s = {name: before[name] + gap_s if name in before else 0.0 for name in stopped}
+        return [name for name, stopped_s in self._stopped_s.items() if stopped_s >= self.limit_s]
+
+
+def say_stopped(who: str, pid: int) -> str:
+    return f"{who} (process {pid}) was stopped by a signal and did not go on within {STOPPED_LIMIT_S:g} s"

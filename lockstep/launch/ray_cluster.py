@@ -91,7 +91,7 @@ def name_node(node_id: str, address: str) -> str:
     return f"node {address} ({node_id[:8]})"
 
 
-class Room:
+class Reservation:
     """What is reserved for a pool. `group` is Ray's placement group, with a bundle for each process."""
 
     def __init__(self, pool: PoolConfig) -> None:
@@ -114,9 +114,9 @@ def reserve(
     timeout_s: float,
     interrupted: Callable[[], bool],
     is_possible: Callable[[int], bool] = lambda procs: False,
-) -> Room:
+) -> Reservation:
     """Room for the whole pool or, where it stays too little, for fewer processes if that number `is_possible`."""
-    room = Room(pool)
+    room = Reservation(pool)
     if room.wait(time.monotonic() + timeout_s, interrupted):
         return room
     room.release()
@@ -126,7 +126,7 @@ def reserve(
     most = num_fitting(bundle, pool.strategy, [node.free for node in found], procs - 1)
     for fewer in range(most, 0, -1):
         if is_possible(fewer) and not interrupted():
-            room = Room(pool.model_copy(update={"procs": fewer}))
+            room = Reservation(pool.model_copy(update={"procs": fewer}))
             if room.wait(time.monotonic() + _SMALLER_TIMEOUT_S, interrupted):
                 return room
             room.release()

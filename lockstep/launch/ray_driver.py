@@ -1,7 +1,7 @@
-"""The driver of a run on a Ray cluster: `python -m lockstep.launch.ray_driver RUN_DIR WORKER_MODULE`.
+"""Runs on a Ray cluster: one process here, the driver, that reserves room there, starts the ranks and watches them.
 
-Reserves room, starts an actor for each rank, watches them all, and ends them all when one is lost. It runs once: going
-on after that is a new start, with a new driver, from the last checkpoint. Must not know what the ranks compute.
+Seen from here the driver is the run: it is started, polled and ended like the one process of a local run.
+Must not import ray: the driver does.
 """
 
 from __future__ import annotations
@@ -18,12 +18,46 @@ from pathlib import Path
 
 from lockstep.config import ConfigError, RunConfig, settle_pool
 from lockstep.config.cluster import ROOM_VARIABLE
-from lockstep.launch.local import MARK_VARIABLE
-from lockstep.launch.ray_cluster import Interrupted, Room, joined, reserve
-from lockstep.launch.ray_rank import carried_environment
-from lockstep.launch.ray_ranks import RankLost, Ranks
+from lockstep.launch.launcher import Resources, RunHandle
+from lockstep.launch.local import MARK_VARIABLE, LocalLauncher, end_gently
+from lockstep.launch.ray_cluster import Interrupted, Reservation, joined, reserve
+from lockstep.launch.ray_ranks import RankLost, RayRanks, carried_environment
 from lockstep.launch.signals import catch_signals
 from lockstep.rundir import RunDir
+
+DRIVER_MODULE = "lockstep.launch.ray_driver"
+DRIVER = "the Ray driver"
+
+
+class RayLauncher(LocalLauncher):
+    kind = "ray"
+    patience_s = 30.0  # the driver itself ends the ranks when one has failed, and finds out why
+
+    def __init__(
+        self, worker_module: str | None = None, grace_s: float = 20.0, working_dir: Path | None = None
+    ) -> None:
+        super().__init__(worker_module, grace_s, working_dir)
+
+    def _command(self, run_dir: Path, procs: int) -> list[str]:
+        return [sys.executable, "-m", DRIVER_MODULE, str(run_dir), self.worker_module]
+
+    def _environment(self, mark: str, resources: Resources) -> dict[str, str]:
+        return {**os.environ, MARK_VARIABLE: mark, "PYTHONUNBUFFERED": "1"}
+
+    def _watched(self, handle: RunHandle) -> dict[str, tuple[int, int]]:
+        return {DRIVER: (0, handle.pid)}
+
+    def _first_process(self, num_ranks: int) -> str:
+        return DRIVER
+
+    def _end(self, handle: RunHandle, hurry: Callable[[], bool] = lambda: False) -> None:
+        """The driver first, alone: it ends what runs on all nodes, for which it needs the cluster."""
+        if self._is_alive(handle):
+            end_gently([handle.pid])
+            deadline = time.monotonic() + self.grace_s
+            while self._is_alive(handle) and time.monotonic() < deadline and not hurry():
+                time.sleep(0.05)
+        super()._end(handle, hurry)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -64,7 +98,7 @@ def _drive(run: RunDir, config: RunConfig, module: str, interrupted: Callable[[]
         if config.rollouts.engines:
             rollouts = held.enter_context(_room(config, "rollouts", interrupted))
         run.write_status(phase="starting the ranks")
-        ranks = Ranks(training, config.launch)
+        ranks = RayRanks(training, config.launch)
         held.callback(ranks.end)
         ranks.meet(interrupted)
         with _shared_file(run) as (path, content):
@@ -75,7 +109,7 @@ def _drive(run: RunDir, config: RunConfig, module: str, interrupted: Callable[[]
 
 
 @contextlib.contextmanager
-def _room(config: RunConfig, name: str, interrupted: Callable[[], bool]) -> Iterator[Room]:
+def _room(config: RunConfig, name: str, interrupted: Callable[[], bool]) -> Iterator[Reservation]:
     launch, rollouts = config.launch, config.rollouts
 
     def is_possible(procs: int) -> bool:
@@ -100,7 +134,7 @@ def _room(config: RunConfig, name: str, interrupted: Callable[[], bool]) -> Iter
         room.release()
 
 
-def _describe(room: Room, ranks: Ranks) -> str:
+def _describe(room: Reservation, ranks: RayRanks) -> str:
     """For rank 0, which starts the engines: where the cluster is, and what is reserved for them."""
     pool = room.pool
     return json.dumps(

@@ -48,7 +48,7 @@ def pause_before(restart: int) -> float:
     return min(_FIRST_PAUSE_S * 2 ** (restart - 1), _LONGEST_PAUSE_S)
 
 
-class LastingRun:
+class RestartingRun:
     """Poll it often. `say` gets a line for people whenever the run is started again."""
 
     def __init__(

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.config import RunConfig, load_config, settle_config
+from lockstep.config import RunConfig, load_config, resolve_config
 from lockstep.launch.launcher import Resources
 from lockstep.launch.local import LocalLauncher
-from lockstep.launch.ray_launcher import RayLauncher
-from lockstep.launch.restarts import LastingRun
+from lockstep.launch.ray_driver import RayLauncher
+from lockstep.launch.restarts import RestartingRun
 from lockstep.launch.resume import reopen
 from lockstep.rundir import RunDir
 
@@ -53,11 +53,11 @@ def train(
     return result_of(run)
 
 
-def start(run: RunDir, settings: RunConfig, say: Callable[[str], None] = lambda line: None) -> LastingRun:
+def start(run: RunDir, settings: RunConfig, say: Callable[[str], None] = lambda line: None) -> RestartingRun:
     """The processes of the run, where launch.kind puts them."""
     launch = settings.launch
     launcher = RayLauncher() if launch.kind == "ray" else LocalLauncher()
-    return LastingRun(launcher, run, Resources(launch.procs, launch.device), launch.max_restarts, say)
+    return RestartingRun(launcher, run, Resources(launch.procs, launch.device), launch.max_restarts, say)
 
 
 def new_run_dir(name: str) -> Path:
@@ -82,6 +82,6 @@ def _settle(config: RunConfig | Mapping[str, Any] | str | Path, overrides: Seque
         settings = load_config(config, overrides)
     else:
         tree = config.model_dump(mode="json") if isinstance(config, RunConfig) else dict(config)
-        settings = settle_config(tree, overrides=overrides)
+        settings = resolve_config(tree, overrides=overrides)
     settings.parallel.degrees(settings.launch.procs)
     return settings

@@ -29,7 +29,7 @@ _GROUPED_HEADS: dict[str, Any] = (
 
 
 @dataclass(frozen=True)
-class Layout:
+class PackedLayout:
     """Segments of a packed row. One that follows a prompt of another segment names its start and length."""
 
     lengths: tuple[int, ...]
@@ -71,7 +71,7 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    packed_layout: Layout | None = None,
+    packed_layout: PackedLayout | None = None,
     packed_boundaries: Tensor | None = None,
     packed_max_length: int | None = None,
     packed_equal_length: int | None = None,
@@ -137,7 +137,7 @@ def _segment_by_segment(
     scaling: float | None,
     dropout: float,
     sliding_window: int | None,
-    layout: Layout,
+    layout: PackedLayout,
 ) -> Tensor:
     grouped = _is_grouped(query, key)
     outputs = []
@@ -155,7 +155,7 @@ def _segment_by_segment(
     return torch.cat(outputs, dim=1)
 
 
-def _with_prompts(tensor: Tensor, layout: Layout) -> list[Tensor]:
+def _with_prompts(tensor: Tensor, layout: PackedLayout) -> list[Tensor]:
     """[1, heads, tokens, dim] -> for each segment what its tokens look at."""
     sizes, chosen = _pieces(layout)
     pieces = tensor.split(sizes, 2)
@@ -163,7 +163,7 @@ def _with_prompts(tensor: Tensor, layout: Layout) -> list[Tensor]:
 
 
 @functools.lru_cache(maxsize=8)  # every layer of a model asks again
-def _pieces(layout: Layout) -> tuple[list[int], list[tuple[int, ...]]]:
+def _pieces(layout: PackedLayout) -> tuple[list[int], list[tuple[int, ...]]]:
     """(sizes of the pieces to cut a row into, the pieces that each segment looks at).
 
     Cut between segments and at the end of every shared prompt, so that each prompt is one piece.

@@ -74,7 +74,7 @@ class TokenFacts(NamedTuple):
 
     logprobs: Tensor
     entropies: Tensor
-    collisions: Tensor
+    log_sum_sq_probs: Tensor
 
 
 def target_logprobs(
@@ -106,7 +106,7 @@ def _logprobs_with_facts(
 
 
 def weighted_logprob_sum(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, slopes: Tensor, options: HeadOptions
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, grad_logprobs: Tensor, options: HeadOptions
 ) -> tuple[Tensor, Tensor]:
     """(sum of slopes * log-probs, differentiable; the log-probs themselves, detached).
 
@@ -114,7 +114,7 @@ def weighted_logprob_sum(
     """
     if options.vocabulary is not None:
         hidden = options.vocabulary.enter(hidden)
-    return _WeightedLogprobSum.apply(hidden, weight, bias, targets, slopes, options)
+    return _WeightedLogprobSum.apply(hidden, weight, bias, targets, grad_logprobs, options)
 
 
 class _TargetLogprobs(torch.autograd.Function):
@@ -184,18 +184,18 @@ class _WeightedLogprobSum(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        slopes: Tensor,
+        grad_logprobs: Tensor,
         options: HeadOptions,
     ) -> tuple[Tensor, Tensor]:
         logprobs = hidden.new_empty(targets.shape, dtype=_accumulation_dtype(hidden.dtype))
         gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
         for rows in _chunks(len(targets), options.chunk_tokens):
             logits = torch.nn.functional.linear(hidden[rows], weight, bias)
-            logprobs[rows], d_logits = _logprobs_and_gradient(logits, targets[rows], slopes[rows], options)
+            logprobs[rows], d_logits = _logprobs_and_gradient(logits, targets[rows], grad_logprobs[rows], options)
             gradients.add(rows, d_logits)
         ctx.save_for_backward(gradients.hidden, gradients.weight, gradients.bias)
         ctx.mark_non_differentiable(logprobs)
-        return (slopes.to(logprobs.dtype) * logprobs).sum(), logprobs
+        return (grad_logprobs.to(logprobs.dtype) * logprobs).sum(), logprobs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -258,7 +258,7 @@ def _measure(logits: Tensor, targets: Tensor, options: HeadOptions, *, facts: bo
 def _logprobs_and_gradient(
     logits: Tensor,
     targets: Tensor,
-    slopes: Tensor,
+    grad_logprobs: Tensor,
     options: HeadOptions,
     spread: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -270,18 +270,18 @@ def _logprobs_and_gradient(
     if vocabulary is None and _has_kernel(logits):
         from lockstep.model.head_kernel import logprobs_and_gradient
 
-        return logprobs_and_gradient(logits, targets, slopes, transform.scale, transform.softcap, spread)
+        return logprobs_and_gradient(logits, targets, grad_logprobs, transform.scale, transform.softcap, spread)
     if vocabulary is not None:
         log_probabilities, chosen, slope = _split_log_probabilities(logits, targets, options)
         here, mine = _in_this_part(targets, logits.shape[1], vocabulary)
-        bump = slopes * mine.to(slopes.dtype)
+        bump = grad_logprobs * mine.to(grad_logprobs.dtype)
     else:
         wide = transform.apply(logits.to(_accumulation_dtype(logits.dtype)))
         slope = transform.slope(wide)
         log_probabilities = torch.log_softmax(wide, dim=1)
         chosen = log_probabilities.gather(1, targets[:, None])[:, 0]
-        here, bump = targets, slopes
-    factor: Tensor = -slopes[:, None]
+        here, bump = targets, grad_logprobs
+    factor: Tensor = -grad_logprobs[:, None]
     if spread is not None:
         entropy_slopes, entropies = spread
         factor = factor - entropy_slopes[:, None] * (log_probabilities + entropies[:, None])

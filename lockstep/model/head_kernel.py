@@ -23,7 +23,7 @@ def _transform(x, scale, softcap, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _logprob_kernel(
-    logits, targets, slopes, entropy_slopes, logprobs, entropies, collisions, vocabulary, scale, softcap,
+    logits, targets, grad_logprobs, entropy_slopes, logprobs, entropies, log_sum_sq_probs, vocabulary, scale, softcap,
     HAS_SOFTCAP: tl.constexpr, WRITES_GRADIENT: tl.constexpr, WRITES_FACTS: tl.constexpr,
     HAS_ENTROPY_SLOPES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -52,9 +52,9 @@ def _logprob_kernel(
     tl.store(logprobs + row, chosen - normaliser)
     if WRITES_FACTS:
         tl.store(entropies + row, normaliser - weighted / total)
-        tl.store(collisions + row, tl.log(squares) - 2.0 * tl.log(total))
+        tl.store(log_sum_sq_probs + row, tl.log(squares) - 2.0 * tl.log(total))
     if WRITES_GRADIENT:
-        slope = tl.load(slopes + row)
+        slope = tl.load(grad_logprobs + row)
         for start in range(0, vocabulary, BLOCK):
             places = start + tl.arange(0, BLOCK)
             x = tl.load(first + places, mask=places < vocabulary, other=0.0).to(tl.float32)
@@ -80,7 +80,7 @@ def measure(logits: Tensor, targets: Tensor, scale: float, softcap: float | None
 def logprobs_and_gradient(
     logits: Tensor,
     targets: Tensor,
-    slopes: Tensor,
+    grad_logprobs: Tensor,
     scale: float,
     softcap: float | None,
     spread: tuple[Tensor, Tensor] | None = None,
@@ -90,7 +90,7 @@ def logprobs_and_gradient(
     `spread`, (slopes of the entropies, the entropies), adds their gradient.
     """
     logprobs = _empty(logits)
-    _launch(logits, targets, (logprobs,), scale, softcap, slopes.float(), spread)
+    _launch(logits, targets, (logprobs,), scale, softcap, grad_logprobs.float(), spread)
     return logprobs, logits
 
 
@@ -104,28 +104,28 @@ def _launch(
     results: tuple[Tensor, ...],
     scale: float,
     softcap: float | None,
-    slopes: Tensor | None = None,
+    grad_logprobs: Tensor | None = None,
     spread: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     assert logits.is_contiguous()
     rows, vocabulary = logits.shape
-    logprobs, entropies, collisions = results if len(results) == 3 else (*results, *results, *results)
+    logprobs, entropies, log_sum_sq_probs = results if len(results) == 3 else (*results, *results, *results)
     entropy_slopes = logprobs  # stands in for what is not given: a kernel takes no None
     if spread is not None:
         entropy_slopes, entropies = (part.float().contiguous() for part in spread)
     _logprob_kernel[(rows,)](
         logits,
         targets,
-        logprobs if slopes is None else slopes,
+        logprobs if grad_logprobs is None else grad_logprobs,
         entropy_slopes,
         logprobs,
         entropies,
-        collisions,
+        log_sum_sq_probs,
         vocabulary,
         scale,
         softcap or 1.0,
         HAS_SOFTCAP=softcap is not None,
-        WRITES_GRADIENT=slopes is not None,
+        WRITES_GRADIENT=grad_logprobs is not None,
         WRITES_FACTS=len(results) == 3,
         HAS_ENTROPY_SLOPES=spread is not None,
         BLOCK=_BLOCK,

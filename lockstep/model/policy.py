@@ -102,14 +102,14 @@ class Policy(nn.Module):
             causal.set_attn_implementation(attention.PACKED)
 
     def forward(
-        self, packed: PackedTokens, slopes: Tensor | None = None, *, own: bool = False, facts: bool = False
+        self, packed: PackedTokens, grad_logprobs: Tensor | None = None, *, own: bool = False, facts: bool = False
     ) -> Any:
         """What `apply_head` gives. `own` takes the model's own full forward and its own logits: slow, for checking."""
         inputs = {"input_ids": packed.tokens[None]}
         if own:
             return self.own_logprobs(packed, inputs)
         hidden = self.run_layers(causal_lm(self.model).base_model, packed, inputs)
-        return self.apply_head(hidden[0], packed, slopes, facts=facts)
+        return self.apply_head(hidden[0], packed, grad_logprobs, facts=facts)
 
     def own_logprobs(self, packed: PackedTokens, inputs: dict[str, Tensor]) -> Tensor:
         """From the logits that the model itself gives."""
@@ -121,15 +121,15 @@ class Policy(nn.Module):
         return body(**inputs, **self._arguments(packed)).last_hidden_state
 
     def apply_head(
-        self, hidden: Tensor, packed: PackedTokens, slopes: Tensor | None = None, *, facts: bool = False
+        self, hidden: Tensor, packed: PackedTokens, grad_logprobs: Tensor | None = None, *, facts: bool = False
     ) -> Any:
-        """[N] log-probs; with `slopes` (sum of slopes * log-probs, log-probs without gradient); with `facts` their
-        TokenFacts."""
+        """[N] log-probs; with `grad_logprobs` (sum of
+        grad_logprobs * log-probs, log-probs without gradient); with `facts` their TokenFacts."""
         head = causal_lm(self.model).get_output_embeddings()
         weight, bias = _local(head.weight), _local(head.bias)
         asked = hidden.index_select(0, packed.asked)
-        if slopes is not None:
-            return weighted_logprob_sum(asked, weight, bias, packed.targets, slopes, self.head_options)
+        if grad_logprobs is not None:
+            return weighted_logprob_sum(asked, weight, bias, packed.targets, grad_logprobs, self.head_options)
         measure = token_facts if facts else target_logprobs
         return measure(asked, weight, bias, packed.targets, self.head_options)
 
@@ -141,7 +141,7 @@ class Policy(nn.Module):
             assert len(packed.lengths) == 1, "a model without packed attention takes one document at a time"
             return {}
         split = {} if self.split_tokens is None else {"packed_split": self.split_tokens}
-        layout = attention.Layout(packed.lengths, packed.shared)
+        layout = attention.PackedLayout(packed.lengths, packed.shared)
         if not self.variable_length:
             return {"packed_layout": layout, **split}
         device = packed.tokens.device
@@ -163,7 +163,7 @@ def _boundaries(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.from_numpy(bounds).to(device, non_blocking=True)
 
 
-def _keys_of(layout: attention.Layout) -> np.ndarray:
+def _keys_of(layout: attention.PackedLayout) -> np.ndarray:
     """The tokens that segments look at, segment after segment."""
     starts = np.cumsum([0, *layout.lengths])
     parts = []

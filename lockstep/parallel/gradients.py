@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lockstep.parallel.group import Group
+from lockstep.parallel.group import ProcessGroup
 
 
-def gradient_norm(parameters: Sequence[nn.Parameter], group: Group) -> Tensor:
+def gradient_norm(parameters: Sequence[nn.Parameter], group: ProcessGroup) -> Tensor:
     """2-norm over all gradients, the same on every rank. All ranks; a parameter of two stages is given by one."""
     kinds: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     for p in parameters:

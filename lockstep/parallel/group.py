@@ -21,7 +21,7 @@ from lockstep.config.parallel import AXES, ONE_RANK, Degrees
 
 
 @dataclass(frozen=True)
-class Group:
+class ProcessGroup:
     """One process's view of the run. `mesh` is None when there is one process."""
 
     rank: int
@@ -90,13 +90,13 @@ def choose_device(wanted: str = "auto") -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def join(device: torch.device, degrees: Degrees, *, timeout_s: float = 600.0) -> Group:
+def join(device: torch.device, degrees: Degrees, *, timeout_s: float = 600.0) -> ProcessGroup:
     """Meet the other processes (torchrun's environment), with a deadline on every later collective."""
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if num_ranks == 1:
-        return Group(rank, 1, device)
+        return ProcessGroup(rank, 1, device)
     timeout = timedelta(seconds=timeout_s)
     if not dist.is_initialized():
         started = time.monotonic()
@@ -113,7 +113,7 @@ def join(device: torch.device, degrees: Degrees, *, timeout_s: float = 600.0) ->
     for axis in AXES:
         # A mesh gives its groups torch's own deadline; there is no public way to pass ours (torch 2.13).
         dist.distributed_c10d._set_pg_timeout(timeout, mesh.get_group(axis))
-    return Group(rank, num_ranks, device, degrees, mesh, dist.new_group(backend="gloo", timeout=timeout))
+    return ProcessGroup(rank, num_ranks, device, degrees, mesh, dist.new_group(backend="gloo", timeout=timeout))
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.config.parallel import AXES
-from lockstep.parallel.group import Group, peak_memory_gib
+from lockstep.parallel.group import ProcessGroup, peak_memory_gib
 from lockstep.types import Metrics
 
 # A process group's methods, of older and newer torch: what they are, and the argument that holds the whole of what is
@@ -78,7 +78,7 @@ class Traffic:
     the computation and nobody blocks: seconds are left out there.
     """
 
-    def __init__(self, group: Group, unseen: Collection[str] = ()) -> None:
+    def __init__(self, group: ProcessGroup, unseen: Collection[str] = ()) -> None:
         """`unseen`: axes whose collectives are in compiled code, which does not pass here. They are left out."""
         self._group, self._unseen = group, unseen
         self.current = Counts()

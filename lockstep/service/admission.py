@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from lockstep.config import ConfigError, RunConfig, parse_config, settle_config
+from lockstep.config import ConfigError, RunConfig, parse_config, resolve_config
 from lockstep.config.data import PARTS
 from lockstep.service.errors import Forbidden, ServiceError, TooLarge
 from lockstep.service.layout import DataDir
@@ -77,7 +77,7 @@ class Admission:
         """As text where that is what was sent and nothing was filled in: errors then name its lines."""
         if text is not None:
             return parse_config(text, source=_SOURCE, directory=self._data_dir.empty)
-        return settle_config(tree, source=_SOURCE, directory=self._data_dir.empty)
+        return resolve_config(tree, source=_SOURCE, directory=self._data_dir.empty)
 
     def _check(self, key: str, value: str, may_use_job: Callable[[str], bool], own_files: set[str]) -> None:
         leaf = key.rsplit(".", 1)[-1]

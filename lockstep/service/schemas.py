@@ -35,7 +35,7 @@ class JobRequest(Wire):
     """How often a job that failed, not by its configuration or data, goes on from its last checkpoint."""
 
 
-class Progress(Wire):
+class JobProgress(Wire):
     phase: str | None = None
     step: int | None = None
     total_steps: int | None = None
@@ -79,7 +79,7 @@ class JobView(Wire):
     """Asked to end, and not yet ended."""
     queue_position: int | None = None
     """1 is next. None unless queued."""
-    progress: Progress = Progress()
+    progress: JobProgress = JobProgress()
     metrics: JobMetrics = JobMetrics()
 
 

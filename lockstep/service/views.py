@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.rundir import RunDir
-from lockstep.service.schemas import FINISHED, JobMetrics, JobView, Progress
+from lockstep.service.schemas import FINISHED, JobMetrics, JobProgress, JobView
 from lockstep.service.slots import Slots
 from lockstep.service.store import Job
 
@@ -44,7 +44,7 @@ def view_job(job: Job, run: RunDir, slots: Slots, queue_position: int | None) ->
     )
 
 
-def progress_of(status: dict[str, Any], metrics: JobMetrics, state: str) -> Progress:
+def progress_of(status: dict[str, Any], metrics: JobMetrics, state: str) -> JobProgress:
     record = metrics.train or {}
     total = _whole(status.get("total_steps"))
     step = max((s for s in (_whole(status.get("step")), _whole(record.get("step"))) if s is not None), default=None)
@@ -55,7 +55,7 @@ def progress_of(status: dict[str, Any], metrics: JobMetrics, state: str) -> Prog
         age = max(time.time() - float(record.get("time", time.time())), 0.0)
         eta_s = max((total - step) * float(seconds) - age, 0.0)
     phase = status.get("phase") if state not in FINISHED and state != "queued" else None
-    return Progress(
+    return JobProgress(
         phase=phase if isinstance(phase, str) else None, step=step, total_steps=total, fraction=fraction, eta_s=eta_s
     )
 

@@ -8,15 +8,13 @@ from collections.abc import Sequence
 from lockstep.config import DpoConfig, KtoConfig, RunConfig
 from lockstep.data.order import Batches
 from lockstep.rundir import RunDir
-from lockstep.train.evaluation import AnswerScores
-from lockstep.train.judging import estimate_kl, estimates_kl, judge
-from lockstep.train.metrics import MetricsLog
+from lockstep.train.checkpoints import Checkpoints, Progress
 from lockstep.train.options import label_options, pair_options
-from lockstep.train.preferences import count_chosen_tokens, count_padded_tokens, discount_length
-from lockstep.train.progress import Checkpoints, Progress
+from lockstep.train.preference_data import count_chosen_tokens, count_padded_tokens, discount_length
 from lockstep.train.schedule import learning_rate_at
 from lockstep.train.steps import (
-    StepBook,
+    MetricsLog,
+    StepLogger,
     finish,
     is_due,
     is_out_of_patience,
@@ -24,6 +22,7 @@ from lockstep.train.steps import (
     num_steps,
     optim_step,
 )
+from lockstep.train.validation import AnswerScores, estimate_kl, estimates_kl, judge
 from lockstep.types import Datum, LossSpec, TrainingBackend
 
 
@@ -53,7 +52,7 @@ def train(
     if validation and config.evaluation.at_start and progress.step == 0:
         evaluate(config, backend, validation, metrics, progress, answers, asks_backend)
 
-    book = StepBook(config, metrics, progress, num_rows=len(data), num_steps=total)
+    book = StepLogger(config, metrics, progress, num_rows=len(data), num_steps=total)
     # Patience is part of the condition: a run resumed from the checkpoint at which it stopped has nothing left to do.
     while progress.step < total and not is_out_of_patience(config, progress):
         checkpoints.poll()

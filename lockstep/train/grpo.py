@@ -12,13 +12,8 @@ from collections.abc import Sequence
 from lockstep.algorithms.advantages import find_advantages
 from lockstep.config import GrpoConfig, RunConfig
 from lockstep.data.prompts import Prompts
-from lockstep.rundir import RunDir
-from lockstep.sampling.buffer import Taken
-from lockstep.sampling.sampler import SamplingParams
-from lockstep.train.feed import Feed
-from lockstep.train.metrics import MetricsLog
-from lockstep.train.options import policy_options
-from lockstep.train.policy_batch import (
+from lockstep.inference.sampler import SamplingParams
+from lockstep.rollouts.batch import (
     Gap,
     as_data,
     cut_minibatches,
@@ -27,19 +22,23 @@ from lockstep.train.policy_batch import (
     measure_gap,
     with_values,
 )
-from lockstep.train.progress import Checkpoints, Progress
-from lockstep.train.rollouts import Group
-from lockstep.train.samples import write_samples
+from lockstep.rollouts.buffer import RolloutBatch
+from lockstep.rollouts.episode import Group
+from lockstep.rollouts.metrics import Updates, describe_groups, measure_staleness, validation_scores, write_samples
+from lockstep.rollouts.source import RolloutSource
+from lockstep.rundir import RunDir
+from lockstep.train.checkpoints import Checkpoints, Progress
+from lockstep.train.options import policy_options
 from lockstep.train.schedule import learning_rate_at
 from lockstep.train.steps import (
     Diverged,
+    MetricsLog,
     is_due,
     is_out_of_patience,
     note_validation_loss,
     optim_step,
     stop_if_not_finite,
 )
-from lockstep.train.tally import Updates, describe_groups, measure_staleness, validation_scores
 from lockstep.types import Datum, LossSpec, Metrics, TrainingBackend
 
 
@@ -51,7 +50,7 @@ def train(
     run: RunDir,
     checkpoints: Checkpoints,
     progress: Progress,
-    feed: Feed,
+    feed: RolloutSource,
     total: int,
 ) -> Progress:
     """From `progress` to the end, in `total` steps. What must survive a kill is in checkpoints, nowhere else."""
@@ -114,7 +113,7 @@ def train(
     return progress
 
 
-def check_taken(taken: Taken[Group], version: int, max_staleness: int) -> Metrics:
+def check_taken(taken: RolloutBatch[Group], version: int, max_staleness: int) -> Metrics:
     """What a step is to learn from, in numbers; refused where nothing could be scored."""
     _refuse_if_all_tainted([*taken.groups, *taken.left_out])
     staleness = measure_staleness(taken.groups, version)
@@ -210,7 +209,7 @@ def evaluate(
     run: RunDir,
     metrics: MetricsLog,
     progress: Progress,
-    feed: Feed,
+    feed: RolloutSource,
 ) -> None:
     """The reward of the likeliest answers to held-out prompts. The best is the highest. All ranks."""
     started, rows = time.perf_counter(), prompts[: config.evaluation.rows]

@@ -56,3 +56,7 @@ def policy_options(algorithm: GrpoConfig, *, on_policy: bool = False) -> dict[st
     options = {name: getattr(algorithm, name) for name in (*names, "correction", "correction_cap")}
     kl_coefficient = algorithm.kl_coefficient if algorithm.kl_in == "loss" else 0.0
     return {**options, "kl_coefficient": kl_coefficient, "on_policy": on_policy}
+
+
+def estimates_kl(algorithm: DpoConfig | KtoConfig) -> bool:
+    return algorithm.kind == "kto" and algorithm.loss == "kto"

@@ -1,20 +1,201 @@
-"""What the model in training is compared with: which way is the cheapest that is right, and log-probs made ahead.
+"""Log-probs of a reference, computed once and kept on disk by what they were made from; mapped into memory.
 
-Every rank runs this alike. Must not know models: their log-probs come from a backend, their files as a description.
+An entry is a folder that appears whole, by a rename, with manifest.json written last. It is verified when it is opened.
+Must not know models, nor who computes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, overload
+
+import numpy as np
+import numpy.typing as npt
 
 from lockstep.config import DpoConfig, GrpoConfig, KtoConfig, RunConfig, SftConfig
 from lockstep.config.algorithm import ReferenceKind
-from lockstep.train.judging import estimates_kl
-from lockstep.train.reference_store import FORMAT, DamagedEntry, ReferenceLogprobs, ReferenceStore, WithReference
-from lockstep.types import Datum, Logprobs
+from lockstep.train.options import estimates_kl
+from lockstep.types import Completion, Datum, Logprobs
+
+FORMAT = 1
+VALUE = "reference_logprobs"
+_ABANDONED_S = 3600.0  # a writer adds to its file every few seconds
+Identity = Mapping[str, Any]
+
+
+class DamagedEntry(Exception):
+    """An entry that must not be used; the message says why."""
+
+
+class ReferenceLogprobs:
+    """One value per completion token of each row, in the order of the rows."""
+
+    def __init__(self, values: npt.NDArray[Any], starts: npt.NDArray[np.int64]) -> None:
+        self._values, self._starts = values, starts
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def of(self, row: int) -> npt.NDArray[Any]:
+        return self._values[self._starts[row] : self._starts[row + 1]]
+
+
+class ReferenceStore:
+    """The entries under one folder. `identity` of an entry is everything that its values depend on, as plain JSON."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def open(self, identity: Identity, rows: Any) -> ReferenceLogprobs | None:
+        """None where there is no entry; raises DamagedEntry where there is one that cannot be trusted."""
+        path = self._path(identity)
+        if not path.exists():
+            return None
+        try:
+            manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+            if manifest["identity"] != _plain(identity):
+                raise DamagedEntry("it was made from something else")
+            sizes = token_counts(rows)
+            if (manifest["num_rows"], manifest["num_values"]) != (len(sizes), int(sizes.sum())):
+                raise DamagedEntry("its rows are not these")
+            values = path / "values.bin"
+            with values.open("rb") as stream:
+                if hashlib.file_digest(stream, "sha256").hexdigest() != manifest["digest"]:
+                    raise DamagedEntry("its bytes are not those that were written")
+            mapped = np.memmap(values, dtype=manifest["dtype"], mode="r").view(np.ndarray)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DamagedEntry(str(error) or type(error).__name__) from error
+        return ReferenceLogprobs(mapped, _starts(sizes))
+
+    def write(self, identity: Identity, rows: Any, found: Iterable[Sequence[Logprobs]]) -> None:
+        """`found` gives the log-probs of all rows, batch by batch. Takes the place of an entry that is damaged."""
+        try:
+            self._write(identity, rows, found)
+        except OSError as error:
+            raise ValueError(
+                f"log-probs of the reference cannot be written to {self._folder} ({error.strerror or error}): free "
+                "some space, set data.cache_dir to another folder, or algorithm.reference to copy"
+            ) from error
+
+    def _write(self, identity: Identity, rows: Any, found: Iterable[Sequence[Logprobs]]) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._sweep()
+        path = self._path(identity)
+        made = Path(tempfile.mkdtemp(prefix=f"{path.name}.making-", dir=self._folder))
+        try:
+            manifest = _write_values(made / "values.bin", identity["dtype"], found)
+            sizes = token_counts(rows)
+            assert (manifest["num_rows"], manifest["num_values"]) == (len(sizes), int(sizes.sum()))
+            with (made / "manifest.json").open("w", encoding="utf-8") as file:
+                json.dump({**manifest, "identity": _plain(identity), "dtype": identity["dtype"]}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            if path.exists():  # damaged, or written meanwhile by another run: aside first, so that none is seen half
+                os.rename(path, made.with_name(f"{made.name}-old"))
+            os.rename(made, path)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+            shutil.rmtree(made.with_name(f"{made.name}-old"), ignore_errors=True)
+
+    def _path(self, identity: Identity) -> Path:
+        return self._folder / hashlib.sha256(json.dumps(_plain(identity), sort_keys=True).encode()).hexdigest()
+
+    def _sweep(self) -> None:
+        """Remove what killed writers left behind."""
+        for made in self._folder.glob("*.making-*"):
+            changed = max((file.stat().st_mtime for file in made.glob("*")), default=made.stat().st_mtime)
+            if time.time() - changed > _ABANDONED_S:
+                shutil.rmtree(made, ignore_errors=True)
+
+
+def describe_files(path: Path) -> dict[str, str]:
+    """What decides the log-probs of a model folder or GGUF file: names and digests, not where it lies."""
+    decides = (".safetensors", ".gguf", ".py")
+    files = [path] if path.is_file() else [f for f in path.iterdir() if f.suffix in decides or f.name == "config.json"]
+    found = {}
+    for file in sorted(files):
+        with file.open("rb") as stream:
+            found[file.name] = hashlib.file_digest(stream, "sha256").hexdigest()
+    return found
+
+
+def token_counts(rows: Any) -> npt.NDArray[np.int64]:
+    """Completion tokens of each row; compiled rows know them without being read."""
+    if hasattr(rows, "column"):
+        return cast(npt.NDArray[np.int64], rows.column("pieces")[:, 1:].sum(axis=1, dtype=np.int64))
+    return np.array([sum(len(c.tokens) for c in datum.completions) for datum in rows], dtype=np.int64)
+
+
+def _starts(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes)])
+
+
+def _plain(identity: Identity) -> Any:
+    return json.loads(json.dumps(dict(identity), sort_keys=True))
+
+
+def _write_values(path: Path, dtype: str, found: Iterable[Sequence[Logprobs]]) -> dict[str, Any]:
+    digest, num_rows, num_values = hashlib.sha256(), 0, 0
+    with path.open("wb") as file:
+        for batch in found:
+            values = np.array([value for row in batch for completion in row for value in completion], dtype=dtype)
+            if not np.isfinite(values).all():
+                raise ValueError("the reference gives log-probs that are not finite: its weights hold nan or inf")
+            raw = values.tobytes()
+            file.write(raw)
+            digest.update(raw)
+            num_rows, num_values = num_rows + len(batch), num_values + len(values)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"num_rows": num_rows, "num_values": num_values, "digest": digest.hexdigest()}
+
+
+class WithReference(Sequence[Datum]):
+    """Rows whose completions bring the reference's log-probs with them."""
+
+    def __init__(self, rows: Any, logprobs: ReferenceLogprobs) -> None:
+        assert len(rows) == len(logprobs), "log-probs of other rows"
+        self._rows, self._logprobs = rows, logprobs
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, place: int) -> Datum: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Datum]: ...
+    def __getitem__(self, place: int | slice) -> Datum | list[Datum]:
+        if isinstance(place, slice):
+            return [self[i] for i in range(*place.indices(len(self)))]
+        if not -len(self) <= place < len(self):
+            raise IndexError(f"row {place} of {len(self)}")
+        place = int(place) % len(self)
+        datum: Datum = self._rows[place]
+        values, begin = self._logprobs.of(place), 0
+        completions: list[Completion] = []
+        for completion in datum.completions:
+            own = values[begin : begin + len(completion.tokens)]
+            begin += len(completion.tokens)
+            completions.append(replace(completion, values={**completion.values, VALUE: cast(Any, own)}))
+        assert begin == len(values), f"{datum.origin}: log-probs of another row"
+        return replace(datum, completions=completions)
+
+    def __iter__(self) -> Iterator[Datum]:
+        return (self[i] for i in range(len(self)))
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        own = getattr(self._rows, "lengths", None)
+        return np.array([datum.num_tokens for datum in self._rows] if own is None else own, dtype=np.int64)
+
 
 _ROWS_AT_ONCE = 256
 Forward = Callable[[Sequence[Datum]], list[Logprobs]]

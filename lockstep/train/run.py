@@ -19,10 +19,10 @@ import torch
 
 from lockstep.backend.torch_backend import TorchBackend, agree_on_precision, join_group
 from lockstep.config import ConfigError, RunConfig
-from lockstep.data.dataset import Compiled, compile_data
+from lockstep.data.cache import cache_folder
+from lockstep.data.dataset import CompiledData, compile_data
 from lockstep.data.order import Batches
 from lockstep.data.packing import partition
-from lockstep.data.store.cache import cache_folder
 from lockstep.evaluation import metrics
 from lockstep.model.allocation import keep_freed_memory
 from lockstep.model.export import export_run
@@ -34,22 +34,27 @@ from lockstep.model.load import (
     load_run_tokenizer,
     load_tokenizer,
 )
-from lockstep.parallel.group import Group, choose_device
+from lockstep.parallel.group import ProcessGroup, choose_device
+from lockstep.rollouts.compose import borrow_engine, feeding
+from lockstep.rollouts.parts import PromptData, describe_prompts, read_prompt_data
 from lockstep.rundir import RunDir
 from lockstep.train import dpo, grpo, sft
-from lockstep.train.evaluation import AnswerScores, last_answer
-from lockstep.train.feeding import borrow_engine, feeding
+from lockstep.train.checkpoints import Checkpoints, Progress
 from lockstep.train.options import check_algorithm
-from lockstep.train.preferences import count_padded_tokens
-from lockstep.train.progress import Checkpoints, Progress
-from lockstep.train.reference import Precomputing, ReferenceChoice, add_reference, has_all
-from lockstep.train.reference_store import describe_files
-from lockstep.train.rollout_parts import PromptData, describe_prompts, read_prompt_data
-from lockstep.train.rows import RowsToLearn, computed_lengths, plan_reference, row_warnings, rows_to_learn
+from lockstep.train.preference_data import (
+    RowsToLearn,
+    computed_lengths,
+    count_padded_tokens,
+    plan_reference,
+    row_warnings,
+    rows_to_learn,
+)
+from lockstep.train.reference import Precomputing, ReferenceChoice, add_reference, describe_files, has_all
 from lockstep.train.steps import Diverged, num_steps
+from lockstep.train.validation import AnswerScores, last_answer
 
 if TYPE_CHECKING:
-    from lockstep.backend.deepspeed_backend import DeepSpeedBackend
+    from lockstep.backend.deepspeed.backend import DeepSpeedBackend
 
 
 SAMPLES_KEPT = 4  # of the answers to validation rows, each time
@@ -107,7 +112,7 @@ def run(run_dir: Path) -> None:
 
 def prepare_rows(
     config: RunConfig, tokenizer: Any, run: RunDir, num_ranks: int
-) -> tuple[Compiled | PromptData, RowsToLearn]:
+) -> tuple[CompiledData | PromptData, RowsToLearn]:
     if config.algorithm.kind == "grpo":
         prompts = read_prompt_data(config, tokenizer)
         for message in prompts.warnings():
@@ -117,7 +122,7 @@ def prepare_rows(
     return data, rows_to_learn(config, data)
 
 
-def prepare_data(config: RunConfig, tokenizer: Any, run: RunDir, num_ranks: int) -> Compiled:
+def prepare_data(config: RunConfig, tokenizer: Any, run: RunDir, num_ranks: int) -> CompiledData:
     def show(progress: Any) -> None:
         run.write_status(phase=f"{progress.phase} {progress.part}: {progress.rows:,} rows")
 
@@ -135,7 +140,7 @@ def prepare_data(config: RunConfig, tokenizer: Any, run: RunDir, num_ranks: int)
 
 
 def answer_scores(
-    config: RunConfig, backend: TorchBackend | DeepSpeedBackend, data: Compiled, tokenizer: Any, run: RunDir
+    config: RunConfig, backend: TorchBackend | DeepSpeedBackend, data: CompiledData, tokenizer: Any, run: RunDir
 ) -> AnswerScores | None:
     """For evaluation.metrics: the first validation rows as questions to the model in training."""
     wanted = config.evaluation
@@ -164,7 +169,7 @@ def answer_scores(
     return AnswerScores(prompts, references, engine.sample, score, wanted.max_tokens, keep)
 
 
-def check_data(config: RunConfig, data: Compiled, num_ranks: int) -> None:
+def check_data(config: RunConfig, data: CompiledData, num_ranks: int) -> None:
     rows, per_step = rows_to_learn(config, data), config.batch.samples_per_step
     if per_step is not None and per_step < num_ranks:
         raise ConfigError(f"batch.samples {per_step} is less than the {num_ranks} ranks: some would never have a row")
@@ -199,7 +204,7 @@ def _reference_config(config: RunConfig) -> RunConfig:
 
 
 def build(
-    config: RunConfig, group: Group, run: RunDir, rows: RowsToLearn, reference: ReferenceChoice
+    config: RunConfig, group: ProcessGroup, run: RunDir, rows: RowsToLearn, reference: ReferenceChoice
 ) -> tuple[TorchBackend | DeepSpeedBackend, RowsToLearn]:
     """The backend as it is before the first step, and the rows with what it must know of the reference. All ranks."""
     precision = agree_on_precision(config.model.precision, group)
@@ -223,7 +228,7 @@ def _with_reference(rows: RowsToLearn, forward: Any, ahead: Precomputing) -> Row
 
 
 def _precompute_with_other_model(
-    config: RunConfig, group: Group, run: RunDir, rows: RowsToLearn, ahead: Precomputing
+    config: RunConfig, group: ProcessGroup, run: RunDir, rows: RowsToLearn, ahead: Precomputing
 ) -> RowsToLearn:
     """Built, asked and dropped before the policy is built: the two are never in memory together."""
     if has_all(ahead, [rows.train, rows.validation]):
@@ -241,7 +246,7 @@ def _precompute_with_other_model(
     return rows
 
 
-def _precomputing(config: RunConfig, group: Group, run: RunDir, precision: str) -> Precomputing:
+def _precomputing(config: RunConfig, group: ProcessGroup, run: RunDir, precision: str) -> Precomputing:
     model = _reference_config(config).model
 
     def describe_weights() -> Any:
@@ -263,7 +268,7 @@ def _precomputing(config: RunConfig, group: Group, run: RunDir, precision: str) 
 
 
 def _choose_backend(
-    config: RunConfig, model: Any, group: Group, precision: str, reference: str
+    config: RunConfig, model: Any, group: ProcessGroup, precision: str, reference: str
 ) -> TorchBackend | DeepSpeedBackend:
     options: dict[str, Any] = {
         "reference": reference,
@@ -280,8 +285,8 @@ def _choose_backend(
     parallel = config.parallel
     if parallel.backend == "torch":
         return TorchBackend(model, parallel=parallel, **options)
-    from lockstep.backend.deepspeed_backend import DeepSpeedBackend
-    from lockstep.backend.deepspeed_config import read_config
+    from lockstep.backend.deepspeed.backend import DeepSpeedBackend
+    from lockstep.backend.deepspeed.config import read_config
 
     return DeepSpeedBackend(
         model,
@@ -294,7 +299,7 @@ def _choose_backend(
 
 
 def make_backend(
-    config: RunConfig, group: Group, run: RunDir, precision: str, reference: str
+    config: RunConfig, group: ProcessGroup, run: RunDir, precision: str, reference: str
 ) -> TorchBackend | DeepSpeedBackend:
     run.write_status(phase="loading the model", precision=precision, device=str(group.device))
     torch.manual_seed(config.seed)  # new adapters begin alike in every run and layout
@@ -308,7 +313,7 @@ def make_backend(
     return backend
 
 
-def resume(run: RunDir, backend: TorchBackend | DeepSpeedBackend, group: Group, data_digest: str) -> Progress:
+def resume(run: RunDir, backend: TorchBackend | DeepSpeedBackend, group: ProcessGroup, data_digest: str) -> Progress:
     """Rank 0 looks for the newest sound checkpoint; all load it."""
     found = run.latest_checkpoint() if group.rank == 0 else None
     found = group.broadcast_object(found)

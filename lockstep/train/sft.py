@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from lockstep.config import RunConfig
 from lockstep.data.order import Batches
 from lockstep.rundir import RunDir
-from lockstep.train.evaluation import AnswerScores, mean_loss
-from lockstep.train.metrics import MetricsLog
-from lockstep.train.progress import Checkpoints, Progress
+from lockstep.train.checkpoints import Checkpoints, Progress
 from lockstep.train.schedule import learning_rate_at
 from lockstep.train.steps import (
-    StepBook,
+    MetricsLog,
+    StepLogger,
     finish,
     is_due,
     is_out_of_patience,
@@ -21,6 +20,7 @@ from lockstep.train.steps import (
     num_steps,
     optim_step,
 )
+from lockstep.train.validation import AnswerScores, mean_loss
 from lockstep.types import Datum, LossSpec, TrainingBackend
 
 
@@ -43,7 +43,7 @@ def train(
     if validation and config.evaluation.at_start and progress.step == 0:
         evaluate(config, backend, validation, metrics, progress, answers)
 
-    book = StepBook(config, metrics, progress, num_rows=len(data), num_steps=total)
+    book = StepLogger(config, metrics, progress, num_rows=len(data), num_steps=total)
     # Patience is part of the condition: a run resumed from the checkpoint at which it stopped has nothing left to do.
     while progress.step < total and not is_out_of_patience(config, progress):
         checkpoints.poll()

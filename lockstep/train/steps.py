@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from lockstep.config import RunConfig
+from lockstep.config import LoggingConfig, RunConfig
 from lockstep.data.order import Batches
 from lockstep.rundir import RunDir
-from lockstep.train.metrics import MetricsLog
-from lockstep.train.progress import Checkpoints, Progress
-from lockstep.train.scores import mean_scores
-from lockstep.types import Datum, LossResult, OptimResult, OptimStep
+from lockstep.train.checkpoints import Checkpoints, Progress
+from lockstep.types import Datum, LossResult, Metrics, OptimResult, OptimStep
 
 
 class Diverged(RuntimeError):
@@ -64,7 +64,7 @@ def note_validation_loss(config: RunConfig, progress: Progress, loss: float) -> 
 
 
 def finish(
-    run: RunDir, metrics: MetricsLog, checkpoints: Checkpoints, progress: Progress, book: StepBook, total: int
+    run: RunDir, metrics: MetricsLog, checkpoints: Checkpoints, progress: Progress, book: StepLogger, total: int
 ) -> None:
     """The last status and the last checkpoint, on disk when this returns."""
     if progress.step < total and book.num_settled:
@@ -76,7 +76,7 @@ def finish(
     metrics.close()
 
 
-class StepBook:
+class StepLogger:
     """Reads each step's numbers as late as it may: on a GPU the next step is already under way by then."""
 
     def __init__(
@@ -141,3 +141,161 @@ class StepBook:
     def restart_clock(self) -> None:
         """Evaluation and checkpoints are not part of a step's time."""
         self._settled_at = time.perf_counter()
+
+
+class MetricsLog:
+    def __init__(self, run: RunDir, config: LoggingConfig, *, first_step: int) -> None:
+        self._run = run
+        self._writer = None
+        self._status_at = 0.0
+        self._stragglers = StragglerWatch()
+        if config.tensorboard and run.owner:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(run.path / "tensorboard"), purge_step=first_step)
+
+    def train(self, step: int, progress: Progress, record: dict[str, Any], *, last: bool) -> None:
+        record, busy_s = take_seconds(record)
+        self._write(step, "train", record)
+        for slow in self._stragglers.note(step, busy_s):
+            self._run.log_event("warning", step=step, **slow.as_event())
+        # Once a second is enough for eyes; the last step always.
+        if last or time.monotonic() - self._status_at > 1.0:
+            self._status_at = time.monotonic()
+            fields = {k: record[k] for k in ("epoch", "learning_rate", "tokens_per_s", "memory_gib") if k in record}
+            self._run.write_status(step=step, loss=progress.loss, tokens=progress.tokens, **fields)
+
+    def validation(self, progress: Progress, record: dict[str, Any], scores: dict[str, float]) -> None:
+        self._write(progress.step, "validation", {**record, **scores})
+        self._run.write_status(
+            validation_loss=progress.validation_loss,
+            best_validation_loss=progress.best_validation_loss,
+            best_step=progress.best_step,
+            **({"validation_scores": scores} if scores else {}),
+        )
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def _write(self, step: int, split: str, record: dict[str, Any]) -> None:
+        self._run.log_metrics({"step": step, "split": split, "time": time.time(), **record})
+        if self._writer is not None:
+            for name, value in record.items():
+                if isinstance(value, (int, float)):
+                    self._writer.add_scalar(f"{split}/{name}", value, step)
+
+
+BUSY = "busy_s/"  # how the metrics of a step name these seconds: this, then peers/rank
+WINDOW = 20  # steps that are logged
+SLOW = 1.25  # times the median of its peers
+QUIET_STEPS = 100  # after a rank was named
+
+Seconds = dict[str, dict[int, float]]
+"""Peers -> rank -> seconds. Peers do the same work: only they can be compared."""
+
+
+@dataclass(frozen=True)
+class Straggler:
+    rank: int
+    times: float
+    """Its seconds over the median of its peers', since it is slow."""
+    since_step: int
+
+    def as_event(self) -> dict[str, Any]:
+        message = (
+            f"rank {self.rank} computes {self.times:.2f} times as long as the median of the others, since step "
+            f"{self.since_step}: they wait for it; look at what else runs on its machine or device"
+        )
+        facts = {"rank": self.rank, "times": round(self.times, 3), "since_step": self.since_step}
+        return {"kind": "straggler", "message": message, **facts}
+
+
+def take_seconds(record: Mapping[str, Any]) -> tuple[dict[str, Any], Seconds]:
+    """A step's record without every rank's seconds, which would be most of it, and the seconds."""
+    rest: dict[str, Any] = {}
+    found: Seconds = {}
+    for name, value in record.items():
+        if name.startswith(BUSY):
+            peers, _, rank = name.removeprefix(BUSY).partition("/")
+            found.setdefault(peers, {})[int(rank)] = float(value)
+        else:
+            rest[name] = value
+    return rest, found
+
+
+class StragglerWatch:
+    def __init__(self) -> None:
+        self._window: deque[tuple[int, dict[int, tuple[float, float]]]] = deque(maxlen=WINDOW)
+        self._named_at: dict[int, int] = {}
+
+    def note(self, step: int, seconds: Seconds) -> list[Straggler]:
+        """One more step; who is slow and was not named lately."""
+        compared = {rank: pair for ranks in seconds.values() for rank, pair in compare_peers(ranks).items()}
+        self._window.append((step, compared))
+        if len(self._window) < WINDOW:
+            return []
+        found = []
+        for rank in sorted(compared):
+            pairs = [ranks[rank] for _, ranks in self._window if rank in ranks]
+            is_quiet = step - self._named_at.get(rank, -QUIET_STEPS) < QUIET_STEPS
+            if is_quiet or len(pairs) < WINDOW or not is_slow(pairs):
+                continue
+            first = find_onset(pairs)
+            own, others = (sum(side) for side in zip(*pairs[first:], strict=True))
+            found.append(Straggler(rank, own / max(others, 1e-9), self._window[first][0]))
+            self._named_at[rank] = step
+        return found
+
+
+def compare_peers(seconds: Mapping[int, float]) -> dict[int, tuple[float, float]]:
+    """Rank -> its seconds and the median of the others'. Nothing for one that has no peers."""
+    if len(seconds) < 2:
+        return {}
+    # The higher of the middle two, where there are two: one fast rank makes nobody slow.
+    ordered, middle = sorted(seconds.values()), (len(seconds) - 1) // 2
+    return {rank: (own, ordered[middle + (own <= ordered[middle])]) for rank, own in seconds.items()}
+
+
+def is_slow(pairs: Sequence[tuple[float, float]]) -> bool:
+    """Over all steps together, and in most of them: one very slow step is a hiccup."""
+    own, others = (sum(side) for side in zip(*pairs, strict=True))
+    return own > SLOW * others and 2 * sum(mine > SLOW * theirs for mine, theirs in pairs) > len(pairs)
+
+
+def find_onset(pairs: Sequence[tuple[float, float]]) -> int:
+    """The step from which the rank is most clearly slow: from there to the end, the excess adds up to most."""
+    best, first, excess = 0.0, len(pairs) - 1, 0.0
+    for place in reversed(range(len(pairs))):
+        own, others = pairs[place]
+        excess += own - SLOW * others
+        if excess > best:
+            best, first = excess, place
+    return first
+
+
+_SUMS_OVER_PAIRS = ("chosen_reward", "rejected_reward", "margin", "accuracy", "chosen_logprob", "rejected_logprob")
+
+
+def mean_scores(sums: Metrics, num_rows: int) -> Metrics:
+    """What losses of preferences give as sums over rows, as means; everything else as it is."""
+    if "num_chosen" in sums:
+        return _mean_over_labels(sums, num_rows)
+    is_sum = {name: name in _SUMS_OVER_PAIRS or name.startswith("loss_") for name in sums}
+    return {name: value / num_rows if is_sum[name] else value for name, value in sums.items()}
+
+
+def _mean_over_labels(sums: Metrics, num_rows: int) -> Metrics:
+    """Each side over its own rows; a side that a batch does not have is left out."""
+    found = {
+        name: value for name, value in sums.items() if name not in (*_SUMS_OVER_PAIRS, "num_chosen", "num_rejected")
+    }
+    found["kl"] = sums["kl"] / num_rows
+    for side in ("chosen", "rejected"):
+        count = sums[f"num_{side}"]
+        for what in ("reward", "logprob"):
+            if count:
+                found[f"{side}_{what}"] = sums[f"{side}_{what}"] / count
+    if "chosen_reward" in found and "rejected_reward" in found:
+        found["margin"] = found["chosen_reward"] - found["rejected_reward"]
+    return found

@@ -15,8 +15,8 @@ from typing import Any
 from lockstep.config import ConfigError, GrpoConfig, RunConfig, SftConfig
 from lockstep.model.load import load_hf_config
 from lockstep.train.options import check_algorithm
+from lockstep.train.preference_data import plan_reference
 from lockstep.train.reference import ReferenceChoice
-from lockstep.train.rows import plan_reference
 from lockstep.types import OptimStep
 from lockstep.verification.compare import LOOSE_TOLERANCE, TOLERANCE, Errors, compare
 from lockstep.verification.job import Found, Job, read_found, refusal
@@ -40,7 +40,7 @@ from lockstep.verification.reference import PlainAdamW, StepValues, plain_batche
 from lockstep.verification.sample import (
     MAX_ROWS,
     MAX_TOKENS,
-    Taken,
+    SampleBatch,
     choose_budgets,
     compile_rows,
     distinct_tokens,
@@ -189,7 +189,7 @@ def _prepare(config: RunConfig, asked: Sequence[Layout] | None) -> _Prepared:
 def _learn_plainly(
     config: RunConfig,
     model: Any,
-    taken: Sequence[Taken],
+    taken: Sequence[SampleBatch],
     reference: str,
     optimizer: PlainAdamW,
     other: Reduction | None,

@@ -11,8 +11,8 @@ from typing import Any
 
 from lockstep.config import GrpoConfig, RunConfig
 from lockstep.data.prompts import PromptRow, Prompts
-from lockstep.rewards.reward import Outcome
-from lockstep.train.rollouts import Answer, Group
+from lockstep.rollouts.episode import Answer, Group
+from lockstep.rollouts.rewards.reward import Outcome
 from lockstep.types import Completion, Datum
 
 MAX_ANSWERS = 4  # to a prompt

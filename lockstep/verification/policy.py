@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from lockstep.algorithms.losses import LOSSES
 from lockstep.config import GrpoConfig, RunConfig
+from lockstep.train.checkpoints import Progress
 from lockstep.train.grpo import learn
-from lockstep.train.progress import Progress
 from lockstep.types import Completion, Datum, Logprobs, LossResult, LossSpec, LossValues, OptimResult, OptimStep
 from lockstep.verification.made_groups import as_groups
 from lockstep.verification.preference import copy_reference, mix_into
 from lockstep.verification.reduced import leave_reference
 from lockstep.verification.reference import PlainAdamW, StepValues, distributions_of, pick
-from lockstep.verification.sample import Taken
+from lockstep.verification.sample import SampleBatch
 from lockstep.verification.whole_batch import side_values, supervised, whole_inputs
 
 _MOST_UPDATES = 2  # of each sort: passes over the batch, and parts that it is cut into
@@ -158,7 +158,7 @@ class PlainPolicy:
 
 
 def train_policy_plainly(
-    config: RunConfig, model: nn.Module, taken: Sequence[Taken], kind: str, optimizer: PlainAdamW
+    config: RunConfig, model: nn.Module, taken: Sequence[SampleBatch], kind: str, optimizer: PlainAdamW
 ) -> list[StepValues]:
     """All updates on each batch."""
     assert isinstance(config.algorithm, GrpoConfig)

@@ -52,8 +52,8 @@ class PlainPreference:
         if self._reference is not None:
             values[REFERENCE] = torch.cat([supervised(self._logprobs(self._reference, *a), a[1]) for a in answers])
         if rule.needs_collision(loss.options):
-            collisions = [torch.logsumexp(2 * d.detach(), dim=-1) for d in every]
-            collided = [supervised(value, c) for value, c in zip(collisions, completions, strict=True)]
+            log_sum_sq_probs = [torch.logsumexp(2 * d.detach(), dim=-1) for d in every]
+            collided = [supervised(value, c) for value, c in zip(log_sum_sq_probs, completions, strict=True)]
             values["collision_logprobs"] = torch.cat(collided)
         inputs = whole_inputs(completions, loss, values)
         total, metrics = rule.fn(logprobs, inputs)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lockstep.config import RunConfig
 from lockstep.data import epoch_order, fill_batches
 from lockstep.types import Completion, Datum, OptimStep
-from lockstep.verification.sample import NUM_BATCHES, Taken, make_taken, total_weight
+from lockstep.verification.sample import NUM_BATCHES, SampleBatch, make_sample_batch, total_weight
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,14 @@ class Learned:
 Learn = Callable[[Sequence[Datum]], Learned]
 
 
-def plain_batches(rows: Any, config: RunConfig) -> list[Taken]:
+def plain_batches(rows: Any, config: RunConfig) -> list[SampleBatch]:
     """The first batches, counted out by hand."""
-    taken: list[Taken] = []
+    taken: list[SampleBatch] = []
     cursor = 0
     for epoch in range(NUM_BATCHES):
         for batch in _cut_epoch(rows, config, epoch):
             cursor += len(batch)
-            taken.append(make_taken(batch, cursor))
+            taken.append(make_sample_batch(batch, cursor))
             if len(taken) == NUM_BATCHES:
                 return taken
     return taken
@@ -130,7 +130,7 @@ class PlainAdamW:
 
 
 def train_plainly(
-    model: nn.Module, taken: Sequence[Taken], optimizer: PlainAdamW, learn: Learn | None = None
+    model: nn.Module, taken: Sequence[SampleBatch], optimizer: PlainAdamW, learn: Learn | None = None
 ) -> list[StepValues]:
     """A step on each batch. `learn` adds a batch's gradients up in the model; without it, answers are learned."""
     found: list[StepValues] = []

@@ -13,8 +13,8 @@ from typing import Any
 from lockstep.config import ConfigError, GrpoConfig, RunConfig
 from lockstep.data import Batches, compile_data
 from lockstep.model.load import load_run_tokenizer
-from lockstep.train.rollout_parts import read_prompt_data
-from lockstep.train.rows import rows_to_learn
+from lockstep.rollouts.parts import read_prompt_data
+from lockstep.train.preference_data import rows_to_learn
 from lockstep.types import Completion, Datum, Logprobs
 from lockstep.verification.made_groups import MadeGroups
 
@@ -25,7 +25,7 @@ REFERENCE = "reference_logprobs"
 
 
 @dataclass(frozen=True)
-class Taken:
+class SampleBatch:
     """One batch as training takes it: all its rows by name, the cursor after it, and the rows to compute."""
 
     names: tuple[str, ...]
@@ -51,18 +51,18 @@ def compile_rows(config: RunConfig, on_progress: Callable[[Any], None] | None = 
     return rows_to_learn(config, compiled).train
 
 
-def take_batches(rows: Sequence[Datum], config: RunConfig) -> list[Taken]:
+def take_batches(rows: Sequence[Datum], config: RunConfig) -> list[SampleBatch]:
     """From the run's own cursor."""
     batches = Batches(rows, config.batch, seed=config.seed, shuffle=config.data.shuffle)
     taken, cursor = [], 0
     for _ in range(NUM_BATCHES):
         batch, cursor = batches.batch_at(cursor)
-        taken.append(make_taken(batch, cursor))
+        taken.append(make_sample_batch(batch, cursor))
     return taken
 
 
-def make_taken(batch: Sequence[Datum], cursor: int) -> Taken:
-    return Taken(tuple(datum.origin for datum in batch), cursor, [shorten(datum) for datum in batch[:MAX_ROWS]])
+def make_sample_batch(batch: Sequence[Datum], cursor: int) -> SampleBatch:
+    return SampleBatch(tuple(datum.origin for datum in batch), cursor, [shorten(datum) for datum in batch[:MAX_ROWS]])
 
 
 def shorten(datum: Datum, max_tokens: int = MAX_TOKENS) -> Datum:

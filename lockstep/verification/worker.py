@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from lockstep.algorithms.losses import LOSSES
 from lockstep.backend.torch_backend import TorchBackend, join_group
 from lockstep.config import DpoConfig, GrpoConfig, KtoConfig, SftConfig
-from lockstep.parallel.group import Group
+from lockstep.parallel.group import ProcessGroup
 from lockstep.train.dpo import prepare
 from lockstep.types import Datum, LossSpec
 from lockstep.verification.job import Job, own_rank, record_failure, tensor_name, write_found, write_tensors
@@ -70,7 +70,7 @@ def compute(job: Job, folder: Path) -> None:
     group.leave()
 
 
-def _build(job: Job, group: Group, batches: list[list[Datum]]) -> tuple[TorchBackend, list[list[Datum]]]:
+def _build(job: Job, group: ProcessGroup, batches: list[list[Datum]]) -> tuple[TorchBackend, list[list[Datum]]]:
     """As a run does: the backend, and the rows with their reference's log-probs where those are made ahead. All ranks.
 
     Then the policy leaves its reference.
@@ -91,7 +91,7 @@ def _build(job: Job, group: Group, batches: list[list[Datum]]) -> tuple[TorchBac
     return backend, batches
 
 
-def make_backend(job: Job, group: Group, reference: str) -> TorchBackend:
+def make_backend(job: Job, group: ProcessGroup, reference: str) -> TorchBackend:
     return TorchBackend(
         build_reduced(job.config, job.reduction),
         micro_batch_tokens=max(job.micro_batch_tokens),
@@ -179,7 +179,9 @@ def _whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
-def _write_shared(tensors: dict[str, Tensor], facts: list[dict[str, Any]], group: Group, folder: Path) -> list[str]:
+def _write_shared(
+    tensors: dict[str, Tensor], facts: list[dict[str, Any]], group: ProcessGroup, folder: Path
+) -> list[str]:
     """Each tensor is written by the first rank that has it. Sentences about what ranks have differently. All ranks."""
     mine = {name: hashlib.sha256(t.numpy().tobytes()).hexdigest() for name, t in tensors.items()}
     disagreements = []

@@ -18,10 +18,10 @@ from equivalence.layouts import spawn
 from equivalence.plain import STEP, make_batch, make_model, plain_run, scale_of
 from torch.distributed.tensor import DTensor
 
-from lockstep.backend.deepspeed_config import read_config, settle_config, wanted_precision
+from lockstep.backend.deepspeed.config import read_config, resolve_ds_config, wanted_precision
 from lockstep.backend.torch_backend import TorchBackend, join_group
 from lockstep.config import ConfigError, ParallelConfig
-from lockstep.parallel.group import Group
+from lockstep.parallel.group import ProcessGroup
 from lockstep.types import LossSpec, OptimStep
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the extra deepspeed")
@@ -32,9 +32,9 @@ STAGES = (1, 2, 3)
 Whole = dict[str, torch.Tensor]
 
 
-def make_backend(family: str, group: Group, *, lora: bool = False, scale: float = 1.0, **settings: Any) -> Any:
+def make_backend(family: str, group: ProcessGroup, *, lora: bool = False, scale: float = 1.0, **settings: Any) -> Any:
     """`scale` makes a model whose trained weights are others than those of a checkpoint."""
-    from lockstep.backend.deepspeed_backend import DeepSpeedBackend
+    from lockstep.backend.deepspeed.backend import DeepSpeedBackend
 
     model = make_model(family, lora=lora)
     with torch.no_grad():
@@ -44,7 +44,7 @@ def make_backend(family: str, group: Group, *, lora: bool = False, scale: float 
     return DeepSpeedBackend(model, group=group, **settings)
 
 
-def make_torch_backend(family: str, group: Group, *, lora: bool = False) -> TorchBackend:
+def make_torch_backend(family: str, group: ProcessGroup, *, lora: bool = False) -> TorchBackend:
     return TorchBackend(make_model(family, lora=lora), precision="fp32", micro_batch_tokens=64, group=group)
 
 
@@ -73,7 +73,7 @@ def computing_weights_of(backend: Any) -> Whole:
 # --- bodies of processes: each returns what rank 0 writes -------------------------------------------------------------
 
 
-def resume(group: Group, folder: Path, stage: int, precision: str = "fp32", **settings: Any) -> dict[str, Any]:
+def resume(group: ProcessGroup, folder: Path, stage: int, precision: str = "fp32", **settings: Any) -> dict[str, Any]:
     settings = {"zero_stage": stage, "precision": precision, **settings}
     first = make_backend("qwen3", group, **settings)
     make_step(first, 0)
@@ -96,7 +96,7 @@ def resume(group: Group, folder: Path, stage: int, precision: str = "fp32", **se
     }
 
 
-def move(group: Group, folder: Path, stage: int) -> dict[str, Any]:
+def move(group: ProcessGroup, folder: Path, stage: int) -> dict[str, Any]:
     """A checkpoint of DeepSpeed read by torch, and the other way round; LoRA."""
     ours, torchs = (
         make_backend("llama", group, lora=True, zero_stage=stage),
@@ -116,7 +116,7 @@ def move(group: Group, folder: Path, stage: int) -> dict[str, Any]:
     return {name: weights_of(backend) for name, backend in found.items()}
 
 
-def export(group: Group, folder: Path, stage: int) -> dict[str, Any]:
+def export(group: ProcessGroup, folder: Path, stage: int) -> dict[str, Any]:
     found = {}
     for lora in (False, True):
         backend = make_backend("qwen3", group, lora=lora, zero_stage=stage)
@@ -127,7 +127,7 @@ def export(group: Group, folder: Path, stage: int) -> dict[str, Any]:
     return found
 
 
-def skip(group: Group, folder: Path, stage: int, **settings: Any) -> dict[str, Any]:
+def skip(group: ProcessGroup, folder: Path, stage: int, **settings: Any) -> dict[str, Any]:
     backend = make_backend("llama", group, zero_stage=stage, **settings)
     make_step(backend, 0)
     before = weights_of(backend)
@@ -137,7 +137,7 @@ def skip(group: Group, folder: Path, stage: int, **settings: Any) -> dict[str, A
     return {"before": before, "after": after, "broken": broken, "norm": norm, "end": weights_of(backend)}
 
 
-def begin_narrow(group: Group, folder: Path, stage: int, precision: str = "bf16") -> dict[str, Any]:
+def begin_narrow(group: ProcessGroup, folder: Path, stage: int, precision: str = "bf16") -> dict[str, Any]:
     backend = make_backend("llama", group, zero_stage=stage, precision=precision)
     found: dict[str, Any] = {"held": weights_of(backend), "computing": computing_weights_of(backend)}
     batch = make_batch(0)
@@ -149,7 +149,7 @@ def begin_narrow(group: Group, folder: Path, stage: int, precision: str = "bf16"
     return {**found, "norm": results[-1].grad_norm, "scales": [result.loss_scale for result in results]}
 
 
-def small_batch(group: Group, folder: Path, stage: int) -> dict[str, Any]:
+def small_batch(group: ProcessGroup, folder: Path, stage: int) -> dict[str, Any]:
     """One row for two ranks, no clipping to hide a factor: one of them has nothing to compute."""
     backend = make_backend("qwen3", group, zero_stage=stage)
     batch = make_batch(2, rows=1)
@@ -157,7 +157,7 @@ def small_batch(group: Group, folder: Path, stage: int) -> dict[str, Any]:
     return {"loss": loss, "norm": backend.optim_step(STEP).grad_norm, "nothing": backend.optim_step(STEP).grad_norm}
 
 
-def lend(group: Group, folder: Path, stage: int) -> dict[str, Any]:
+def lend(group: ProcessGroup, folder: Path, stage: int) -> dict[str, Any]:
     backend = make_backend("llama", group, zero_stage=stage)
     make_step(backend, 0)
     prompt = torch.tensor([[5, 6, 7, 8]])
@@ -333,7 +333,7 @@ def test_an_existing_file_is_taken_for_what_it_can_express(tmp_path: Path) -> No
                               "offload_optimizer": {"device": "cpu", "pin_memory": true}}
         }"""
     )
-    settled = settle_config(read_config(file), precision="bf16", max_grad_norm=1.0)
+    settled = resolve_ds_config(read_config(file), precision="bf16", max_grad_norm=1.0)
     assert settled["zero_optimization"] == {
         "stage": 2,
         "overlap_comm": True,
@@ -369,19 +369,19 @@ def test_an_existing_file_is_taken_for_what_it_can_express(tmp_path: Path) -> No
 )
 def test_what_lockstep_decides_is_refused_with_where_to_set_it(given: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        settle_config(given, max_grad_norm=1.0)
+        resolve_ds_config(given, max_grad_norm=1.0)
 
 
 def test_the_parallel_section_and_the_file_must_agree() -> None:
-    assert settle_config({})["zero_optimization"] == {"stage": 3}
-    assert settle_config({"zero_optimization": {"stage": 1}}, stage=1)["zero_optimization"]["stage"] == 1
+    assert resolve_ds_config({})["zero_optimization"] == {"stage": 3}
+    assert resolve_ds_config({"zero_optimization": {"stage": 1}}, stage=1)["zero_optimization"]["stage"] == 1
     with pytest.raises(ConfigError, match="zero_stage 2"):
-        settle_config({"zero_optimization": {"stage": 1}}, stage=2)
-    both = settle_config({"zero_optimization": {"offload_optimizer": {"pin_memory": True}}}, offload=True)
+        resolve_ds_config({"zero_optimization": {"stage": 1}}, stage=2)
+    both = resolve_ds_config({"zero_optimization": {"offload_optimizer": {"pin_memory": True}}}, offload=True)
     assert both["zero_optimization"]["offload_optimizer"] == {"pin_memory": True, "device": "cpu"}
     assert both["zero_optimization"]["offload_param"] == {"device": "cpu"}
-    assert "offload_param" not in settle_config({}, stage=2, offload=True)["zero_optimization"]
-    assert settle_config({"gradient_clipping": 0.0}, max_grad_norm=None)  # DeepSpeed's "no clipping"
+    assert "offload_param" not in resolve_ds_config({}, stage=2, offload=True)["zero_optimization"]
+    assert resolve_ds_config({"gradient_clipping": 0.0}, max_grad_norm=None)  # DeepSpeed's "no clipping"
 
 
 def test_the_file_decides_a_precision_that_is_left_open() -> None:
@@ -389,7 +389,7 @@ def test_the_file_decides_a_precision_that_is_left_open() -> None:
     assert wanted_precision({"bf16": {"enabled": "auto"}}, "auto") == "auto"
     assert wanted_precision({"bf16": {"enabled": True}}, "fp32") == "fp32"
     with pytest.raises(ConfigError, match="fp64"):
-        settle_config({}, precision="fp64")
+        resolve_ds_config({}, precision="fp64")
 
 
 @pytest.mark.parametrize(("content", "told"), [("{", "not JSON"), ("[1]", "list"), (None, "No such file")])

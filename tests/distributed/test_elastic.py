@@ -25,7 +25,7 @@ from lockstep.data.order import Batches
 from lockstep.launch import RunHandle
 from lockstep.launch.local import HANDLE_FILE, _start_time
 from lockstep.launch.resume import reopen
-from lockstep.parallel.group import Group
+from lockstep.parallel.group import ProcessGroup
 from lockstep.rundir import RunDir, read_jsonl
 
 NUM_ROWS, NUM_STEPS = 50, 10  # two epochs of 12, 12, 12, 12 and 2 rows
@@ -297,8 +297,8 @@ def test_random_numbers_are_only_carried_to_the_same_layout(tmp_path: Path) -> N
     parameters["weight"].sum().backward()
     optimizer.step()
 
-    def group(**degrees: int) -> Group:
-        return Group(0, 1, torch.device("cpu"), Degrees(**degrees))
+    def group(**degrees: int) -> ProcessGroup:
+        return ProcessGroup(0, 1, torch.device("cpu"), Degrees(**degrees))
 
     state.seed_rank(0, 0)
     state.save(tmp_path / "saved", parameters, optimizer, group(shard=2)).result()

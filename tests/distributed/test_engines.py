@@ -19,14 +19,15 @@ import torch
 from tiny import build_model, build_tokenizer, write_model
 
 from lockstep.config import LoraConfig
+from lockstep.inference import SamplingParams, TextCompletion
+from lockstep.inference.engine import LocalEngine
 from lockstep.model.lora import add_lora
-from lockstep.sampling import SamplingParams, TextCompletion, supervision
-from lockstep.sampling.engine_worker import ENTRY
-from lockstep.sampling.local import LocalEngine
-from lockstep.sampling.pool import EnginePool, EnginesLost
-from lockstep.sampling.publishing import Publication
-from lockstep.workers.local import LocalWorker
-from lockstep.workers.worker import Worker
+from lockstep.processes.local import LocalWorker
+from lockstep.processes.worker import Worker
+from lockstep.rollouts.engines import supervision
+from lockstep.rollouts.engines.pool import EnginePool, EnginesLost
+from lockstep.rollouts.engines.publishing import Publication
+from lockstep.rollouts.engines.worker import ENTRY
 
 PATIENCE_S = 120.0  # against hanging only
 PROMPTS = [[10, 20, 30], [11], [12, 13], [9, 8, 7, 6], [15, 12], [40, 41]]

@@ -20,7 +20,7 @@ from lockstep.backend import state
 from lockstep.backend.torch_backend import TorchBackend, join_group
 from lockstep.config import LoraConfig, ParallelConfig
 from lockstep.model.lora import add_lora
-from lockstep.parallel.group import Group
+from lockstep.parallel.group import ProcessGroup
 from lockstep.types import LossSpec
 
 LAYOUTS = {
@@ -83,7 +83,7 @@ def train_and_export(folder: Path, out: Path, parallel: ParallelConfig) -> None:
     group.leave()
 
 
-def everything(model: Any, group: Group) -> dict[str, torch.Tensor]:
+def everything(model: Any, group: ProcessGroup) -> dict[str, torch.Tensor]:
     """Every tensor that any rank holds, whole; what several ranks hold must be the same."""
     mine = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in model.state_dict().items()}
     found: dict[str, torch.Tensor] = {}

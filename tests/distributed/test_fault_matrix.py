@@ -27,7 +27,7 @@ from ranks import exported, run_to_the_end
 from lockstep.config import load_config
 from lockstep.launch.launcher import Resources
 from lockstep.launch.local import LocalLauncher, read_handle
-from lockstep.launch.restarts import LastingRun
+from lockstep.launch.restarts import RestartingRun
 from lockstep.rundir import RunDir, read_jsonl
 
 NUM_STEPS, STEP_SIZE, NUM_SAMPLES, FAULTY_STEP = 6, 4, 4, 4
@@ -174,7 +174,7 @@ def faulty_run(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def follow(run: RunDir, num_ranks: int) -> Seen:
     """Until the run is completed, over its restarts."""
     launcher = LocalLauncher(worker_module="fault_worker")
-    lasting = LastingRun(launcher, run, Resources(num_ranks, "cpu"), max_restarts=2)
+    lasting = RestartingRun(launcher, run, Resources(num_ranks, "cpu"), max_restarts=2)
     seen, deadline = Seen(), time.monotonic() + PATIENCE_S
     try:
         while (outcome := lasting.poll()).state == "running":

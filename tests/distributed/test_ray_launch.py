@@ -21,7 +21,7 @@ from ranks import exported, newest_step, run_to_the_end
 from lockstep.config import load_config
 from lockstep.launch.launcher import RunState
 from lockstep.launch.local import _marked_processes, _start_time, process_stat, read_handle
-from lockstep.launch.restarts import LastingRun
+from lockstep.launch.restarts import RestartingRun
 from lockstep.launch.start import start
 from lockstep.rundir import RunDir
 
@@ -122,7 +122,7 @@ def on_ray(config: Path, nodes: Nodes, *overrides: str, name: str = "ray") -> Ru
     return RunDir.create(config.parent / name, load_config(config, settings))
 
 
-def follow(run: RunDir, meanwhile: Callable[[LastingRun], object] = lambda lasting: None) -> RunState:
+def follow(run: RunDir, meanwhile: Callable[[RestartingRun], object] = lambda lasting: None) -> RunState:
     lasting = start(run, run.config())
     try:
         meanwhile(lasting)
@@ -141,7 +141,7 @@ def pid_of_rank(run: RunDir, rank: int) -> int:
     return min(found, key=lambda pid: int(_start_time(pid)))
 
 
-def wait_until(lasting: LastingRun, condition: Callable[[], bool], timeout_s: float = 200.0) -> RunState:
+def wait_until(lasting: RestartingRun, condition: Callable[[], bool], timeout_s: float = 200.0) -> RunState:
     deadline = time.monotonic() + timeout_s
     while (outcome := lasting.poll()).state == "running" and not condition():
         assert time.monotonic() < deadline, "this took too long"
@@ -201,7 +201,7 @@ def test_ranks_on_three_nodes_come_to_the_same(
     run = on_ray(write_config(tmp_path, tiny_model, kind), three, SPREAD)
     seen: set[str] = set()
 
-    def look(lasting: LastingRun) -> None:
+    def look(lasting: RestartingRun) -> None:
         wait_until(lasting, lambda: newest_step(run) > 0)
         for rank in range(3):
             environment = Path(f"/proc/{pid_of_rank(run, rank)}/environ").read_text().split("\0")
@@ -225,7 +225,7 @@ def test_a_node_that_is_lost_is_survived(
     run = on_ray(write_config(tmp_path, tiny_model, kind), three, "cluster=[{pool: training, strategy: SPREAD}]")
     lost: list[str] = []
 
-    def remove(lasting: LastingRun) -> None:
+    def remove(lasting: RestartingRun) -> None:
         wait_until(lasting, lambda: newest_step(run) >= 5)
         lost.append(three.remove("b"))
 
@@ -260,7 +260,7 @@ def test_a_node_that_joins_is_used(
     run = on_ray(write_config(tmp_path, tiny_model, "sft"), three, SPREAD)
     three.remove("c")
 
-    def disturb(lasting: LastingRun) -> None:
+    def disturb(lasting: RestartingRun) -> None:
         wait_until(lasting, lambda: run.status().get("phase") == "waiting for room on the cluster")
         three.add("c")
         wait_until(lasting, lambda: newest_step(run) >= 5)
@@ -290,7 +290,7 @@ def test_a_lost_rank_is_named(
 ) -> None:
     run = on_ray(write_config(tmp_path, tiny_model, "sft"), three)
 
-    def disturb(lasting: LastingRun) -> None:
+    def disturb(lasting: RestartingRun) -> None:
         wait_until(lasting, lambda: newest_step(run) >= 5)
         os.kill(pid_of_rank(run, 1), number)
 
@@ -362,7 +362,7 @@ def test_engines_have_a_pool_of_their_own(tmp_path: Path, tiny_model: Path, thre
     three.add("d")
     run = on_ray(config, three, "cluster=" + pools % "d", "launch.procs=1")
 
-    def disturb(lasting: LastingRun) -> None:
+    def disturb(lasting: RestartingRun) -> None:
         wait_until(lasting, lambda: newest_step(run) >= 3)
         assert {event["event"] for event in run.events()} >= {"engine_started", "weights_published"}
         if disturbed:

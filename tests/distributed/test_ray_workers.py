@@ -36,10 +36,10 @@ from test_workers import (  # noqa: E402, F401
     wait_until,
 )
 
-from lockstep.backend.service import TrainingService  # noqa: E402
-from lockstep.workers import ray_worker  # noqa: E402
-from lockstep.workers.ray_worker import RayWorker, describe_loss  # noqa: E402
-from lockstep.workers.worker import WorkerDied, WorkerTimedOut  # noqa: E402
+from lockstep.backend.remote.service import TrainingService  # noqa: E402
+from lockstep.processes import ray_worker  # noqa: E402
+from lockstep.processes.ray_worker import RayWorker, describe_loss  # noqa: E402
+from lockstep.processes.worker import WorkerDied, WorkerTimedOut  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)

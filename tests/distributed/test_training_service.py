@@ -21,10 +21,9 @@ from equivalence.plain import STEP, make_batch, scale_of
 from safetensors.torch import load_file
 
 from lockstep import LossSpec, OptimStep, TorchBackend, TrainingService
-from lockstep.backend.service import TrainingFailed
-from lockstep.backend.service_options import ServiceOptions
-from lockstep.backend.service_ranks import Ranks
-from lockstep.workers.worker import Reply, WorkerDied, WorkerFailed, WorkerTimedOut
+from lockstep.backend.remote.ranks import RemoteRanks
+from lockstep.backend.remote.service import ServiceOptions, TrainingFailed
+from lockstep.processes.worker import Reply, WorkerDied, WorkerFailed, WorkerTimedOut
 
 SOON = 60.0  # a generous deadline against hanging: nothing here measures time
 FIRST, SECOND = make_batch(0), make_batch(1)
@@ -355,7 +354,7 @@ def test_ranks_that_do_not_agree_are_ended_and_the_one_at_fault_is_named(
     outcomes: tuple[Outcome, Outcome], expected: str | None
 ) -> None:
     workers = [StillWorker(0), StillWorker(1)]
-    ranks = Ranks(workers, health_timeout_s=SOON)
+    ranks = RemoteRanks(workers, health_timeout_s=SOON)
     answer, later = ranks.ask("learn", timeout_s=SOON), ranks.ask("step", timeout_s=SOON)
     for worker, outcome in zip(workers, outcomes, strict=True):
         if isinstance(outcome, Reply):
@@ -378,7 +377,7 @@ def test_ranks_that_do_not_agree_are_ended_and_the_one_at_fault_is_named(
 
 
 def test_a_service_without_a_step_or_a_place_says_so() -> None:
-    ranks = Ranks([StillWorker(0)], health_timeout_s=SOON)
+    ranks = RemoteRanks([StillWorker(0)], health_timeout_s=SOON)
     service = TrainingService(ranks, None, False, SOON)
     with pytest.raises(ValueError, match="optim_step needs a step"):
         service.optim_step()

@@ -69,7 +69,7 @@ def start_torchrun(host: Host, run: RunDir, first: Host) -> subprocess.Popen[str
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first.address}:{PORT}"]
     meeting += ["--local-addr", host.address, "--rdzv-conf", f"is_host={host == first}"]
-    worker = ["-m", "lockstep.launch.worker", str(run.path)]
+    worker = ["-m", "lockstep.train.worker", str(run.path)]
     return subprocess.Popen(
         ["ip", "netns", "exec", host.name, *torchrun, *meeting, *worker],
         env={**os.environ, "GLOO_SOCKET_IFNAME": host.device, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.workers.local import LocalWorker
-from lockstep.workers.worker import Reply, WorkerDied, WorkerFailed, WorkerTimedOut
+from lockstep.processes.local import LocalWorker
+from lockstep.processes.worker import Reply, WorkerDied, WorkerFailed, WorkerTimedOut
 
 SOON = 20.0  # a generous deadline against hanging: nothing here measures time
 
@@ -372,7 +372,7 @@ def test_a_worker_outlives_the_thread_that_asked_for_it(spawn: Spawn) -> None:
 
 PARENT = """
     import sys, time
-    from lockstep.workers.local import LocalWorker
+    from lockstep.processes.local import LocalWorker
     workers = [LocalWorker.spawn(f"w-{i}", "test_workers:start", {}) for i in range(2)]
     workers[1].call("ping", timeout_s=20).result()
     workers[1].call("sleep", {"s": 120}, timeout_s=120)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.backend.torch_backend import TorchBackend, join_group
 from lockstep.config import ParallelConfig
-from lockstep.parallel.group import Group
+from lockstep.parallel.group import ProcessGroup
 from lockstep.types import Datum, LossSpec
 
 BUDGETS = (48, 96, 512)  # several micro-batches a rank; about one; everything at once
@@ -26,7 +26,7 @@ def batches() -> list[list[Datum]]:
 
 
 def run_cell(
-    cell: Cell, group: Group, parallel: ParallelConfig | None = None, settings: Mapping[str, Any] | None = None
+    cell: Cell, group: ProcessGroup, parallel: ParallelConfig | None = None, settings: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """What `plain_run` returns, from the backend; `settings` are more of its arguments. All ranks."""
     family, lora, budget = cell
@@ -44,7 +44,7 @@ def run_cell(
     return found
 
 
-def everywhere(tensors: dict[str, torch.Tensor], group: Group) -> dict[str, torch.Tensor]:
+def everywhere(tensors: dict[str, torch.Tensor], group: ProcessGroup) -> dict[str, torch.Tensor]:
     """What all ranks have between them: stages have different parameters, and what several have must be the same."""
     found: dict[str, torch.Tensor] = {}
     for part in group.gather_objects(tensors):

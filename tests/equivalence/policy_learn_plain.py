@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from lockstep.config import GrpoConfig
 from lockstep.data.prompts import PromptRow
-from lockstep.rewards.reward import Outcome
+from lockstep.rollouts.episode import Answer, Group
+from lockstep.rollouts.rewards.reward import Outcome
 from lockstep.train.options import policy_options
-from lockstep.train.rollouts import Answer, Group
 
 
 def make_scored_groups(seed: int, count: int = 6) -> list[Group]:

@@ -12,7 +12,7 @@ from equivalence.layouts import BUDGETS, Cell, batches, run_cell, run_cells, run
 from equivalence.plain import FAMILIES, make_batch, plain_run
 
 from lockstep.config import ParallelConfig
-from lockstep.parallel.group import Group
+from lockstep.parallel.group import ProcessGroup
 from lockstep.types import Datum
 
 LAYOUTS = {
@@ -115,7 +115,7 @@ def test_ranks_without_a_row_add_nothing(layout: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_every_model_family_makes_the_plain_step(family: str, lora: bool) -> None:
-    found = run_cell((family, lora, 64), Group(0, 1, torch.device("cpu")))
+    found = run_cell((family, lora, 64), ProcessGroup(0, 1, torch.device("cpu")))
     assert_same_step(found, reference(family, lora))
     falls_back = family == "gemma2"  # its attention caps scores, which packed attention does not have
     assert bool(found["warnings"]) == falls_back
@@ -132,7 +132,7 @@ def test_activations_that_are_not_kept_give_the_same_step(settings: dict[str, An
     from lockstep.types import LossSpec
 
     batch = batches()[0]
-    group = Group(0, 1, torch.device("cpu"))
+    group = ProcessGroup(0, 1, torch.device("cpu"))
     model = make_model("llama", lora=True)
     backend = TorchBackend(model, micro_batch_tokens=64, precision="fp64", group=group, **settings)
     loss = backend.forward_backward(batch, LossSpec(scale=scale_of(batch))).loss
@@ -176,7 +176,7 @@ def test_a_mask_that_leaks_between_documents_is_caught(monkeypatch: pytest.Monke
         return honest(q, k, v, scaling, dropout, window, attention.Layout((sum(layout.lengths),)))
 
     monkeypatch.setattr(attention, "_segment_by_segment", leak)
-    group = Group(0, 1, torch.device("cpu"))
+    group = ProcessGroup(0, 1, torch.device("cpu"))
     # The probe sees the leak and falls back to one document at a time: slower, and right.
     guarded = run_cell(("llama", False, 512), group)
     assert "one by one" in guarded["warnings"][0]

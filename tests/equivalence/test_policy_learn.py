@@ -17,8 +17,8 @@ from loops.grpo_run import grpo_config
 
 from lockstep.backend.torch_backend import TorchBackend, join_group
 from lockstep.config import GrpoConfig, ParallelConfig, RunConfig
+from lockstep.train.checkpoints import Progress
 from lockstep.train.grpo import learn
-from lockstep.train.progress import Progress
 
 TOLERANCE = 1e-10
 SHARED: dict[str, Any] = {"max_tokens": 16, "max_logprob_gap": None, "minibatches": 2}

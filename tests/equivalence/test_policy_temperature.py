@@ -18,10 +18,10 @@ from equivalence.test_preference import assert_same_step
 
 from lockstep.backend.torch_backend import TorchBackend, join_group
 from lockstep.config import ParallelConfig, load_config
-from lockstep.parallel.group import Group
+from lockstep.inference import SamplingParams
+from lockstep.parallel.group import ProcessGroup
+from lockstep.rollouts.engines.colocated import ColocatedEngine
 from lockstep.rundir import RunDir
-from lockstep.sampling import SamplingParams
-from lockstep.sampling.borrowed import BorrowedEngine
 from lockstep.train.run import run as train
 from lockstep.types import Completion, Datum, LossSpec
 
@@ -42,8 +42,8 @@ def build(name: str) -> Any:
     return keep_float64(model)
 
 
-def backend_of(name: str, group: Group | None = None, **options: Any) -> TorchBackend:
-    group = group or Group(0, 1, torch.device("cpu"))
+def backend_of(name: str, group: ProcessGroup | None = None, **options: Any) -> TorchBackend:
+    group = group or ProcessGroup(0, 1, torch.device("cpu"))
     return TorchBackend(build(name), micro_batch_tokens=40, precision="fp64", group=group, **options)
 
 
@@ -51,7 +51,7 @@ def sample_and_measure(backend: TorchBackend, temperature: float) -> list[tuple[
     """(sampler's, trainer's) log-prob of every token of a few answers. All ranks."""
     group = backend.group
     shards = group.degrees.shard * group.degrees.tensor
-    engine = BorrowedEngine(backend.lend_model, tiny.build_tokenizer(), group.gather_objects, shards=shards)
+    engine = ColocatedEngine(backend.lend_model, tiny.build_tokenizer(), group.gather_objects, shards=shards)
     params = SamplingParams(max_tokens=9, temperature=temperature, top_k=40, seed=5, num_samples=3, logprobs=True)
     groups = engine.sample(PROMPTS, params)
     batch = [

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lockstep.algorithms.options import PARTS
 from lockstep.backend.torch_backend import TorchBackend
-from lockstep.parallel.group import Group
+from lockstep.parallel.group import ProcessGroup
 from lockstep.types import Completion, Datum, LossSpec
 
 SEVERAL: dict[str, Any] = {
@@ -90,7 +90,7 @@ def backend_of(model: nn.Module, *, micro_batch_tokens: int = 4096, reference: s
         micro_batch_tokens=micro_batch_tokens,
         precision="fp64",
         reference=reference,
-        group=Group(0, 1, torch.device("cpu")),
+        group=ProcessGroup(0, 1, torch.device("cpu")),
     )
 
 

@@ -19,7 +19,7 @@ from equivalence.plain import STEP, make_model, make_optimizer, plain_run, scale
 
 from lockstep.backend.torch_backend import join_group
 from lockstep.config import ParallelConfig
-from lockstep.parallel.group import Group
+from lockstep.parallel.group import ProcessGroup
 from lockstep.types import LossSpec
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the extra deepspeed")
@@ -49,8 +49,8 @@ TOLERANCE = 1e-5
 STEP_SHARE, OWN_STEP_SHARE = 1e-2, 1e-4
 
 
-def make_backend(model: torch.nn.Module, group: Group, **settings: Any) -> Any:
-    from lockstep.backend.deepspeed_backend import DeepSpeedBackend
+def make_backend(model: torch.nn.Module, group: ProcessGroup, **settings: Any) -> Any:
+    from lockstep.backend.deepspeed.backend import DeepSpeedBackend
 
     return DeepSpeedBackend(model, **{"precision": "fp32", "micro_batch_tokens": 64, "group": group, **settings})
 
@@ -74,7 +74,7 @@ def record_gradients(backend: Any) -> dict[str, torch.Tensor]:
     return seen
 
 
-def run_cell(cell: Cell, group: Group, settings: dict[str, Any]) -> dict[str, Any]:
+def run_cell(cell: Cell, group: ProcessGroup, settings: dict[str, Any]) -> dict[str, Any]:
     """What `plain_run` returns, from the backend. All ranks."""
     family, lora, budget = cell
     backend = make_backend(make_model(family, lora=lora), group, micro_batch_tokens=budget, **settings)
@@ -190,7 +190,7 @@ def run_alone(stage: int, out: Path) -> None:
     """One process that met nobody."""
     torch.set_num_threads(1)
     settings = {"zero_stage": stage, "given": SPLIT_ALL}
-    torch.save(run_cell(ALONE, Group(0, 1, torch.device("cpu")), settings), out)
+    torch.save(run_cell(ALONE, ProcessGroup(0, 1, torch.device("cpu")), settings), out)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lockstep.backend.torch_backend import TorchBackend
 from lockstep.config import LoraConfig
-from lockstep.model.attention import Layout, packed_attention
+from lockstep.model.attention import PackedLayout, packed_attention
 from lockstep.model.head import HeadOptions, LogitTransform, target_logprobs, weighted_logprob_sum
 from lockstep.model.lora import add_lora
 from lockstep.types import Completion, Datum, LossSpec, OptimStep
@@ -58,15 +58,15 @@ def test_the_kernel_gives_log_probs_and_their_gradient(transform, dtype, vocabul
     logits = (4 * torch.randn(33, vocabulary, device=CUDA, generator=generator)).to(dtype)
     targets = torch.randint(vocabulary, (33,), device=CUDA, generator=generator)
     targets[:2] = torch.tensor([0, vocabulary - 1])
-    slopes = torch.randn(33, device=CUDA, generator=generator)
-    slopes[5] = 0.0
+    grad_logprobs = torch.randn(33, device=CUDA, generator=generator)
+    grad_logprobs[5] = 0.0
     leaf = logits.double().requires_grad_()
     expected = exact_logprobs(leaf, targets, transform)
-    (gradient,) = torch.autograd.grad((slopes.double() * expected).sum(), leaf)
+    (gradient,) = torch.autograd.grad((grad_logprobs.double() * expected).sum(), leaf)
 
     (alone,) = measure(logits, targets, transform.scale, transform.softcap, facts=False)
     written = logits.clone()
-    both, found = logprobs_and_gradient(written, targets, slopes, transform.scale, transform.softcap)
+    both, found = logprobs_and_gradient(written, targets, grad_logprobs, transform.scale, transform.softcap)
     assert found.data_ptr() == written.data_ptr()
     assert alone.dtype == both.dtype == torch.float32
     assert found.dtype == dtype
@@ -86,21 +86,23 @@ def test_the_kernel_gives_entropies_collisions_and_the_gradient_of_both_kinds(tr
     generator = torch.Generator(CUDA).manual_seed(0)
     logits = (4 * torch.randn(33, vocabulary, device=CUDA, generator=generator)).to(dtype)
     targets = torch.randint(vocabulary, (33,), device=CUDA, generator=generator)
-    slopes, entropy_slopes = (torch.randn(33, device=CUDA, generator=generator) for _ in range(2))
+    grad_logprobs, entropy_slopes = (torch.randn(33, device=CUDA, generator=generator) for _ in range(2))
     leaf = logits.double().requires_grad_()
     wide = leaf * transform.scale
     if transform.softcap is not None:
         wide = transform.softcap * torch.tanh(wide / transform.softcap)
     every = torch.log_softmax(wide, dim=1)
     chosen, entropies = every.gather(1, targets[:, None])[:, 0], -(every.exp() * every).sum(dim=1)
-    (gradient,) = torch.autograd.grad((slopes * chosen + entropy_slopes * entropies).sum(), leaf)
+    (gradient,) = torch.autograd.grad((grad_logprobs * chosen + entropy_slopes * entropies).sum(), leaf)
 
     found = measure(logits, targets, transform.scale, transform.softcap, facts=True)
-    collisions = (every.detach().exp() ** 2).sum(dim=1).log()
-    for ours, exact in zip(found, (chosen.detach(), entropies.detach(), collisions), strict=True):
+    log_sum_sq_probs = (every.detach().exp() ** 2).sum(dim=1).log()
+    for ours, exact in zip(found, (chosen.detach(), entropies.detach(), log_sum_sq_probs), strict=True):
         torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-4)
     spread = (entropy_slopes, found[1])
-    _, written = logprobs_and_gradient(logits.clone(), targets, slopes, transform.scale, transform.softcap, spread)
+    _, written = logprobs_and_gradient(
+        logits.clone(), targets, grad_logprobs, transform.scale, transform.softcap, spread
+    )
     assert distance(written, gradient) < (5e-3 if dtype == torch.bfloat16 else 1e-4)
 
 
@@ -125,7 +127,7 @@ def test_both_ways_through_the_head_are_as_near_to_float64_as_full_logits_in_bf1
     wide_hidden = torch.randn(500, 64, device=CUDA, dtype=torch.float64)
     wide_weight = torch.randn(3000, 64, device=CUDA, dtype=torch.float64) / 4
     targets = torch.randint(3000, (500,), device=CUDA)
-    slopes = torch.randn(500, device=CUDA)
+    grad_logprobs = torch.randn(500, device=CUDA)
 
     def gradients(dtype: torch.dtype, total: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
         hidden = wide_hidden.to(dtype).requires_grad_()
@@ -133,12 +135,12 @@ def test_both_ways_through_the_head_are_as_near_to_float64_as_full_logits_in_bf1
         return list(torch.autograd.grad(total(hidden, weight), [hidden, weight] if trained else [hidden]))
 
     def full(hidden: Tensor, weight: Tensor) -> Tensor:
-        return (slopes.double() * exact_logprobs(hidden @ weight.T, targets, transform)).sum()
+        return (grad_logprobs.double() * exact_logprobs(hidden @ weight.T, targets, transform)).sum()
 
     options = HeadOptions(transform, chunk)
     ways = {
-        "slopes": lambda h, w: weighted_logprob_sum(h, w, None, targets, slopes, options)[0],
-        "log-probs": lambda h, w: (slopes * target_logprobs(h, w, None, targets, options)).sum(),
+        "slopes": lambda h, w: weighted_logprob_sum(h, w, None, targets, grad_logprobs, options)[0],
+        "log-probs": lambda h, w: (grad_logprobs * target_logprobs(h, w, None, targets, options)).sum(),
     }
     exact = gradients(torch.float64, full)
     plain = gradients(torch.bfloat16, full)
@@ -198,8 +200,8 @@ def attend(dtype: torch.dtype, heads: tuple[int, int], total: int, **arguments: 
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2)], ids=["all heads", "grouped heads"])
 def test_fused_attention_over_documents_is_as_exact_as_one_document_at_a_time(lengths, window, heads):
     shared = {"heads": heads, "total": sum(lengths), "sliding_window": window}
-    exact = attend(torch.float64, packed_layout=Layout(lengths), **shared)
-    plain = attend(torch.bfloat16, packed_layout=Layout(lengths), **shared)
+    exact = attend(torch.float64, packed_layout=PackedLayout(lengths), **shared)
+    plain = attend(torch.bfloat16, packed_layout=PackedLayout(lengths), **shared)
     fused = attend(torch.bfloat16, **fused_arguments(lengths), **shared)
     for name, ours, theirs, wanted in zip(("output", "query", "key", "value"), fused, plain, exact, strict=True):
         assert ours.shape == wanted.shape

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from lockstep.backend.torch_backend import TorchBackend
 from lockstep.config import Degrees, ParallelConfig
 from lockstep.config.parallel import AXES
-from lockstep.parallel.group import Group
+from lockstep.parallel.group import ProcessGroup
 from lockstep.types import Completion, Datum, LossSpec, OptimStep
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
@@ -43,12 +43,12 @@ class OneSharded(Degrees):
 
 
 @pytest.fixture(scope="module")
-def group() -> Iterator[Group]:
+def group() -> Iterator[ProcessGroup]:
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29555")
     torch.cuda.set_device(0)
     dist.init_process_group("cpu:gloo,cuda:nccl")
     mesh = init_device_mesh("cuda", (1,) * len(AXES), mesh_dim_names=AXES)
-    yield Group(0, 1, torch.device("cuda", 0), OneSharded(), mesh, dist.new_group(backend="gloo"))
+    yield ProcessGroup(0, 1, torch.device("cuda", 0), OneSharded(), mesh, dist.new_group(backend="gloo"))
     dist.destroy_process_group()
 
 
@@ -91,7 +91,9 @@ def distance(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> 
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_fsdp_on_one_gpu_makes_the_plain_step(way: str, group: Group, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fsdp_on_one_gpu_makes_the_plain_step(
+    way: str, group: ProcessGroup, capsys: pytest.CaptureFixture[str]
+) -> None:
     batch, model = make_batch(), make_model()
     parallel = ParallelConfig(keep_parameters=way == "plain")
     backend = TorchBackend(model, micro_batch_tokens=256, precision="bf16", group=group, parallel=parallel, **WAYS[way])

@@ -9,11 +9,11 @@ import torch
 import transformers
 
 from lockstep.config import LoraConfig
+from lockstep.inference import SamplingParams, TextCompletion
+from lockstep.inference.engine import LocalEngine
+from lockstep.inference.token_sampling import random_streams, uniforms
 from lockstep.model.lora import add_lora
 from lockstep.model.policy import PackedTokens, Policy
-from lockstep.sampling import SamplingParams, TextCompletion
-from lockstep.sampling.choosing import random_streams, uniforms
-from lockstep.sampling.local import LocalEngine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -196,11 +196,11 @@ def test_compiled_steps_are_as_near_to_the_truth_as_others() -> None:
 def test_weights_of_a_model_in_training_stay_where_they_are_so_that_graphs_serve_again() -> None:
     """Of bf16 training the model that is sampled from is a narrow copy, refreshed in place."""
     from lockstep.backend.torch_backend import TorchBackend
-    from lockstep.sampling.borrowed import BorrowedEngine
+    from lockstep.rollouts.engines.colocated import ColocatedEngine
     from lockstep.types import Completion, Datum, LossSpec, OptimStep
 
     backend = TorchBackend(make_model(dtype=torch.float32), precision="bf16", micro_batch_tokens=4096)
-    engine = BorrowedEngine(
+    engine = ColocatedEngine(
         lambda: backend.lend_model(stable=True), NoText(), lambda mine: [mine], max_kept_bytes=1 << 30, compiles=True
     )
     prompts = make_prompts()
@@ -215,5 +215,5 @@ def test_weights_of_a_model_in_training_stay_where_they_are_so_that_graphs_serve
     assert decoder._graphs._graphs.keys() == graphs.keys()
     assert all(decoder._graphs._graphs[key] is graph for key, graph in graphs.items())
     assert [a.tokens for own in first for a in own] != [a.tokens for own in second for a in own]
-    fresh = BorrowedEngine(backend.lend_model, NoText(), lambda mine: [mine], compiles=True).sample(prompts, PARAMS)
+    fresh = ColocatedEngine(backend.lend_model, NoText(), lambda mine: [mine], compiles=True).sample(prompts, PARAMS)
     assert [a.tokens for own in fresh for a in own] == [a.tokens for own in second for a in own]

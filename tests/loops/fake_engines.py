@@ -10,7 +10,7 @@ from typing import Any
 
 from loops.grpo_run import draw_answer
 
-from lockstep.sampling.sampler import Begun, Prompt, SamplingParams, TextCompletion
+from lockstep.inference.sampler import PartialCompletion, Prompt, SamplingParams, TextCompletion
 
 
 @dataclass
@@ -55,7 +55,7 @@ class FakeEngines:
         self.asked.append((list(keys), versions))
         assert versions[0] <= self.version <= versions[1], f"asked for {versions}, at {self.version}"
         known = begun or [[None] * params.num_samples for _ in prompts]
-        grown: list[list[Begun | None]] = [list(own) for own in known]
+        grown: list[list[PartialCompletion | None]] = [list(own) for own in known]
         for place, key in enumerate(keys):
             self.begun.setdefault(key, sum(len(own.tokens) for own in known[place] if own))
             if key in self.failures:
@@ -75,7 +75,7 @@ class FakeEngines:
         self.released.set()
 
     def _grow(self, grown: Any, place: int, key: int, number: int, params: SamplingParams) -> bool:
-        old = grown[place][number] or Begun((), (), ())
+        old = grown[place][number] or PartialCompletion((), (), ())
         tokens = draw_answer(params, key, number)
         if len(old.tokens) == len(tokens):
             return False
@@ -84,10 +84,12 @@ class FakeEngines:
         time.sleep(self.pause_s(key))
         version, token = self.version, tokens[len(old.tokens)]
         logprob = -((self.published[version] - token) ** 2) / 2
-        grown[place][number] = Begun((*old.tokens, token), (*old.logprobs, logprob), (*old.versions, version))
+        grown[place][number] = PartialCompletion(
+            (*old.tokens, token), (*old.logprobs, logprob), (*old.versions, version)
+        )
         return True
 
-    def _finish(self, grown: Begun, key: int, number: int, params: SamplingParams) -> TextCompletion:
+    def _finish(self, grown: PartialCompletion, key: int, number: int, params: SamplingParams) -> TextCompletion:
         reason = "length" if len(grown.tokens) == params.max_tokens else "stop"
         text = " ".join(map(str, grown.tokens))
         return TextCompletion(grown.tokens, text, reason, grown.logprobs, max(grown.versions), grown.versions)

@@ -10,10 +10,10 @@ import torch
 
 from lockstep.backend.fake import FakeBackend
 from lockstep.config import RunConfig
-from lockstep.parallel.group import Group
+from lockstep.parallel.group import ProcessGroup
 from lockstep.rundir import RunDir
 from lockstep.train import dpo, sft
-from lockstep.train.progress import Checkpoints, Progress
+from lockstep.train.checkpoints import Checkpoints, Progress
 from lockstep.train.run import resume
 from lockstep.types import Completion, Datum, Logprobs
 
@@ -78,7 +78,7 @@ def train(
     """The run in `folder`, from its start or from its newest checkpoint: what train.run does around the loop."""
     run = RunDir(folder, owner=True) if (folder / "config.yaml").exists() else RunDir.create(folder, config)
     run.sweep()
-    progress = resume(run, backend, Group(0, 1, torch.device("cpu")), DIGEST)
+    progress = resume(run, backend, ProcessGroup(0, 1, torch.device("cpu")), DIGEST)
     checkpoints = Checkpoints(
         run,
         backend,

@@ -15,15 +15,15 @@ from loops.fake_run import DIGEST, make_config
 from lockstep.backend.fake import FakeBackend
 from lockstep.config import RunConfig
 from lockstep.data.prompts import PromptRow, Prompts
-from lockstep.parallel.group import Group as Ranks
-from lockstep.rewards.reward import Attempt, Outcome, Turn
+from lockstep.inference.sampler import Prompt, SamplingParams, TextCompletion
+from lockstep.parallel.group import ProcessGroup as Ranks
+from lockstep.rollouts.episode import Rollouts
+from lockstep.rollouts.orchestrator import Orchestrator
+from lockstep.rollouts.rewards.reward import Attempt, Outcome, Turn
+from lockstep.rollouts.source import ColocatedRollouts, EngineRollouts, RolloutSource, Task, read_rollouts
 from lockstep.rundir import RunDir
-from lockstep.sampling.sampler import Prompt, SamplingParams, TextCompletion
 from lockstep.train import grpo
-from lockstep.train.collecting import Collector
-from lockstep.train.feed import Feed, OwnFeed, SharedFeed, Task, read_rollouts
-from lockstep.train.progress import Checkpoints, Progress
-from lockstep.train.rollouts import Rollouts
+from lockstep.train.checkpoints import Checkpoints, Progress
 from lockstep.train.run import resume
 
 
@@ -131,10 +131,12 @@ def train(
     buffer = task.open_buffer(progress, found)
     if engines is not None:
         rollouts, begun = make_rollouts(config, None, judge), (found or {}).get("under_way")
-        collector = Collector(task, buffer, rollouts, engines, num_threads=6, found=begun)
-        feed: Feed = SharedFeed(collector, lambda value: value, backend.read_weights, interval_s=5)
+        collector = Orchestrator(task, buffer, rollouts, engines, num_threads=6, found=begun)
+        feed: RolloutSource = EngineRollouts(collector, lambda value: value, backend.read_weights, interval_s=5)
     else:
-        feed = OwnFeed(task, buffer, make_rollouts(config, _own_sample(policy or FakePolicy(backend), buffer), judge))
+        feed = ColocatedRollouts(
+            task, buffer, make_rollouts(config, _own_sample(policy or FakePolicy(backend), buffer), judge)
+        )
     try:
         held_out = validation if validation is not None else Prompts([])
         total = task.schedule.num_steps

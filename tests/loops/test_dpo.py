@@ -94,12 +94,12 @@ def test_the_numbers_of_a_step_are_means_over_its_pairs(tmp_path):
 def _gradient(backend: FakeBackend) -> float:
     """Of the first step, clipped to 1 as the configuration has it; at the start every margin is zero."""
     batch = backend.calls_of("forward_backward")[0].batch
-    slopes = [
+    grad_logprobs = [
         -0.05
         * sum(s * w * -(20.0 - t % 7) for c, s in zip(pair.completions, (1, -1)) for t, w in zip(c.tokens, c.weights))
         for pair in batch
     ]
-    return max(-1.0, min(1.0, sum(slopes) / len(batch)))
+    return max(-1.0, min(1.0, sum(grad_logprobs) / len(batch)))
 
 
 def test_tokens_that_one_answer_has_more_than_the_other_count_less_on_request(tmp_path):

@@ -12,7 +12,7 @@ from loops.grpo_run import FakePolicy, FlatJudge, SumJudge, grpo_config, make_pr
 from lockstep.algorithms.advantages import find_advantages
 from lockstep.backend.fake import FakeBackend
 from lockstep.data.prompts import PromptRow, Prompts
-from lockstep.rewards.reward import Attempt, Outcome, Turn
+from lockstep.rollouts.rewards.reward import Attempt, Outcome, Turn
 from lockstep.train.options import policy_options
 from lockstep.train.steps import Diverged
 

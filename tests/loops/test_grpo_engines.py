@@ -18,10 +18,10 @@ from loops.grpo_run import FlatJudge, SumJudge, grpo_config, make_prompts, sampl
 
 from lockstep.backend.fake import FakeBackend
 from lockstep.config import RunConfig
-from lockstep.rewards.reward import Outcome
+from lockstep.rollouts.episode import Answer, Group
+from lockstep.rollouts.rewards.reward import Outcome
+from lockstep.rollouts.source import EngineRollouts
 from lockstep.rundir import RunDir
-from lockstep.train.feed import SharedFeed
-from lockstep.train.rollouts import Answer, Group
 from lockstep.train.steps import Diverged
 
 OF_ENGINES = {"sample_time_s", "buffer", "engines"}
@@ -266,7 +266,7 @@ def meet(answers: Sequence[Any]) -> tuple[list[Any], int]:
 
     def be_rank(number: int) -> None:
         collector: Any = SlowCollector(answers) if number == 0 else None
-        feed = SharedFeed(collector, lambda value: ranks.share(number == 0, value), dict, interval_s=1)
+        feed = EngineRollouts(collector, lambda value: ranks.share(number == 0, value), dict, interval_s=1)
         try:
             found[number] = feed.take()
         except Exception as error:

@@ -21,7 +21,7 @@ from loops.fake_run import (
 
 from lockstep.backend.fake import FakeBackend
 from lockstep.rundir import RunDir
-from lockstep.train.progress import CheckpointError, Checkpoints
+from lockstep.train.checkpoints import CheckpointError, Checkpoints
 from lockstep.train.steps import Diverged
 from lockstep.types import OptimResult, OptimStep
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.backend.torch_backend import TorchBackend
-from lockstep.parallel.group import Group
+from lockstep.parallel.group import ProcessGroup
 from lockstep.types import Completion, Datum, LossSpec
 
 datasets = pytest.importorskip("datasets", reason="needs the extra 'peers'")
@@ -115,7 +115,7 @@ def step_of_lockstep(
     """Of the policy, beside a frozen copy of the reference."""
     model = reference
     backend = TorchBackend(
-        model, micro_batch_tokens=150, precision="fp64", reference="copy", group=Group(0, 1, torch.device("cpu"))
+        model, micro_batch_tokens=150, precision="fp64", reference="copy", group=ProcessGroup(0, 1, torch.device("cpu"))
     )
     model.load_state_dict(policy.state_dict())
     found = backend.forward_backward(batch, LossSpec(kind, 1 / len(batch), options, reference=True))

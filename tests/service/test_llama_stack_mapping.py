@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from lockstep.config import settle_config
+from lockstep.config import resolve_config
 from lockstep.service.llama_stack.mapping import MappedJob, TrainingData, map_fine_tune, map_preference
 from lockstep.service.llama_stack.rows import RequestError, check_format, convert_rows, is_foreign
 from lockstep.service.llama_stack.schemas import FineTuneRequest, PreferenceRequest
@@ -42,7 +42,7 @@ def prefer(algorithm: dict[str, Any], training_config: dict[str, Any] | None = N
 
 def settled(job: MappedJob) -> Any:
     """What Lockstep itself makes of it: every mapping must be a valid configuration."""
-    return settle_config(job.config)
+    return resolve_config(job.config)
 
 
 # --- steps and batches ------------------------------------------------------------------------------------------------

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from lockstep.config import settle_config
+from lockstep.config import resolve_config
 from lockstep.rundir import RunDir
 from lockstep.service.llama_stack.views import STATES, SUBMISSION_FILE, artifacts_of, status_of
-from lockstep.service.schemas import FINISHED, JobMetrics, JobView, Progress
+from lockstep.service.schemas import FINISHED, JobMetrics, JobProgress, JobView
 
 
 def make_run(folder: Path) -> RunDir:
     (folder / "train.jsonl").write_text("")
-    config = settle_config({"model": "org/model", "data": {"train": str(folder / "train.jsonl")}})
+    config = resolve_config({"model": "org/model", "data": {"train": str(folder / "train.jsonl")}})
     return RunDir.create(folder / "run", config)
 
 
@@ -79,7 +79,7 @@ def test_resources_name_processes_devices_and_memory(tmp_path):
 
 def test_progress_and_metrics_are_passed_on(tmp_path):
     job = make_job(
-        progress=Progress(phase="training", step=3, total_steps=4, fraction=0.75, eta_s=2.0),
+        progress=JobProgress(phase="training", step=3, total_steps=4, fraction=0.75, eta_s=2.0),
         metrics=JobMetrics(train={"loss": 1.0}, validation={"loss": 2.0}),
     )
     answer = status_of(job, make_run(tmp_path))

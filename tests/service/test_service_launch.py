@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from served import processes_of, python_path, tree, wait_for
 
-from lockstep.config import settle_config
+from lockstep.config import resolve_config
 from lockstep.launch import LocalLauncher, Resources
 from lockstep.launch.local import MARK_VARIABLE, _launch_lock
 from lockstep.rundir import RunDir
@@ -27,7 +27,7 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> LocalLauncher:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[RunDir]:
-    made = RunDir.create(tmp_path / "run", settle_config(tree("hangs")))
+    made = RunDir.create(tmp_path / "run", resolve_config(tree("hangs")))
     yield made
     for pid in processes_of(made.path):
         os.kill(pid, 9)

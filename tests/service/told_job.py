@@ -13,8 +13,8 @@ import time
 import types
 from pathlib import Path
 
-from lockstep.launch import worker
 from lockstep.rundir import RunDir
+from lockstep.train import worker
 
 NUM_STEPS = 5
 

@@ -18,8 +18,15 @@ from lockstep.data.formats.conversation import (
     check_messages,
     find_answers,
 )
-from lockstep.data.formats.fields import read_answer, read_optional, read_prompt, read_string, read_tools
-from lockstep.data.formats.messages import TurnNames, read_turns
+from lockstep.data.formats.messages import (
+    TurnNames,
+    read_answer,
+    read_optional,
+    read_prompt,
+    read_string,
+    read_tools,
+    read_turns,
+)
 from lockstep.data.sources.files import DataError, Row, json_type
 
 TURNS_KEYS = ("messages", "conversations", "conversation")

@@ -20,8 +20,15 @@ from lockstep.data.formats.answers import (
     read_instruction,
 )
 from lockstep.data.formats.conversation import Conversation, Message, Pair, Passage, check_answer, check_messages
-from lockstep.data.formats.fields import parse_label, read_answer, read_prompt, read_tools
-from lockstep.data.formats.messages import read_turn, read_turns, turn_style
+from lockstep.data.formats.messages import (
+    parse_label,
+    read_answer,
+    read_prompt,
+    read_tools,
+    read_turn,
+    read_turns,
+    turn_style,
+)
 from lockstep.data.sources.files import DataError, Row, json_type
 
 LABEL_KEYS = ("kto_tag", "label")

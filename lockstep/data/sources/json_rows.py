@@ -11,9 +11,19 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from lockstep.data.sources import text_files
-from lockstep.data.sources.rows import DataError, RawRow, SourceFile, json_type
-from lockstep.data.sources.text_files import Stream, decode_text, not_utf8, open_text, read_lines, too_long
+from lockstep.data.sources import rows as text_files
+from lockstep.data.sources.rows import (
+    DataError,
+    RawRow,
+    SourceFile,
+    Stream,
+    decode_text,
+    json_type,
+    not_utf8,
+    open_text,
+    read_lines,
+    too_long,
+)
 
 _BLOCK = 2**20
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")

@@ -12,9 +12,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from lockstep.data.sources import text_files
-from lockstep.data.sources.rows import DataError, RawRow, SourceFile
-from lockstep.data.sources.text_files import decode_text, read_lines
+from lockstep.data.sources import rows as text_files
+from lockstep.data.sources.rows import DataError, RawRow, SourceFile, decode_text, read_lines
 
 _BATCH_ROWS = 1000
 _BUFFER_BYTES = 2**20

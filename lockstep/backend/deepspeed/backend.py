@@ -1,0 +1,403 @@
+"""TrainingBackend on DeepSpeed: parameters, gradients and optimizer state split by ZeRO 1, 2 or 3, on CPU or CUDA.
+
+Batches and losses are the same as TorchBackend's; DeepSpeed holds what is trained, adds gradients up and steps.
+Checkpoints are in the same format, so a run can move between the two. Must not know configuration files.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from lockstep.backend import loss_step as stepping
+from lockstep.backend import state
+from lockstep.backend.batching import MicroBatch, documents_of, share_of, to_micro_batch
+from lockstep.backend.build import build_policy, settle_dtypes
+from lockstep.backend.deepspeed.config import resolve_ds_config, wanted_precision
+from lockstep.backend.deepspeed.pieces import MOMENTS, ZeroPieces, whole_shape
+from lockstep.backend.loss_step import RankBatch, TokenLogprobs
+from lockstep.backend.probe import check_policy
+from lockstep.backend.reference import AdapterOff
+from lockstep.backend.torch_backend import agree_on_precision, join_group
+from lockstep.config import ParallelConfig
+from lockstep.config.parallel import ONE_RANK
+from lockstep.model.export import PARAMETER_PREFIX, save_weights
+from lockstep.model.load import DTYPES
+from lockstep.model.policy import causal_lm
+from lockstep.parallel.group import ProcessGroup, peak_memory_gib
+from lockstep.types import Datum, Logprobs, LossResult, LossSpec, LossValues, OptimResult, OptimStep
+
+
+class DeepSpeedBackend:
+    """`forward_backward` adds gradients up; `optim_step` applies and clears them.
+
+    `zero_stage` and `offload` are the keys of the parallel section, `given` is the content of a ds_config.json, and
+    `max_grad_norm` what a gradient_clipping in it must agree with.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        zero_stage: int | None = None,
+        offload: bool = False,
+        given: Mapping[str, Any] | None = None,
+        max_grad_norm: float | None = None,
+        micro_batch_tokens: int = 4096,
+        precision: str = "auto",
+        activation_checkpointing: str = "none",
+        activation_offload: bool = False,
+        compile: bool | str = "auto",
+        logits_gib: float = 2.5,
+        reference: str = "none",
+        temperature: float = 1.0,
+        device: str = "auto",
+        seed: int = 0,
+        timeout_s: float = 600.0,
+        group: ProcessGroup | None = None,
+    ) -> None:
+        self.group = group or join_group(device, ParallelConfig(), timeout_s)
+        self.device = self.group.device
+        self.micro_batch_tokens, self._offloads = micro_batch_tokens, activation_offload
+        _refuse_other_axes(self.group)
+        if reference not in ("none", "adapter_off"):
+            raise ValueError(f"the reference {reference!r} needs parallel.backend torch: use precomputed, or LoRA")
+        self.precision = agree_on_precision(wanted_precision(given or {}, precision), self.group)
+        settings = resolve_ds_config(
+            given or {}, stage=zero_stage, offload=offload, precision=self.precision, max_grad_norm=max_grad_norm
+        )
+        self.zero_stage: int = settings["zero_optimization"]["stage"]
+        compiled = _may_compile(compile, self.device, self.zero_stage)
+        if self._splits_model and activation_checkpointing == "selective":
+            raise ValueError(
+                "ZeRO stage 3 gathers inside what selective recomputes: set activation_checkpointing to full"
+            )
+        before = _process_groups()
+        self._deepspeed = _import_deepspeed(self.device)
+        settle_dtypes(model, DTYPES[self.precision])
+        # Every rank begins with the whole model; with stage 3 in host memory, from where it is split piece by piece.
+        whole = replace(self.group, degrees=ONE_RANK, device=torch.device("cpu") if self._splits_model else self.device)
+        narrow = None if self.precision == "fp32" else DTYPES[self.precision]
+        self.policy = build_policy(
+            model,
+            whole,
+            compute_dtype=narrow,
+            activation_checkpointing=activation_checkpointing,
+            compile_layers=compiled,
+            parallel=ParallelConfig(),
+            logits_gib=logits_gib,
+        ).policy
+        exact = self._cast(narrow)
+        self._reference = AdapterOff(model) if reference == "adapter_off" else None
+        self._optimizer = stepping.build_optimizer(self.parameters(), self.device)
+        self._engine = self._start_engine(settings)
+        _set_deadlines(_process_groups() - before, timeout_s)
+        self.pieces = ZeroPieces(self._deepspeed, self._engine, self._optimizer, self.group)
+        for name, parameter in self.parameters().items():
+            if name in exact:
+                self.pieces.set(parameter, exact.pop(name).to(self.device))
+        self.warnings = check_policy(self.policy, self._evaluation(), self.device, self.precision)
+        self.policy.use_temperature(temperature)  # the check above is of the model as it is
+        self._has_gradients = False
+        state.seed_rank(seed, self.group.data_rank)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """What is trained, by the names that the model itself uses; with stage 3 without their content."""
+        return {name: p for name, p in self.policy.model.named_parameters() if p.requires_grad}
+
+    def forward(self, batch: Sequence[Datum], *, reference: bool = False) -> list[Logprobs]:
+        work = self._work(batch, LossSpec())
+        found = self._reference_logprobs(work) if reference else [f.logprobs for f in self._logprobs(work)]
+        values = stepping.gather(work, found, self.group)
+        return stepping.spread(values.tolist(), work.documents, batch)
+
+    def forward_backward(self, batch: Sequence[Datum], loss: LossSpec) -> LossResult:
+        names = stepping.metric_names(loss)
+        work = self._work(batch, loss)
+        if work.share.num_asked == 0:
+            raise ValueError(f"nothing to learn in this batch of {len(batch)} rows: every weight is zero")
+        reference = self._reference_logprobs(work) if loss.reference else None
+        sums = torch.zeros(len(names), dtype=torch.float64, device=self.device)
+        micro_batches, carried = work.micro_batches, loss
+        if not stepping.is_direct(loss, work, num_parts=1):
+            found = self._logprobs(work, facts=stepping.needs_facts(loss))
+            grad_logprobs, metrics = stepping.find_slopes(work, loss, found, reference, self.group)
+            micro_batches, carried = [stepping.with_slopes(m, grad_logprobs) for m in micro_batches], stepping.SLOPES
+            sums += stepping.stack(metrics, names) * (self.group.rank == 0)
+        elif reference is not None:
+            micro_batches = [stepping.with_reference(m, r) for m, r in zip(micro_batches, reference, strict=True)]
+        passes = [self._backward(micro_batch, carried) for micro_batch in micro_batches]
+        if carried is loss:
+            sums += sum(stepping.stack(metrics, names) for metrics, _ in passes)
+        self._has_gradients = True
+        guilty = stepping.flag_rows(work, [logprobs for _, logprobs in passes], self.device)
+        totals = self.group.sum(torch.cat([sums, guilty])).tolist()
+        values = dict(zip(names, totals))
+        loss_sum = values.pop("loss")
+        bad = stepping.name_rows(totals[len(names) :], batch)
+        result = LossValues(loss_sum, values, () if math.isfinite(loss_sum) else bad)
+        return LossResult(lambda: result, num_tokens=work.share.num_tokens, num_supervised=work.share.num_asked)
+
+    def mix_reference(self, share: float) -> None:
+        raise ValueError("a reference that follows the policy needs parallel.backend torch")
+
+    def optim_step(self, step: OptimStep) -> OptimResult:
+        norm = 0.0
+        if self._has_gradients:
+            stepping.set_step(self._optimizer, step)
+            self._engine.optimizer.clip_grad = step.max_grad_norm or 0.0
+            self._engine.step()  # leaves a step out whose norm is not finite
+            norm = float(self._engine.get_global_grad_norm())
+            self._has_gradients = False
+        scale = self._loss_scale if self.precision == "fp16" else None
+        return OptimResult(lambda: norm, peak_memory_gib=peak_memory_gib(self.device), loss_scale=scale)
+
+    @property
+    def _loss_scale(self) -> float:
+        return float(self._engine.optimizer.loss_scale) if self.precision == "fp16" else 1.0
+
+    def save_state(self, path: Path) -> Future[None]:
+        """Each rank writes whole tensors of its share of the parameters."""
+        num_steps = self.pieces.num_steps
+        keys = (None, *MOMENTS) if num_steps else (None,)
+        mine: dict[str, nn.Parameter] = {}
+        moments: dict[Tensor, dict[str, Tensor]] = {}
+        for number, (name, parameter) in enumerate(self.parameters().items()):
+            found = [self.pieces.get(parameter, key) for key in keys]
+            if self._owner(number) != self.group.rank:
+                continue
+            value, *averages = (tensor.detach().cpu() for tensor in found)
+            mine[name] = nn.Parameter(value, requires_grad=False)
+            if num_steps:
+                moments[mine[name]] = {"step": torch.tensor(num_steps), **dict(zip(MOMENTS, averages))}
+        return state.save(path, mine, _stand_in(mine, moments), self.group)
+
+    def load_state(self, path: Path, *, with_optimizer: bool = True) -> None:
+        """Each rank reads its share of the parameters whole, and gives the others their pieces."""
+        parameters = self.parameters()
+        _refuse_incomplete(path, list(parameters), with_optimizer)
+        mine = {
+            name: nn.Parameter(torch.empty(whole_shape(p), dtype=torch.float32), requires_grad=False)
+            for number, (name, p) in enumerate(parameters.items())
+            if self._owner(number) == self.group.rank
+        }
+        optimizer = _stand_in(mine, {})
+        state.load(path, mine, optimizer if with_optimizer else None, self.group)
+        if with_optimizer:
+            steps = [float(found["step"]) for found in optimizer.state.values()]
+            self.pieces.num_steps = max(max(part, default=0.0) for part in self.group.gather_objects(steps))
+        for number, (name, parameter) in enumerate(parameters.items()):
+            for key in (None, *MOMENTS) if with_optimizer else (None,):
+                value = torch.zeros(whole_shape(parameter), device=self.device)
+                if name in mine:
+                    found = mine[name] if key is None else optimizer.state.get(mine[name], {}).get(key, value)
+                    value.copy_(found.detach())
+                if self.group.num_ranks > 1:
+                    dist.broadcast(value, src=self._owner(number))
+                self.pieces.set(parameter, value, key)
+        self.pieces.spread(parameters.values())
+
+    def read_weights(self) -> dict[str, Tensor]:
+        """The trained tensors as they are sampled with, whole, on rank 0's CPU. All ranks."""
+        whole: dict[str, Tensor] = {}
+        is_whole = all(p.requires_grad for p in self.policy.model.parameters())
+        held = self.policy.model.state_dict(keep_vars=True) if is_whole else self.parameters()
+        seen: set[int] = set()
+        for name, value in held.items():
+            if id(value) in seen:  # of tied tensors one is enough
+                continue
+            seen.add(id(value))
+            with self.pieces.gathered([value]):
+                full = self.pieces.get(value) if value.requires_grad else value
+                if self.group.rank == 0:
+                    dtype = DTYPES[self.precision] if value.requires_grad else value.dtype
+                    whole[name] = full.detach().to("cpu", dtype, copy=True)
+        return whole
+
+    def export_weights(self, path: Path) -> None:
+        """The trained weights as Hugging Face tools read them: the adapter under LoRA, otherwise the model."""
+        whole: dict[str, Tensor] = {}
+        found: dict[int, Tensor] = {}
+        for name, value in self.policy.model.state_dict(keep_vars=True).items():
+            if id(value) not in found:  # tied parameters stay one tensor, by which the writer knows that they are tied
+                with self.pieces.gathered([value]):
+                    full = self.pieces.get(value) if value.requires_grad else value
+                    found[id(value)] = full.detach().to("cpu", copy=True) if self.group.rank == 0 else torch.empty(0)
+            whole[name] = found[id(value)]
+        if self.group.rank == 0:
+            save_weights(self.policy.model, whole, path)
+        self.group.barrier()
+
+    @contextmanager
+    def lend_model(self, *, stable: bool = False) -> Iterator[Any]:
+        """The model as its owner knows it, to generate with. All ranks, and all must call it alike.
+
+        `stable` changes nothing: DeepSpeed's weights stay where they are.
+        """
+        causal = causal_lm(self.policy.model)
+        generation, use_cache = causal.generation_config, causal.config.use_cache
+        with self._evaluation(), self.policy.own_attention(), torch.compiler.set_stance("force_eager"):
+            causal.config.use_cache = True
+            try:
+                yield self.policy.model
+            finally:
+                causal.generation_config, causal.config.use_cache = generation, use_cache
+
+    def close(self) -> None:
+        self.policy.stop_packing()
+        self._engine.destroy()
+        self.group.leave()
+
+    @property
+    def _splits_model(self) -> bool:
+        return self.zero_stage == 3
+
+    def _owner(self, number: int) -> int:
+        """The rank that reads and writes a parameter."""
+        return number % self.group.num_ranks
+
+    def _start_engine(self, settings: dict[str, Any]) -> Any:
+        if self._splits_model:
+            dtype = DTYPES[self.precision]
+            self._deepspeed.zero.Init(module=self.policy, config_dict_or_path=settings, dtype=dtype)
+            self.policy.use_variable_length(self.device, dtype)
+            for buffer in self.policy.buffers():
+                buffer.data = buffer.data.to(self.device)
+        engine, *_ = self._deepspeed.initialize(model=self.policy, optimizer=self._optimizer, config=settings)
+        if engine.dp_world_size != self.group.num_ranks:
+            raise ValueError(
+                f"DeepSpeed shares rows over {engine.dp_world_size} of {self.group.num_ranks} ranks: take what splits "
+                "the model otherwise out of parallel.deepspeed_config"
+            )
+        return engine
+
+    def _cast(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
+        """Trained parameters in the dtype of the computation; returns those that this rounded, as they were.
+
+        DeepSpeed makes its float32 copies of what it is given, and training begins with what the model had.
+        """
+        exact: dict[str, Tensor] = {}
+        for name, parameter in self.parameters().items():
+            if dtype is not None:
+                before = parameter.data
+                parameter.data = before.to(dtype)
+                if not torch.equal(parameter.data.to(before.dtype), before):
+                    exact[name] = before.cpu()
+        return exact
+
+    @contextmanager
+    def _evaluation(self) -> Iterator[None]:
+        self.policy.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.policy.train()
+
+    def _work(self, batch: Sequence[Datum], loss: LossSpec) -> RankBatch:
+        documents = documents_of(batch, max_shared_tokens=self.micro_batch_tokens * self.policy.shares_prompts)
+        share = share_of(
+            documents,
+            rank=self.group.data_rank,
+            num_ranks=self.group.degrees.data,
+            budget_tokens=self.micro_batch_tokens,
+            max_documents=None if self.policy.packs else 1,
+        )
+        multiple_of = 128 if self.device.type == "cuda" and self.policy.packs else 1  # whole tiles for matrix kernels
+        micro_batches = [
+            to_micro_batch(part, batch, loss, self.device, torch.float32, multiple_of) for part in share.micro_batches
+        ]
+        return RankBatch(batch, documents, share, micro_batches)
+
+    def _logprobs(self, work: RankBatch, *, facts: bool = False) -> list[TokenLogprobs]:
+        """Of each micro-batch, without gradient."""
+        with self._evaluation():
+            return [stepping.keep(self._engine(m.packed, facts=facts)) for m in work.micro_batches]
+
+    def _reference_logprobs(self, work: RankBatch) -> list[Tensor]:
+        if self._reference is None:
+            raise ValueError("this backend was built without a reference: give it reference='adapter_off'")
+        with self._reference.in_place():
+            return [found.logprobs for found in self._logprobs(work)]
+
+    def _backward(self, micro_batch: MicroBatch, loss: LossSpec) -> tuple[dict[str, Tensor], Tensor]:
+        call, scale = functools.partial(self._engine, micro_batch.packed), self._loss_scale
+        with torch.autograd.graph.save_on_cpu(self.device.type == "cuda") if self._offloads else nullcontext():
+            # DeepSpeed divides by the number of ranks when it adds up their gradients, and losses are sums.
+            total, metrics, logprobs = stepping.compute_losses(micro_batch, loss, call, self.group.num_ranks * scale)
+        self._engine.backward(total / scale)  # which multiplies by the scale again
+        return metrics, logprobs
+
+
+def _refuse_other_axes(group: ProcessGroup) -> None:
+    for axis in ("tensor", "pipeline", "context"):
+        if getattr(group.degrees, axis) > 1:
+            raise ValueError(f"parallel.{axis} needs parallel.backend torch: DeepSpeed shares rows only here")
+
+
+def _may_compile(wanted: bool | str, device: torch.device, stage: int) -> bool:
+    if wanted is True and stage == 3:
+        raise ValueError("model.compile does not go with ZeRO stage 3, which gathers inside layers: set it to false")
+    return device.type == "cuda" and stage < 3 if wanted == "auto" else bool(wanted)
+
+
+def _import_deepspeed(device: torch.device) -> Any:
+    """The package, on this device, with the processes that have already met."""
+    os.environ.setdefault("LOCAL_RANK", "0")
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        deepspeed: Any = importlib.import_module("deepspeed")  # an extra, and without types
+    except ImportError as error:
+        raise ValueError("parallel.backend deepspeed needs DeepSpeed: pip install 'lockstep[deepspeed]'") from error
+    found = deepspeed.accelerator.get_accelerator().device_name()
+    if found != device.type:
+        raise ValueError(f"DeepSpeed runs on {found} in this process, but launch.device is {device.type}: choose one")
+    # Its own collectives on CPU are compiled at first use and wait without a deadline; gloo's do neither.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if not dist.is_initialized():  # one rank: DeepSpeed wants a group even so
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    deepspeed.init_distributed(verbose=False)
+    return deepspeed
+
+
+def _process_groups() -> set[dist.ProcessGroup]:
+    return set(dist.distributed_c10d._world.pg_map)
+
+
+def _set_deadlines(groups: set[dist.ProcessGroup], timeout_s: float) -> None:
+    """DeepSpeed gives the groups it makes torch's own deadline; there is no public way to pass ours (torch 2.13)."""
+    for group in groups:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+
+
+def _stand_in(parameters: Mapping[str, nn.Parameter], moments: Mapping[Tensor, dict[str, Tensor]]) -> torch.optim.AdamW:
+    """Whole parameters and moments in the form that checkpoints are written from and read into."""
+    optimizer = torch.optim.AdamW([*parameters.values(), nn.Parameter(torch.empty(0))])
+    optimizer.state.update(moments)
+    return optimizer
+
+
+def _refuse_incomplete(path: Path, names: list[str], with_optimizer: bool) -> None:
+    """Asked by every rank of all names, so that none waits for one that found its share incomplete."""
+    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    missing = [name for name in names if PARAMETER_PREFIX + name not in stored]
+    if missing:
+        raise ValueError(f"the checkpoint {path} lacks {len(missing)} tensors this model has, first {missing[0]!r}")
+    if with_optimizer and not any(name.startswith("optimizer.") for name in stored):
+        raise ValueError(f"the checkpoint {path} has no optimizer state: it was written before the first step")

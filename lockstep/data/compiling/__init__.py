@@ -1,1 +1,0 @@
-"""The rows of one part through all the steps, in several processes."""

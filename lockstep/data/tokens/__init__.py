@@ -1,1 +1,0 @@
-"""Text with spans as tokens with weights, cut to length. Knows nothing of files and formats."""

@@ -1,0 +1,207 @@
+"""Keys and values of every sequence under way, in slots of fixed length, and the attention that fills and reads them.
+
+Registered with transformers under a name of its own; what an attention call is to do arrives in `cached_pass`.
+Must not know sampling, text or queues.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from lockstep.model.attention import PackedLayout, packed_attention, variable_length_problem
+
+CACHED = "lockstep_cached"
+
+
+class UnsupportedModelError(Exception):
+    """Why a model cannot be decoded with this cache."""
+
+
+class AttentionPass(Protocol):
+    """One pass through the model as each of its attention layers sees it; gives [batch, tokens, heads, head_dim]."""
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
+    ) -> Tensor: ...
+
+
+def register() -> None:
+    """Make the name known to transformers. Idempotent. It has no mask function: no mask is ever built."""
+    AttentionInterface.register(CACHED, cached_attention)
+
+
+def cached_attention(
+    module: nn.Module,
+    query: Tensor,  # [batch, heads, tokens, head_dim]
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    cached_pass: AttentionPass | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention signature."""
+    name = type(module).__name__
+    for feature in ("softcap", "s_aux", "position_bias"):
+        if kwargs.get(feature) is not None:
+            raise UnsupportedModelError(f"{name} uses {feature} in its attention")
+    if attention_mask is not None:
+        raise UnsupportedModelError(f"{name} builds an attention mask of its own")
+    if not getattr(module, "is_causal", True):
+        raise UnsupportedModelError(f"{name} is not causal")
+    if cached_pass is None:
+        raise UnsupportedModelError(f"{name} does not get the arguments that its model was called with")
+    return cached_pass.attend(module, query, key, value, scaling, sliding_window), None
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one attention layer keeps of a token."""
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+
+
+class KeyValueCache:
+    """`num_slots` sequences of at most `capacity` tokens. Zeros at first: what is masked is still multiplied by 0."""
+
+    def __init__(
+        self, shapes: dict[nn.Module, LayerShape], num_slots: int, capacity: int, device: torch.device
+    ) -> None:
+        self.num_slots, self.capacity, self._device = num_slots, capacity, device
+        self._layers: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        for module, shape in shapes.items():
+            keys, values = (
+                torch.zeros(num_slots, shape.num_heads, capacity, dim, dtype=shape.dtype, device=device)
+                for dim in (shape.key_dim, shape.value_dim)
+            )
+            self._layers[module] = (keys, values)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for pair in self._layers.values() for t in pair)
+
+    def of(self, module: nn.Module) -> tuple[Tensor, Tensor]:
+        """Keys and values, each [slots, heads, capacity, dim]."""
+        return self._layers[module]
+
+    def copy(self, moves: Sequence[tuple[int, int]], length: int) -> None:
+        """The first `length` tokens of each (from slot, to slot), as if all were copied at once."""
+        if not moves or not length:
+            return
+        sources, targets = torch.tensor(moves, device=self._device).unbind(1)
+        for pair in self._layers.values():
+            for tensor in pair:
+                tensor[targets, :, :length] = tensor[sources, :, :length]
+
+    def take_over(self, other: KeyValueCache) -> None:
+        """What the other cache holds, as far as there is room here."""
+        for module, pair in self._layers.items():
+            for new, old in zip(pair, other.of(module), strict=True):
+                num_slots, length = min(new.shape[0], old.shape[0]), min(new.shape[2], old.shape[2])
+                new[:num_slots, :, :length] = old[:num_slots, :, :length]
+
+    def clear(self) -> None:
+        """Numbers that are not finite, of weights that were no good, must not reach those that follow."""
+        for pair in self._layers.values():
+            for tensor in pair:
+                tensor.zero_()
+
+
+class ShapePass:
+    """One text from its beginning, kept nowhere: finds out what the layers would have to keep."""
+
+    def __init__(self, length: int) -> None:
+        self.shapes: dict[nn.Module, LayerShape] = {}
+        self._layout = PackedLayout((length,))
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
+    ) -> Tensor:
+        if module in self.shapes:
+            raise UnsupportedModelError(f"{type(module).__name__} is used twice for one token")
+        self.shapes[module] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1], key.dtype)
+        return packed_attention(
+            module, query, key, value, None, scaling=scaling, sliding_window=window, packed_layout=self._layout
+        )[0]
+
+
+class PrefillPass:
+    """New prompts from their beginning, packed into one row, each kept in its slot."""
+
+    def __init__(
+        self, cache: KeyValueCache, slots: Sequence[int], lengths: Sequence[int], device: torch.device
+    ) -> None:
+        self._cache = cache
+        self._layout = PackedLayout(tuple(lengths))
+        counts = torch.tensor(lengths)
+        self._slots = torch.repeat_interleave(torch.tensor(slots), counts).to(device)
+        self.positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+        self._boundaries = F.pad(counts.cumsum(0), (1, 0)).to(device, torch.int32)
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
+    ) -> Tensor:
+        keys, values = self._cache.of(module)
+        keys[self._slots, :, self.positions] = key[0].transpose(0, 1)
+        values[self._slots, :, self.positions] = value[0].transpose(0, 1)
+        how: dict[str, Any] = {"packed_layout": self._layout}
+        fused = variable_length_problem(query.device, query.dtype, query.shape[-1]) is None
+        if fused and key.shape[-1] == value.shape[-1]:
+            how = {"packed_boundaries": self._boundaries, "packed_max_length": max(self._layout.lengths)}
+        return packed_attention(module, query, key, value, None, scaling=scaling, sliding_window=window, **how)[0]
+
+
+class DecodePass:
+    """One more token for each of the first slots. `length`: as far as any of them reaches, this token included."""
+
+    def __init__(self, cache: KeyValueCache, positions: Tensor, length: int) -> None:
+        self._cache, self._positions, self._length = cache, positions, length
+        self._rows = torch.arange(len(positions), device=positions.device)
+        self._masks: dict[int | None, Tensor] = {}  # by window; one serves all layers
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
+    ) -> Tensor:
+        keys, values = self._cache.of(module)
+        keys[self._rows, :, self._positions] = key[:, :, 0]
+        values[self._rows, :, self._positions] = value[:, :, 0]
+        rows, num_heads = query.shape[:2]
+        # Heads that share keys stand where tokens would: no copy of the keys for each of them.
+        attended = F.scaled_dot_product_attention(
+            query[:, :, 0].unflatten(1, (keys.shape[1], -1)),
+            keys[:rows, :, : self._length],
+            values[:rows, :, : self._length],
+            attn_mask=self._mask(window, query.dtype),
+            scale=scaling,
+        )
+        return attended.reshape(rows, 1, num_heads, -1)
+
+    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """[slots, 1, 1, length] to be added to the scores: a token sees itself and what is before, in the window."""
+        if window not in self._masks:
+            # Slots without a sequence may count on beyond the length; with nothing to see they would give nan.
+            last = self._positions.clamp(max=self._length - 1)[:, None]
+            distance = last - torch.arange(self._length, device=last.device)
+            seen = distance >= 0
+            if window is not None:
+                seen &= distance < window
+            mask = torch.zeros_like(distance, dtype=dtype).masked_fill_(~seen, -torch.inf)
+            self._masks[window] = mask[:, None, None]
+        return self._masks[window]

@@ -1,0 +1,121 @@
+"""The next token of every row: from logits and one random number each, which is a pure function of what it is for.
+
+No generator has a state here: the number for a token follows from (seed, key, sample, position), the same on every
+device, whatever else is in the batch. Must not know models, slots or text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lockstep.inference.sampler import SamplingParams
+
+# Legend for names below: N rows, V vocabulary, B blocks of the vocabulary.
+_BLOCK = 128
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """How a distribution is shaped before a token is drawn from it; `temperature` 0 takes the likeliest."""
+
+    temperature: float
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> Truncation:
+        return cls(params.temperature, params.top_k, params.top_p, params.min_p)
+
+
+def sample_tokens(logits_nv: Tensor, truncation: Truncation, uniform_n: Tensor) -> tuple[Tensor, Tensor]:
+    """([N] tokens, [N] log-probs at the temperature, before truncation). Logits in float32 or wider."""
+    scaled = logits_nv if truncation.temperature in (0, 1) else logits_nv / truncation.temperature
+    normaliser_n = torch.logsumexp(scaled, dim=1)
+    if truncation.temperature == 0:
+        tokens_n = scaled.argmax(dim=1)
+    else:
+        probabilities_nv = _truncate((scaled - normaliser_n[:, None]).exp_(), truncation)
+        # Of nan any token: its log-prob says what is wrong.
+        tokens_n = _invert(probabilities_nv, uniform_n).clamp(max=scaled.shape[1] - 1)
+    return tokens_n, scaled.gather(1, tokens_n[:, None])[:, 0] - normaliser_n
+
+
+def _truncate(probabilities_nv: Tensor, truncation: Truncation) -> Tensor:
+    """What is kept, not brought back to a sum of 1. Tokens as likely as the last one kept are kept with it."""
+    if 0 < truncation.top_k < probabilities_nv.shape[1]:
+        least_n = probabilities_nv.topk(truncation.top_k, dim=1).values[:, -1]
+        probabilities_nv = probabilities_nv * (probabilities_nv >= least_n[:, None])
+    if truncation.top_p < 1:
+        ranked_nv = probabilities_nv.sort(dim=1, descending=True).values
+        reached_nv = ranked_nv.cumsum(dim=1)
+        enough_nv = reached_nv >= truncation.top_p * reached_nv[:, -1:]
+        least_n = ranked_nv.gather(1, enough_nv.int().argmax(dim=1, keepdim=True))[:, 0]
+        probabilities_nv = probabilities_nv * (probabilities_nv >= least_n[:, None])
+    if truncation.min_p > 0:
+        least_n = truncation.min_p * probabilities_nv.amax(dim=1)
+        probabilities_nv = probabilities_nv * (probabilities_nv >= least_n[:, None])
+    return probabilities_nv
+
+
+def _invert(weights_nv: Tensor, uniform_n: Tensor) -> Tensor:
+    """The token at which the running sum, in the order of token ids, passes the given part of the whole.
+
+    First the block, then the token in it: running sums over a whole vocabulary are slow, and their rounding depends
+    on how many rows there are.
+    """
+    missing = -weights_nv.shape[1] % _BLOCK
+    whole_nv = F.pad(weights_nv, (0, missing)) if missing else weights_nv  # padding by nothing would copy, too
+    blocks_nbk = whole_nv.unflatten(1, (-1, _BLOCK))
+    sums_nb = blocks_nbk.sum(dim=2).double()
+    reached_nb = sums_nb.cumsum(dim=1)
+    wanted_n = uniform_n * reached_nb[:, -1]
+    block_n = _first_beyond(reached_nb, sums_nb, wanted_n)
+    before_n = (reached_nb - sums_nb).gather(1, block_n[:, None])[:, 0]
+    block_nk = blocks_nbk[torch.arange(len(block_n), device=block_n.device), block_n].double()
+    place_n = _first_beyond(block_nk.cumsum(dim=1), block_nk, (wanted_n - before_n).clamp(min=0))
+    return block_n * _BLOCK + place_n
+
+
+def _first_beyond(reached: Tensor, weights: Tensor, wanted_n: Tensor) -> Tensor:
+    """The first place with any weight where the running sum is above what is wanted; the last such place if rounding
+    left none. Places without weight are never given."""
+    possible = weights > 0
+    beyond = possible & (reached > wanted_n[:, None])
+    last_n = possible.shape[1] - 1 - possible.flip(1).int().argmax(dim=1)
+    return torch.where(beyond.any(dim=1), beyond.int().argmax(dim=1), last_n)
+
+
+def random_streams(seed: int, keys: list[int], samples: list[int]) -> Tensor:
+    """[N] int64, on CPU: what a sample's random numbers follow from, together with their positions."""
+    start = _mix(torch.tensor(_signed(seed)))
+    of_prompts = _mix(start ^ torch.tensor([_signed(key) for key in keys], dtype=torch.int64))
+    return _mix(of_prompts ^ torch.tensor(samples, dtype=torch.int64))
+
+
+def uniforms(streams_n: Tensor, positions_n: Tensor) -> Tensor:
+    """[N] float64 in [0, 1): the random number of the token at each position."""
+    bits = _mix(streams_n ^ positions_n)
+    return _shift_right(bits, 11).double() * 2.0**-53
+
+
+def _mix(x: Tensor) -> Tensor:
+    """splitmix64's finaliser: int64 products wrap around alike on every device."""
+    x = x + _signed(0x9E3779B97F4A7C15)
+    x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift_right(x, 27)) * _signed(0x94D049BB133111EB)
+    return x ^ _shift_right(x, 31)
+
+
+def _shift_right(x: Tensor, count: int) -> Tensor:
+    """As if there were no sign."""
+    return (x >> count) & ((1 << (64 - count)) - 1)
+
+
+def _signed(number: int) -> int:
+    """Any integer as the int64 with the same lowest 64 bits."""
+    return (number + 2**63) % 2**64 - 2**63

@@ -1,0 +1,214 @@
+"""The loop inside a worker: methods one after the other, in the order of arrival, and other work while none waits.
+
+Must not know how messages travel, nor what the methods do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+from lockstep.processes.frames import Frame, FrameError, Request, pack_result, read_frame, receive_into, send_all
+from lockstep.processes.worker import Reply
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+Result = Reply | dict[str, Any] | None
+Method = Callable[[dict[str, Any], "dict[str, Tensor]"], "Result | Future[Reply]"]
+
+
+class Handler(Protocol):
+    """What an entry makes of its settings. All but `immediate` runs on the serving thread."""
+
+    @property
+    def methods(self) -> Mapping[str, Method]:
+        """A method may return a Future: its reply is sent when that ends, and the next method begins at once."""
+        ...
+
+    @property
+    def immediate(self) -> Mapping[str, Method]:
+        """Answered on the thread that reads, also while a method runs."""
+        ...
+
+    def has_work(self) -> bool: ...
+
+    def work(self) -> None:
+        """One short piece of work; no request is answered meanwhile."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Serving:
+    """`send` takes the number of a request and what was made of it; it is called from several threads."""
+
+    def __init__(self, name: str, send: Callable[[int, Reply | BaseException], None]) -> None:
+        self._name, self._send = name, send
+        self._inbox: SimpleQueue[Request | None] = SimpleQueue()
+        self._handler: Handler | None = None
+        self._ends = False
+
+    def receive(self, request: Request) -> None:
+        """Called by the thread that reads."""
+        if self._handler is not None and request.method in self._handler.immediate:
+            self._answer(request, self._handler.immediate)
+        else:
+            self._inbox.put(request)
+
+    def end(self) -> None:
+        """After the method that runs now; those that wait are not begun."""
+        self._ends = True
+        self._inbox.put(None)
+
+    def run(self, entry: str, settings: dict[str, Any]) -> None:
+        """Make the handler, then serve until the end. A handler that could not be made answers with the reason."""
+        try:
+            handler = load_entry(entry)(settings)
+        except Exception as error:
+            self._refuse_all(error)
+            return
+        self._handler = handler
+        every = {**handler.methods, **handler.immediate}  # an immediate one may have come before the handler was there
+        while not self._ends:
+            request = self._next(handler)
+            if request is not None:
+                self._answer(request, every)
+            elif not self._ends:
+                handler.work()
+        handler.close()
+
+    def _next(self, handler: Handler) -> Request | None:
+        """None: there is time for a piece of work, or this is the end."""
+        if not handler.has_work():
+            return self._inbox.get()
+        try:
+            return self._inbox.get_nowait()
+        except Empty:
+            return None
+
+    def _refuse_all(self, error: Exception) -> None:
+        while not self._ends:
+            request = self._inbox.get()
+            if request is not None:
+                self._send(request.number, error)
+
+    def _answer(self, request: Request, methods: Mapping[str, Method]) -> None:
+        try:
+            if request.method not in methods:
+                raise ValueError(f"there is no method {request.method!r}: known are {', '.join(sorted(methods))}")
+            result = methods[request.method](request.body, request.tensors)
+        except Exception as error:
+            self._send(request.number, error)
+            return
+        if isinstance(result, Future):
+            result.add_done_callback(lambda future: self._send(request.number, _result_of(future)))
+        else:
+            self._send(request.number, as_reply(result))
+
+
+def as_reply(result: Result) -> Reply:
+    return result if isinstance(result, Reply) else Reply(result or {})
+
+
+def _result_of(future: Future[Reply]) -> Reply | BaseException:
+    try:
+        return as_reply(future.result())
+    except BaseException as error:  # also of a future that was cancelled
+        return error
+
+
+def load_entry(entry: str) -> Callable[[dict[str, Any]], Handler]:
+    module, _, name = entry.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except AttributeError:
+        raise ValueError(f"{module} has no {name!r}: an entry is written as package.module:function") from None
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(arguments: list[str]) -> None:
+    name, descriptor, parent = arguments[0], int(arguments[1]), int(arguments[2])
+    _die_with(parent)
+    faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever started this, and will end it
+    connection = socket.socket(fileno=descriptor)
+    start = read_frame(lambda buffer: receive_into(connection, buffer)).header
+    lock = threading.Lock()
+
+    def send(number: int, result: Reply | BaseException) -> None:
+        packed = pack_result(number, result)
+        try:
+            with lock:
+                send_all(connection, packed)
+        except OSError:
+            leave(0)  # nobody is there to hear it
+
+    serving = Serving(name, send)
+    threading.Thread(target=_read, args=(connection, serving), name="requests", daemon=True).start()
+    send(start["number"], Reply({"pid": os.getpid()}))
+    try:
+        serving.run(start["entry"], start["settings"])
+    except SystemExit as error:
+        leave(error.code if isinstance(error.code, int) else int(error.code is not None))
+    except BaseException:
+        traceback.print_exc()
+        leave(1)
+    leave(0)
+
+
+def _read(connection: socket.socket, serving: Serving) -> None:
+    try:
+        while True:
+            frame = read_frame(lambda buffer: receive_into(connection, buffer))
+            if _asks_to_end(frame):
+                serving.end()
+            else:
+                serving.receive(Request.from_frame(frame))
+    except (EOFError, OSError):
+        leave(0)  # the parent is gone
+    except FrameError as error:
+        print(f"the parent sent {error}", file=sys.stderr)
+        leave(1)
+    except BaseException:
+        traceback.print_exc()
+        leave(1)
+
+
+def _asks_to_end(frame: Frame) -> bool:
+    return "method" not in frame.header
+
+
+def _die_with(parent: int) -> None:
+    """Where the kernel offers it. It looks at the thread that started this process, so that one must stay."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the line above
+        leave(0)
+
+
+def leave(code: int) -> NoReturn:
+    """Without waiting for threads or collectives, which may wait forever."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

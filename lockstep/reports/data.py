@@ -1,0 +1,106 @@
+"""The page of `lockstep data`: the datasheet as one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from itertools import groupby
+from typing import Any
+
+from lockstep.datasheet import Bar, Example, Sheet, Token, describe
+from lockstep.reports.page import page
+
+_STYLE = """
+.bars { display: grid; grid-template-columns: max-content 1fr max-content; gap: 3px 12px; align-items: center }
+.bars span { font-variant-numeric: tabular-nums; color: var(--quiet) }
+.bars i { display: block; height: 14px; background: var(--accent); border-radius: 2px; min-width: 1px }
+.row { border: 1px solid var(--line); border-radius: 8px; margin: 1rem 0; overflow: hidden }
+.row header { padding: .5rem .8rem; background: var(--shade); border-bottom: 1px solid var(--line) }
+.row header small { color: var(--quiet); overflow-wrap: anywhere }
+.versions { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)) }
+.versions > div { padding: .8rem; min-width: 0 }
+.text { white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.65 ui-monospace, monospace; margin: 0 }
+.text { color: var(--quiet) }
+.text .l { color: var(--learned-ink); background: var(--learned); border-radius: 2px }
+.text b { font-weight: 400; text-decoration: underline dotted; text-underline-offset: 3px }
+.text s { text-decoration: none; box-shadow: inset -1px 0 var(--edge) }
+.key span { padding: 0 .3rem }
+:root { --learned: #d9f2df; --learned-ink: #10451f; --edge: #b9c4bd }
+@media (prefers-color-scheme: dark) { :root { --learned: #17402a; --learned-ink: #c9f3d6; --edge: #3d5a48 } }
+"""
+
+
+def sheet_page(sheet: Sheet) -> str:
+    parts = [
+        _warnings(sheet.warnings),
+        _facts(describe(sheet)),
+        "<h2>Files</h2>" + _files(sheet.files),
+        "<h2>Length of training rows, in tokens</h2>" + _bars(sheet.histogram),
+        "<h2>Rows as they are learned</h2>",
+        '<p class="key text"><span class="l">learned</span><span>context</span><span><b>special token</b></span> '
+        "Hover over a token to see its number.</p>",
+        *map(_example, sheet.examples),
+    ]
+    return page(f"{sheet.name}: data", "\n".join(parts), style=_STYLE)
+
+
+def _warnings(warnings: Sequence[str]) -> str:
+    items = "".join(f"<li>{escape(warning)}</li>" for warning in warnings)
+    return f'<ul class="warnings">{items}</ul>' if warnings else ""
+
+
+def _facts(facts: dict[str, Any]) -> str:
+    rows = "".join(f"<tr><th>{escape(key)}</th><td>{escape(str(value))}</td></tr>" for key, value in facts.items())
+    return f'<table class="facts">{rows}</table>'
+
+
+def _files(files: Sequence[dict[str, Any]]) -> str:
+    names = ("file", "part", "format", "rows", "tokens", "learned", "prompts cut", "answers cut", "dropped", "skipped")
+    head = "".join(f"<th>{name}</th>" for name in names)
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(map(_file, files))}</tbody></table>"
+    return f'<div class="scroll">{table}</div>'
+
+
+def _file(file: dict[str, Any]) -> str:
+    texts = [file["path"], file["part"], file["format"]]
+    share = file["num_supervised"] / max(file["num_tokens"], 1)
+    numbers = [f"{file['num_rows']:,}", f"{file['num_tokens']:,}", f"{share:.0%}"]
+    numbers += [f"{file[key]:,}" for key in ("prompts_cut", "answers_cut", "dropped", "skipped")]
+    cells = [f"<td>{escape(str(text))}</td>" for text in texts] + [f'<td class="number">{n}</td>' for n in numbers]
+    return f"<tr>{''.join(cells)}</tr>"
+
+
+def _bars(bars: Sequence[Bar]) -> str:
+    most = max(bar.rows for bar in bars)
+    cells = []
+    for bar in bars:
+        width = f"{100 * bar.rows / most:.2f}%"
+        cells.append(
+            f'<span>{bar.first:,} to {bar.last:,}</span><i style="width:{width}"></i><span>{bar.rows:,}</span>'
+        )
+    return f'<div class="bars">{"".join(cells)}</div>'
+
+
+def _example(example: Example) -> str:
+    facts = f"{example.num_tokens:,} tokens, {example.num_learned:,} learned"
+    versions = "".join(
+        f"<div>{f'<h4>{escape(name)}</h4>' if name else ''}{_text(tokens)}</div>"
+        for name, tokens in zip(example.names, example.versions)
+    )
+    return (
+        f'<article class="row"><header><strong>{escape(example.why)}</strong> <small>{escape(example.origin)} · {facts}'
+        f'</small></header><div class="versions">{versions}</div></article>'
+    )
+
+
+def _text(tokens: Sequence[Token]) -> str:
+    parts = []
+    for learned, group in groupby(tokens, key=lambda token: token.learned):
+        inside = "".join(_token(token) for token in group)
+        parts.append(f'<span class="l">{inside}</span>' if learned else inside)
+    return f'<p class="text">{"".join(parts)}</p>'
+
+
+def _token(token: Token) -> str:
+    tag = "b" if token.special else "s"
+    return f'<{tag} title="{" ".join(map(str, token.ids))}">{escape(token.text)}</{tag}>'

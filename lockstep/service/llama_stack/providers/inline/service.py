@@ -1,0 +1,85 @@
+"""What run.yaml says about jobs inside the stack."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from lockstep.service.access import Caller
+from lockstep.service.errors import Forbidden
+from lockstep.service.jobs import JobManager
+from lockstep.service.llama_stack.post_training import PostTraining
+from lockstep.service.llama_stack.schemas import (
+    FineTuneRequest,
+    JobArtifactsResponse,
+    JobList,
+    JobStatusResponse,
+    PostTrainingJob,
+    PreferenceRequest,
+)
+
+
+class InlineConfig(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    data_dir: str = "~/.lockstep/stack"
+    """Jobs, data sets and their state. What is here is found again when the stack starts again."""
+    max_jobs: Annotated[int, Field(ge=1)] = 1
+    """How many jobs run at a time; the others wait."""
+    allow_paths: list[str] = []
+    """Folders besides data_dir/models whose models a request may name. Names of the Hub need none."""
+    settings: dict[str, Any] = Field(default={})
+    """Lockstep's own configuration, under every job: a request's provider_config wins over it."""
+
+    @classmethod
+    def sample_run_config(cls, **_: Any) -> dict[str, Any]:
+        return {"data_dir": "${env.LOCKSTEP_DATA_DIR:~/.lockstep/stack}"}
+
+
+Answer = TypeVar("Answer")
+_ANYBODY = Caller("", "admin")  # the stack decides who may come in
+
+
+class EmbeddedService:
+    def __init__(self, config: InlineConfig) -> None:
+        self._manager = JobManager(
+            Path(config.data_dir).expanduser(),
+            max_jobs=config.max_jobs,
+            allow_paths=[Path(path).expanduser() for path in config.allow_paths],
+        )
+        self._training = PostTraining(self._manager)
+        self._manager.start()
+
+    async def add_rows(self, name: str, lines: bytes) -> None:
+        await _in_thread(self._manager.datasets.add_file, name, io.BytesIO(lines))
+
+    async def submit(self, request: FineTuneRequest | PreferenceRequest) -> PostTrainingJob:
+        return await _in_thread(self._training.submit, request, _ANYBODY)
+
+    async def jobs(self) -> JobList:
+        return await _in_thread(self._training.jobs, _ANYBODY)
+
+    async def status(self, job_uuid: str) -> JobStatusResponse:
+        return await _in_thread(self._training.status, job_uuid, _ANYBODY)
+
+    async def artifacts(self, job_uuid: str) -> JobArtifactsResponse:
+        return await _in_thread(self._training.artifacts, job_uuid, _ANYBODY)
+
+    async def cancel(self, job_uuid: str) -> None:
+        await _in_thread(self._training.cancel, job_uuid, _ANYBODY)
+
+    async def close(self) -> None:
+        await _in_thread(self._manager.close)
+
+
+async def _in_thread(call: Callable[..., Answer], *arguments: Any) -> Answer:
+    """The stack tells what is forbidden from what is wrong by Python's own classes."""
+    try:
+        return await asyncio.to_thread(call, *arguments)
+    except Forbidden as error:
+        raise PermissionError(str(error)) from error

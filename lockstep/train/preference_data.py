@@ -1,0 +1,186 @@
+"""Rows that people judged, on their way to a loss: which tokens count, pairs as labelled answers, mixed-up answers.
+
+Pure functions and views of rows. Must not know backends, files or losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.config import ConfigError, RunConfig
+from lockstep.data.dataset import CompiledData
+from lockstep.data.order import Batches
+from lockstep.train.reference import ReferenceChoice, choose_reference
+from lockstep.train.steps import num_steps
+from lockstep.types import Completion, Datum
+
+
+def discount_length(pairs: Sequence[Datum], ld_alpha: float) -> list[Datum]:
+    """Tokens by which one answer of a pair is longer than the other count `ld_alpha` times."""
+    if ld_alpha == 1:
+        return list(pairs)
+    found = []
+    for pair in pairs:
+        weights = [np.array(completion.weights, dtype=np.float32) for completion in pair.completions]
+        shared = min(int(np.count_nonzero(own)) for own in weights)
+        for own in weights:
+            own[np.flatnonzero(own)[shared:]] *= ld_alpha
+        completions = [replace(c, weights=cast(Any, own)) for c, own in zip(pair.completions, weights, strict=True)]
+        found.append(replace(pair, completions=completions))
+    return found
+
+
+def count_supervised(completion: Completion) -> int:
+    return int(np.count_nonzero(completion.weights))
+
+
+def count_chosen_tokens(pairs: Sequence[Datum]) -> int:
+    """Supervised tokens of the preferred answers."""
+    return sum(count_supervised(pair.completions[0]) for pair in pairs)
+
+
+def count_padded_tokens(batch: Sequence[Datum]) -> int:
+    """What the batch would cost with the prompt repeated for each answer, and all padded to the longest."""
+    lengths = [len(datum.prompt) + len(c.tokens) for datum in batch for c in datum.completions]
+    return len(lengths) * max(lengths)
+
+
+def mismatch(rows: Sequence[Datum], max_length: int) -> list[Datum]:
+    """Each prompt with the answer to another one of the batch, where there is another; a prompt loses its start to fit.
+
+    What the model makes of answers that do not belong tells how far it is from its reference altogether.
+    """
+    prompts = [tuple(int(token) for token in row.prompt) for row in rows]
+    found = []
+    for i, row in enumerate(rows):
+        others = (j % len(rows) for j in range(i + 1, i + len(rows)))
+        partner = next((j for j in others if prompts[j] != prompts[i]), None)
+        if partner is None:
+            continue
+        (answer,) = rows[partner].completions
+        room = max(max_length - len(answer.tokens), 1)
+        # Values such as a reference's log-probs belong to the answer behind its own prompt.
+        found.append(Datum(row.prompt[-room:], [Completion(answer.tokens, answer.weights)], row.origin))
+    return found
+
+
+class AsLabelled(Sequence[Datum]):
+    """Every pair as two rows: the preferred answer with label 1, the other with label 0."""
+
+    def __init__(self, pairs: Any) -> None:
+        """`pairs` are compiled rows: they also know their digest and the lengths of their pieces."""
+        self._pairs = pairs
+
+    def __len__(self) -> int:
+        return 2 * len(self._pairs)
+
+    @overload
+    def __getitem__(self, place: int) -> Datum: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Datum]: ...
+    def __getitem__(self, place: int | slice) -> Datum | list[Datum]:
+        if isinstance(place, slice):
+            return [self[i] for i in range(*place.indices(len(self)))]
+        if not -len(self) <= place < len(self):
+            raise IndexError(f"row {place} of {len(self)}")
+        number, side = divmod(int(place) % len(self), 2)
+        pair: Datum = self._pairs[number]
+        answer = pair.completions[side]
+        label = np.full(len(answer.tokens), 1 - side, dtype=np.float32)
+        return Datum(pair.prompt, [replace(answer, values={"label": cast(Any, label)})], pair.origin)
+
+    def __iter__(self) -> Iterator[Datum]:
+        return (self[i] for i in range(len(self)))
+
+    @property
+    def digest(self) -> str:
+        return f"labelled {self._pairs.digest}"
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        pieces = np.asarray(self._pairs.column("pieces"), dtype=np.int64)
+        return (pieces[:, :1] + pieces[:, 1:]).reshape(-1)
+
+
+_NAMES = {
+    "answers": "answers",
+    "pairs": "preference pairs",
+    "labelled": "answers with a label (unpaired preferences)",
+}
+_WANTED = {"sft": ("answers",), "dpo": ("pairs",), "kto": ("labelled", "pairs")}
+_REMEDIES = {
+    ("sft", "pairs"): "set algorithm.kind to dpo; or, to learn only the preferred ones, set data.format to "
+    "prompt_completion and data.columns to {completion: chosen}",
+    ("sft", "labelled"): "set algorithm.kind to kto; or, to learn all answers whatever their label, set data.format to "
+    "what the rows are without it",
+    ("dpo", "answers"): "give rows with chosen and rejected, or set algorithm.kind to sft",
+    ("dpo", "labelled"): "set algorithm.kind to kto, or give rows with chosen and rejected",
+    ("kto", "answers"): "give rows with a label (true or false), or set algorithm.kind to sft",
+}
+_LEARNS = {"sft": "learns answers", "dpo": "learns from pairs", "kto": "learns from labels"}
+
+
+@dataclass(frozen=True)
+class RowsToLearn:
+    """What the loop is given. Kto takes pairs as well: each as two labelled rows."""
+
+    train: Any
+    validation: Any
+
+
+def rows_to_learn(config: RunConfig, data: CompiledData) -> RowsToLearn:
+    """Raises where the data holds rows of another sort than the algorithm learns from."""
+    kind = config.algorithm.kind
+    if kind == "grpo":
+        raise ConfigError("grpo samples its answers itself: its data has no rows that could be looked at like this")
+    if data.kind not in _WANTED[kind]:
+        raise ConfigError(
+            f"data.train holds {_NAMES[data.kind]}, and algorithm.kind {kind} {_LEARNS[kind]}: "
+            f"{_REMEDIES[kind, data.kind]}"
+        )
+    if kind == "kto" and data.kind == "pairs":
+        return RowsToLearn(AsLabelled(data.train), AsLabelled(data.validation))
+    return RowsToLearn(data.train, data.validation)
+
+
+def plan_reference(config: RunConfig, train: Sequence[Datum]) -> ReferenceChoice:
+    batches = Batches(train, config.batch, seed=config.seed, shuffle=config.data.shuffle)
+    # In whole epochs, because a batch by tokens takes now more, now fewer rows.
+    num_seen = round(num_steps(config, batches) / batches.num_steps(1.0) * len(train))
+    return choose_reference(config, num_rows=len(train), num_seen=num_seen)
+
+
+def row_warnings(config: RunConfig, data: CompiledData) -> list[str]:
+    """A sentence for each thing about these rows that this algorithm makes worth knowing."""
+    found = []
+    budget = config.batch.micro_batch_tokens * config.parallel.context
+    if data.kind == "pairs" and config.algorithm.kind == "dpo":
+        totals = data.train.column("pieces").sum(axis=1, dtype=np.int64)
+        if count := int((totals > budget).sum()):
+            found.append(
+                f"{count:,} of {len(totals):,} pairs have more than {budget:,} tokens with both answers, so a step "
+                f"with one of them takes a second forward pass: raise batch.micro_batch_tokens to {totals.max():,} if "
+                "there is memory"
+            )
+    if data.kind == "labelled" and config.algorithm.kind == "kto":
+        labels = data.train.column("labels")
+        good = int((labels == 1).sum())
+        if good in (0, len(labels)):
+            which = "good" if good else "bad"
+            found.append(f"every training row has a label that says {which}: kto learns more from both sorts")
+    return found
+
+
+def computed_lengths(batch: Sequence[Datum], budget_tokens: int) -> list[int]:
+    """Tokens of what is computed as one: a prompt with all its answers, or with each where they do not fit."""
+    found = []
+    for datum in batch:
+        answers = [len(completion.tokens) for completion in datum.completions]
+        together = len(datum.prompt) + sum(answers)
+        found += [together] if together <= budget_tokens else [len(datum.prompt) + size for size in answers]
+    return found

@@ -1,0 +1,131 @@
+"""The entry of every rank: `python -m lockstep.train.worker RUN_DIR`, alone or under torchrun.
+
+Sends this rank's output to its own log file, and turns whatever goes wrong into one recorded sentence.
+The only part of launch that calls up, into train.run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import re
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import TextIO
+
+from lockstep.rundir import RunDir
+
+# How gloo, the rendezvous store and NCCL say that a deadline has passed, and that a peer is gone.
+_TIMED_OUT = re.compile(r"[Tt]imed out (?:waiting|after) (\d+) ?ms|ran for (\d+) milliseconds before timing out")
+_LOST = ("Connection reset by peer", "Connection closed by peer", "Broken pipe", "Connection refused")
+# Ranks that wait on one that hangs reach their deadline within moments of each other: time for all of them to say so.
+_WORD_S = 2.0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if len(arguments) != 1:
+        print("usage: python -m lockstep.train.worker RUN_DIR", file=sys.stderr)
+        return 2
+    rank = int(os.environ.get("RANK", "0"))
+    run = RunDir(Path(arguments[0]), owner=rank == 0)
+    if not run.config_path.exists():
+        print(f"error: {run.path} is not a run directory: it has no config.yaml", file=sys.stderr)
+        return 2
+    terminal = _redirect_output(run.logs / f"rank-{rank}.log")
+    run.clear_failures(rank)
+    try:
+        from lockstep.train.run import run as train_run
+
+        train_run(run.path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # the disk may be full
+            traceback.print_exc()
+        _report(run, rank, error, terminal)
+        _leave_now(_exit_code(error))
+    return 0
+
+
+def _report(run: RunDir, rank: int, error: BaseException, terminal: TextIO) -> None:
+    """One sentence into this rank's failure file, the status (rank 0) and what was standard error."""
+    code, failed_at = _exit_code(error), time.time()
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    waited_s = _waited_s(error) if num_ranks > 1 else None
+    message = _sentence(error)
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        run.sweep()  # room for the words below
+        message += "; " + run.describe_last_checkpoint()
+    if waited_s is not None:
+        message = f"rank {rank} waited {waited_s:.0f} s on the other ranks"
+    elif num_ranks > 1 and any(words in str(error) for words in _LOST):
+        peer = f"rank {1 - rank}" if num_ranks == 2 else "another rank"
+        message = f"rank {rank} lost its connection to {peer}, which ended first"
+    run.record_failure(rank, message, code, at=failed_at)
+    if waited_s is not None:
+        message += _describe_silent(run, set(range(num_ranks)) - {rank})
+        run.record_failure(rank, message, code, at=failed_at)
+    with contextlib.suppress(OSError):
+        run.write_status(state="failed", error=message)
+    with contextlib.suppress(OSError):
+        print(f"error: rank {rank}: {message}", file=terminal, flush=True)
+
+
+def _exit_code(error: BaseException) -> int:
+    """2 for what the user can put right: the library raises ValueError for that alone. Some errors have their own."""
+    return getattr(error, "exit_code", 2 if isinstance(error, ValueError) else 1)
+
+
+def _redirect_output(path: Path) -> TextIO:
+    """Everything this process writes, also from C++, goes to its log. Returns what was standard error before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    terminal = os.fdopen(os.dup(2), "w")
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    return terminal
+
+
+def _sentence(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    text = str(error).strip().split("\n")[0]
+    speaks_for_itself = isinstance(error, (ValueError, OSError)) or type(error).__module__.startswith("lockstep.")
+    return text if speaks_for_itself and text else f"{type(error).__name__}: {text}"
+
+
+def _waited_s(error: BaseException) -> float | None:
+    """How long, if the error is that a deadline passed."""
+    found = _TIMED_OUT.search(str(error))
+    return float(next(filter(None, found.groups()))) / 1000 if found else None
+
+
+def _describe_silent(run: RunDir, others: set[int]) -> str:
+    """Who was waited on: a rank that waits says so in its failure file, one that hangs does not."""
+    deadline = time.monotonic() + _WORD_S
+    while (silent := others - {failure["rank"] for failure in run.failures()}) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if not silent:
+        return " and they on it: they no longer do the same"
+    names = ", ".join(str(rank) for rank in sorted(silent))
+    remedy = "see what holds it up, or raise launch.timeout_s if it is only slow"
+    return f", and got no sign of life from rank {names}: {remedy}"
+
+
+def _leave_now(code: int) -> None:
+    """Without waiting for threads or collectives: the others must learn at once that this rank is gone."""
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,291 @@
+"""The engine's log-probs are the trainer's to the last digits in float64, whatever the model, the batch and the slots.
+
+And what it does not serve, it says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny import VOCABULARY, build_tokenizer
+
+from lockstep.config import LoraConfig
+from lockstep.inference import SamplingParams, TextCompletion
+from lockstep.inference.engine import LocalEngine
+from lockstep.inference.token_sampling import random_streams, uniforms
+from lockstep.model.head import LogitTransform
+from lockstep.model.lora import add_lora
+from lockstep.model.policy import PackedTokens, Policy
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,  # large, so that a wrong key shows in the logits
+    "eos_token_id": 2,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+}
+SERVED: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "qwen3": ("Qwen3Config", {"tie_word_embeddings": True}),
+    "mistral": ("MistralConfig", {"sliding_window": 5}),
+    "gemma": ("GemmaConfig", {"num_key_value_heads": 1}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {"sliding_window": 5, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
+    ),
+    "granite": ("GraniteConfig", {"logits_scaling": 3.0, "attention_multiplier": 0.2}),
+}
+PROMPTS = [[10, 20, 30, 40, 50, 60, 70], [11], [12, 13], [9, 8, 7, 6, 5, 4, 3, 9, 8, 7, 6, 5], [11, 12, 13, 14]]
+
+
+def make_model(family: str, dtype: torch.dtype = torch.float64, lora: bool = False) -> Any:
+    name, changes = SERVED[family]
+    torch.manual_seed(0)
+    config = getattr(transformers, name)(**{**SHAPE, **changes})
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if lora:
+        model = add_lora(model, LoraConfig(rank=2, alpha=4))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.normal_(std=0.2)
+        model = model.to(dtype)
+    return model
+
+
+def make_engine(family: str = "llama", dtype: torch.dtype = torch.float64, **options: Any) -> LocalEngine:
+    return LocalEngine(make_model(family, dtype, options.pop("lora", False)), build_tokenizer(), **options)
+
+
+def trainer_logprobs(model: Any, prompt: Sequence[int], answer: Sequence[int], temperature: float) -> list[float]:
+    policy = Policy(model)
+    transform = policy.head_options.transform
+    assert transform.softcap is None
+    policy.head_options = replace(policy.head_options, transform=LogitTransform(transform.scale / temperature))
+    text = torch.tensor([*prompt, *answer])
+    asked = torch.arange(len(prompt) - 1, len(text) - 1)
+    try:
+        with torch.no_grad():
+            found = policy(PackedTokens(text, torch.arange(len(text)), (len(text),), asked, text[asked + 1]))
+    finally:
+        policy.stop_packing()
+    return found.tolist()
+
+
+def assert_as_the_trainer(model: Any, prompts: Any, found: list[list[TextCompletion]], temperature: float) -> None:
+    for prompt, answers in zip(prompts, found, strict=True):
+        for answer in answers:
+            assert answer.logprobs is not None
+            expected = trainer_logprobs(model, prompt, answer.tokens, temperature)
+            assert answer.logprobs == pytest.approx(expected, abs=1e-10, rel=0)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("family", SERVED)
+def test_logprobs_are_the_trainers(family: str, lora: bool) -> None:
+    engine = make_engine(family, lora=lora, batch_size=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        greedy = engine.sample(PROMPTS, SamplingParams(max_tokens=12, logprobs=True))
+        params = SamplingParams(max_tokens=12, temperature=0.8, top_p=0.9, seed=5, num_samples=3, logprobs=True)
+        sampled = engine.sample(PROMPTS, params)
+    assert_as_the_trainer(engine.model, PROMPTS, greedy, 1.0)
+    assert_as_the_trainer(engine.model, PROMPTS, sampled, 0.8)
+    assert max(len(answer.tokens) for (answer,) in greedy) == 12
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_greedy_answers_are_those_of_transformers(family: str) -> None:
+    engine = make_engine(family, batch_size=2)
+    found = engine.sample(PROMPTS, SamplingParams(max_tokens=10))
+    for prompt, (answer,) in zip(PROMPTS, found, strict=True):
+        own = engine.model.generate(
+            torch.tensor([prompt]), max_new_tokens=10, do_sample=False, eos_token_id=2, pad_token_id=0
+        )
+        assert list(answer.tokens) == own[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_company_order_and_slots_do_not_change_a_sample(dtype: torch.dtype) -> None:
+    params = SamplingParams(max_tokens=15, temperature=1.0, seed=3, num_samples=4, logprobs=True)
+    keys = [7, 3, 2**70, -5, 0]
+    expected = make_engine(dtype=dtype, batch_size=1).sample(PROMPTS, params, keys)
+    assert len({answer.tokens for answers in expected for answer in answers}) == 20
+    tolerance = 1e-11 if dtype == torch.float64 else 1e-4
+
+    def assert_same(found: list[list[TextCompletion]], order: Sequence[int]) -> None:
+        for place, answers in zip(order, found, strict=True):
+            assert [a.tokens for a in answers] == [a.tokens for a in expected[place]]
+            for answer, alone in zip(answers, expected[place], strict=True):
+                assert answer.logprobs == pytest.approx(alone.logprobs, abs=tolerance)
+
+    ways: list[dict[str, Any]] = [{"batch_size": 2}, {"batch_size": 7, "steps_per_read": 4}, {"batch_size": 64}]
+    for options in ways:
+        engine = make_engine(dtype=dtype, **options)
+        for order in ([0, 1, 2, 3, 4], [3, 4, 0, 2, 1], [2]):
+            assert_same(engine.sample([PROMPTS[i] for i in order], params, [keys[i] for i in order]), order)
+
+
+def test_a_sample_follows_from_seed_key_and_number() -> None:
+    engine = make_engine()
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=1, num_samples=2)
+
+    def draw(params: SamplingParams, keys: list[int] | None = None) -> list[tuple[int, ...]]:
+        return [answer.tokens for answers in engine.sample([PROMPTS[0]] * 2, params, keys) for answer in answers]
+
+    first = draw(params)
+    assert len(set(first)) == 4
+    assert draw(params, [0, 1]) == first
+    assert draw(params, [1, 0]) == first[2:] + first[:2]
+    assert draw(params, [5, 5])[:2] == draw(params, [5, 5])[2:]
+    assert not set(draw(replace(params, seed=2))) & set(first)
+    assert draw(replace(params, num_samples=1)) == first[::2]
+    unseeded = replace(params, seed=None)
+    assert draw(unseeded) != draw(unseeded)
+
+
+def test_a_part_of_an_answer_goes_on_as_the_whole_did() -> None:
+    """Randomness belongs to the place in the text: what was begun can be finished by another call."""
+    engine = make_engine()
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=4)
+    ((whole,),) = engine.sample([PROMPTS[0]], params)
+    assert len(whole.tokens) == 12
+    ((rest,),) = engine.sample([[*PROMPTS[0], *whole.tokens[:5]]], replace(params, max_tokens=7))
+    assert rest.tokens == whole.tokens[5:]
+
+
+def test_the_model_is_given_back_as_it_was() -> None:
+    engine = make_engine()
+    engine.model.train()
+    engine.sample([[5, 6]], SamplingParams(max_tokens=2))
+    own = engine.model.config._attn_implementation
+    assert own == "sdpa"
+    assert engine.model.training
+    assert engine.model.model.layers[0].training
+
+    def fail(text: str) -> None:
+        assert engine.model.config._attn_implementation == "lockstep_cached"
+        raise KeyboardInterrupt
+
+    with contextlib.suppress(KeyboardInterrupt):
+        engine.stream([50, 51], SamplingParams(max_tokens=50), fail)
+    assert engine.model.config._attn_implementation == own
+    loss = engine.model(torch.tensor([[5, 6, 7]]), labels=torch.tensor([[5, 6, 7]])).loss
+    loss.backward()
+
+
+def test_every_token_has_its_own_random_number() -> None:
+    """Where all tokens are equally likely, the number itself can be read off the token."""
+    engine = make_engine()
+    torch.nn.init.zeros_(engine.model.lm_head.weight)
+    params = SamplingParams(max_tokens=40, temperature=1.0, seed=8, num_samples=2)
+    for prompt, answers in zip(PROMPTS, engine.sample(PROMPTS, params, keys=[9] * len(PROMPTS)), strict=True):
+        for sample, answer in enumerate(answers):
+            positions = len(prompt) + torch.arange(len(answer.tokens))
+            numbers = uniforms(random_streams(8, [9], [sample]), positions)
+            assert list(answer.tokens) == (numbers * VOCABULARY).long().tolist()
+
+
+def test_weights_that_are_no_good_are_said_and_leave_no_trace() -> None:
+    engine = make_engine(batch_size=1)
+    params = SamplingParams(max_tokens=4, logprobs=True)
+    before = engine.sample(PROMPTS[1:], params)
+    value = engine.model.model.layers[1].self_attn.v_proj.weight
+    good = value.detach().clone()
+    with torch.no_grad():
+        value[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="log-prob: its weights hold nan or inf"):
+        engine.sample(PROMPTS, params)
+    with torch.no_grad():
+        value.copy_(good)
+    assert engine.sample(PROMPTS[1:], params) == before  # shorter prompts, in the slot of a longer one
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_cache_stays_within_its_bound() -> None:
+    per_token = 3 * 2 * 2 * 8 * 8  # layers, keys and values, heads, head size, bytes of float64
+    engine = make_engine(batch_size=16, max_cache_bytes=3 * 64 * per_token)
+    params = SamplingParams(max_tokens=40, temperature=1.0, seed=0, num_samples=4)
+    found = engine.sample(PROMPTS, params)
+    assert engine.cache_bytes == 3 * 64 * per_token  # three sequences of 52 tokens, in steps of 32
+    assert found == make_engine(batch_size=16).sample(PROMPTS, params)
+    engine.release_cache()
+    assert engine.cache_bytes == 0
+    small = make_engine(max_cache_bytes=64 * per_token)
+    with pytest.raises(ValueError, match=r"12 tokens and 60 new ones need 0.070 MiB of cache, .* for 0.047: lower max"):
+        small.sample(PROMPTS, SamplingParams(max_tokens=60))
+    assert small.cache_bytes == 0
+
+
+# --- models that it does not serve ----------------------------------------------------------------------------------
+
+
+def test_a_model_that_keeps_more_than_keys_and_values_is_found_out() -> None:
+    """Its convolutions look back, too: one token alone would be silently wrong."""
+    torch.manual_seed(0)
+    layers = ["conv", "full_attention", "conv"]
+    model = transformers.AutoModelForCausalLM.from_config(transformers.Lfm2Config(**SHAPE, layer_types=layers))
+    engine = LocalEngine(model, build_tokenizer())
+    with pytest.warns(UserWarning, match="off its own: it keeps more than keys and values. Answers come from"):
+        ((answer,),) = engine.sample([PROMPTS[0]], SamplingParams(max_tokens=5))
+    own = model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=5, do_sample=False, pad_token_id=0)
+    assert list(answer.tokens) == own[0, len(PROMPTS[0]) :].tolist()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (transformers.Gemma2Config(**{**SHAPE, "query_pre_attn_scalar": 8}), "softcap"),
+        (
+            transformers.LlamaConfig(
+                **SHAPE, rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+            ),
+            "dynamic positions",
+        ),
+    ],
+    ids=["gemma2", "dynamic-rope"],
+)
+def test_models_that_are_not_served_are_answered_by_transformers(config: Any, message: str) -> None:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    engine = LocalEngine(model, build_tokenizer(), batch_size=2)
+    params = SamplingParams(max_tokens=6, logprobs=True)
+    with pytest.warns(UserWarning, match=message):
+        greedy = engine.sample(PROMPTS, params)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it is said once
+        assert engine.sample(PROMPTS, params) == greedy
+        sampled_params = SamplingParams(
+            max_tokens=6, temperature=0.5, top_k=9, min_p=0.01, top_p=0.9, seed=1, num_samples=2, logprobs=True
+        )
+        sampled = engine.sample(PROMPTS, sampled_params)
+        pieces: list[str] = []
+        streamed = engine.stream(PROMPTS[0], replace(params, logprobs=False), pieces.append)
+    assert model.config._attn_implementation != "lockstep_cached"
+    assert streamed.tokens == greedy[0][0].tokens
+    assert "".join(pieces) == streamed.text
+    for temperature, found in ((1.0, greedy), (0.5, sampled)):
+        for prompt, answers in zip(PROMPTS, found, strict=True):
+            for answer in answers:
+                assert answer.logprobs is not None
+                with torch.no_grad():
+                    logits = model(torch.tensor([[*prompt, *answer.tokens]])).logits[0, len(prompt) - 1 : -1]
+                logprobs = (logits / temperature).log_softmax(-1)
+                expected = [logprobs[i, token].item() for i, token in enumerate(answer.tokens)]
+                assert answer.logprobs == pytest.approx(expected, abs=1e-4)

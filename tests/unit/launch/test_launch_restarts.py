@@ -1,0 +1,281 @@
+"""Who is started again, when, and when not any more; and ranks that stand still."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.config import parse_config
+from lockstep.launch import LocalLauncher, Resources, RunHandle, RunState
+from lockstep.launch.local import StoppedTimes, _marked_processes
+from lockstep.launch.restarts import Reached, RestartingRun, pause_before, why_not_again
+from lockstep.rundir import RunDir
+
+FAILED = RunState("failed", "rank 1 was ended by signal 9", 1)
+
+
+def make_run(folder: Path, name: str = "run") -> RunDir:
+    return RunDir.create(folder / name, parse_config(f"name: {name}\nmodel: x\ndata: {{train: a}}"))
+
+
+class ToldLauncher:
+    """Starts nothing: each start ends as it was told, after as many steps as it was told."""
+
+    def __init__(self, run: RunDir, *starts: tuple[RunState, int]) -> None:
+        self.run = run
+        self.starts = list(starts)
+        self.num_started = 0
+        self.num_stopped = 0
+
+    def start(self, run_dir: Path, resources: Resources, *, mark: str | None = None) -> RunHandle:
+        self.num_started += 1
+        return RunHandle("told", str(run_dir), 0, "", str(self.num_started))
+
+    def find(self, run_dir: Path, mark: str) -> RunHandle | None:
+        return None
+
+    def poll(self, handle: RunHandle) -> RunState:
+        outcome, step = self.starts[int(handle.mark) - 1]
+        self.run.write_status(state=outcome.state, step=step, error=outcome.reason)
+        return outcome
+
+    def stop(self, handle: RunHandle, hurry: Callable[[], bool] = lambda: False) -> None:
+        self.num_stopped += 1
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """Pauses are over at once, and are written down."""
+    now, pauses = [1000.0], []
+
+    def plan(self: RestartingRun, *given: Any, honest: Any = RestartingRun._plan_restart) -> None:
+        honest(self, *given)
+        assert self._due_at is not None
+        pauses.append(self._due_at - now[0])
+        now[0] = self._due_at + 0.001
+
+    monkeypatch.setattr("lockstep.launch.restarts.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(RestartingRun, "_plan_restart", plan)
+    return pauses
+
+
+def follow(lasting: RestartingRun) -> RunState:
+    for _ in range(100):
+        outcome = lasting.poll()
+        if outcome.state != "running":
+            return outcome
+    raise AssertionError("the run never ended")
+
+
+def restarts_of(run: RunDir) -> list[dict[str, Any]]:
+    return [event for event in run.events() if event["event"] == "restarted"]
+
+
+def test_a_run_that_lost_a_rank_goes_on(tmp_path: Path, clock: list[float]) -> None:
+    run = make_run(tmp_path)
+    launcher = ToldLauncher(run, (FAILED, 5), (FAILED, 9), (RunState("completed"), 12))
+    said: list[str] = []
+    assert follow(RestartingRun(launcher, run, Resources(), 3, said.append)).state == "completed"
+    assert launcher.num_started == 3
+    assert [(event["restart"], event["reason"]) for event in restarts_of(run)] == [
+        (1, FAILED.reason),
+        (2, FAILED.reason),
+    ]
+    assert said[0] == "rank 1 was ended by signal 9; starting again from the start (restart 1 of 3)"
+    assert clock == pytest.approx([1.0, 2.0]), "the pause grows"
+
+
+def test_it_says_which_checkpoint_it_goes_on_from(tmp_path: Path, clock: list[float]) -> None:
+    run = make_run(tmp_path)
+    run.begin_checkpoint(4)
+    run.commit_checkpoint(4, {})
+    said: list[str] = []
+    follow(RestartingRun(ToldLauncher(run, (FAILED, 5), (RunState("completed"), 9)), run, Resources(), 1, said.append))
+    assert "from step 4" in said[0]
+    assert restarts_of(run)[0]["step"] == 4
+
+
+def test_a_restart_that_gets_no_further_is_the_last(tmp_path: Path, clock: list[float]) -> None:
+    run = make_run(tmp_path)
+    launcher = ToldLauncher(run, (FAILED, 7), (FAILED, 8), (FAILED, 8), (RunState("completed"), 12))
+    outcome = follow(RestartingRun(launcher, run, Resources(), 10))
+    assert (outcome.state, launcher.num_started) == ("failed", 3)
+    assert outcome.reason.startswith(FAILED.reason)
+    assert "got no further than step 8" in outcome.reason
+    assert run.status()["error"] == outcome.reason
+
+
+def test_not_more_often_than_allowed(tmp_path: Path, clock: list[float]) -> None:
+    run = make_run(tmp_path)
+    launcher = ToldLauncher(run, *((FAILED, step) for step in range(1, 9)))
+    lasting = RestartingRun(launcher, run, Resources(), 2)
+    outcome = follow(lasting)
+    assert launcher.num_started == 3
+    assert "as often as launch.max_restarts allows" in outcome.reason
+    assert lasting.poll().state == "failed", "and stays so"
+    assert launcher.num_started == 3
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        RunState("failed", "data.train is empty", 2),
+        RunState("failed", "the loss is nan at step 5", 3),
+        RunState("cancelled"),
+        RunState("completed"),
+    ],
+)
+def test_not_for_a_mistake_nor_after_the_end(tmp_path: Path, clock: list[float], outcome: RunState) -> None:
+    run = make_run(tmp_path)
+    launcher = ToldLauncher(run, (outcome, 3))
+    assert follow(RestartingRun(launcher, run, Resources(), 5)) == outcome
+    assert launcher.num_started == 1
+    assert restarts_of(run) == []
+
+
+def test_without_restarts_the_reason_is_as_it_was(tmp_path: Path, clock: list[float]) -> None:
+    run = make_run(tmp_path)
+    assert follow(RestartingRun(ToldLauncher(run, (FAILED, 3)), run, Resources(), 0)) == FAILED
+
+
+def test_stopping_in_a_pause_starts_nothing_more(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    launcher = ToldLauncher(run, (FAILED, 5), (RunState("completed"), 9))
+    lasting = RestartingRun(launcher, run, Resources(), 3)
+    assert lasting.poll().state == "running", "a pause begins"
+    assert lasting.poll().state == "running"
+    assert run.status()["state"] == "created"
+    assert run.status()["phase"].startswith("starting again in")
+    lasting.stop()
+    assert lasting.poll().state == "failed"
+    assert (launcher.num_started, launcher.num_stopped) == (1, 1)
+
+
+def test_progress_is_a_later_checkpoint_or_a_later_step() -> None:
+    before = Reached(checkpoint=6, step=8)
+    assert why_not_again(FAILED, 1, 3, Reached(6, 9), before) == ""
+    assert why_not_again(FAILED, 1, 3, Reached(7, 8), before) == ""
+    assert why_not_again(FAILED, 1, 3, Reached(6, 8), before)
+    assert why_not_again(FAILED, 0, 3, Reached(0, 0), Reached()) == "", "the first time it may be chance"
+
+
+def test_pauses_end_somewhere() -> None:
+    assert [pause_before(n) for n in (1, 2, 3)] == [1.0, 2.0, 4.0]
+    assert pause_before(50) == 60.0
+
+
+# --- standing still ---------------------------------------------------------------------------------------------------
+
+
+def look_often(times: StoppedTimes, stopped: list[str], since: float, until: float) -> list[str]:
+    found: list[str] = []
+    for tenth in range(int(since * 10), int(until * 10)):
+        found = times.look(stopped, tenth / 10)
+    return found
+
+
+def test_a_long_stop_is_found_and_a_short_one_is_not() -> None:
+    times = StoppedTimes(limit_s=5.0)
+    assert look_often(times, ["rank 1"], 0, 4.9) == []
+    assert look_often(times, [], 4.9, 5.0) == [], "it went on"
+    assert look_often(times, ["rank 1"], 5.0, 9.9) == [], "and everything begins anew"
+    assert look_often(times, ["rank 1"], 9.9, 10.4) == ["rank 1"]
+
+
+def test_who_was_stopped_itself_blames_nobody() -> None:
+    """A whole machine that is suspended: the watcher goes on a moment before the others."""
+    times = StoppedTimes(limit_s=5.0)
+    assert times.look(["rank 0", "rank 1"], 0.0) == []
+    assert times.look(["rank 0", "rank 1"], 3600.0) == []
+    assert times.look(["rank 1"], 3600.2) == []
+
+
+# What it does is the name of the run. A child of its own is what an engine is: it has the mark and the RANK, too.
+WORKER = """
+import os, subprocess, sys, time
+from lockstep.rundir import RunDir
+rank = int(os.environ.get("RANK", "0"))
+run = RunDir(sys.argv[1], owner=rank == 0)
+child = subprocess.Popen(["sleep", "300"])
+(run.path / f"child-{rank}").write_text(str(child.pid))
+(run.path / f"pid-{rank}").write_text(str(os.getpid()))
+time.sleep(300)
+"""
+
+
+@pytest.fixture
+def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalLauncher:
+    (tmp_path / "sleeping_worker.py").write_text(WORKER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return LocalLauncher("sleeping_worker", grace_s=3.0)
+
+
+@pytest.fixture(params=[1, 2])
+def started(
+    launcher: LocalLauncher, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[tuple[RunHandle, RunDir]]:
+    run = make_run(tmp_path)
+    handle = launcher.start(run.path, Resources(procs=request.param, device="cpu"))
+    try:
+        deadline = time.monotonic() + 40
+        while not all((run.path / f"pid-{rank}").exists() for rank in range(request.param)):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield handle, run
+    finally:
+        launcher.stop(handle)
+
+
+def poll_for(launcher: LocalLauncher, handle: RunHandle, seconds: float) -> RunState:
+    deadline = time.monotonic() + seconds
+    while (outcome := launcher.poll(handle)).state == "running" and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return outcome
+
+
+def pids(run: RunDir, kind: str = "pid") -> list[int]:
+    return [int(path.read_text()) for path in sorted(run.path.glob(f"{kind}-*"))]
+
+
+def test_a_stopped_rank_is_named_and_ends_the_run(launcher: LocalLauncher, started: tuple[RunHandle, RunDir]) -> None:
+    handle, run = started
+    last = pids(run)[-1]
+    os.kill(last, signal.SIGSTOP)
+    outcome = poll_for(launcher, handle, 30)
+    assert outcome.state == "failed"
+    assert outcome.reason.startswith(f"rank {len(pids(run)) - 1} (process {last}) was stopped by a signal")
+    assert outcome.exit_code == 1, "and may be started again"
+    assert _marked_processes(handle.mark) == [], "its children are gone, too"
+
+
+def test_a_stopped_child_of_a_rank_is_not_a_stopped_rank(
+    launcher: LocalLauncher, started: tuple[RunHandle, RunDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle, run = started
+    launcher._stopped[handle.mark] = StoppedTimes(limit_s=0.3)
+    for child in pids(run, "child"):
+        os.kill(child, signal.SIGSTOP)
+    assert poll_for(launcher, handle, 1.5).state == "running"
+    os.kill(pids(run)[0], signal.SIGSTOP)
+    assert poll_for(launcher, handle, 30).reason.startswith("rank 0"), "this limit is short enough to be seen"
+
+
+def test_a_short_stop_changes_nothing(launcher: LocalLauncher, started: tuple[RunHandle, RunDir]) -> None:
+    handle, run = started
+    os.kill(pids(run)[-1], signal.SIGSTOP)
+    assert poll_for(launcher, handle, 1.0).state == "running"
+    os.kill(pids(run)[-1], signal.SIGCONT)
+    assert poll_for(launcher, handle, 1.0).state == "running"
+
+
+def test_a_run_of_another_kind_is_refused(launcher: LocalLauncher, tmp_path: Path) -> None:
+    config = parse_config("model: x\ndata: {train: a}\nlaunch: {kind: ray}")
+    run = RunDir.create(tmp_path / "elsewhere", config)
+    with pytest.raises(ValueError, match=r"launch\.kind is ray"):
+        launcher.start(run.path, Resources())

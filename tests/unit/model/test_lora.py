@@ -1,0 +1,145 @@
+"""Which layers get an adapter, what is trained, and that it trains."""
+
+from __future__ import annotations
+
+import peft
+import pytest
+import torch
+from equivalence.plain import FAMILIES, make_batch, make_model, scale_of
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from lockstep.backend.torch_backend import TorchBackend
+from lockstep.config import LoraConfig
+from lockstep.model.lora import add_lora, is_sped_up, speed_up_eager
+from lockstep.model.policy import causal_lm, decoder_layers
+from lockstep.parallel.group import ProcessGroup
+from lockstep.types import LossSpec, OptimStep
+
+EVERY_LINEAR = {
+    **{f: {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"} for f in FAMILIES},
+    "phi3": {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"},
+    "gpt2": {"c_attn", "c_proj", "c_fc"},
+    "bloom": {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"},
+}
+
+
+def adapted(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules that carry an adapter, by their name in the transformers model."""
+    return {name: m for name, m in causal_lm(model).named_modules() if hasattr(m, "lora_A")}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_linear_means_every_linear_layer_inside_the_decoder_layers(family):
+    plain = make_model(family, lora=False)
+    inside = {id(m) for layer in decoder_layers(plain) for m in layer.modules() if isinstance(m, (nn.Linear, Conv1D))}
+    expected = {name for name, m in plain.named_modules() if id(m) in inside}
+    model = add_lora(plain, LoraConfig(rank=2))
+    found = adapted(model)
+    assert set(found) == expected
+    assert {name.rsplit(".", 1)[-1] for name in found} == EVERY_LINEAR[family]
+    assert type(causal_lm(model).get_output_embeddings()) is nn.Linear
+
+
+def test_gpt2_has_adapters_on_its_transposed_linear_layers():
+    model = add_lora(make_model("gpt2", lora=False), LoraConfig(rank=2))
+    assert all(isinstance(m.get_base_layer(), Conv1D) for m in adapted(model).values())
+    fan_out = adapted(model)["transformer.h.0.attn.c_attn"]
+    assert fan_out.lora_A["default"].weight.shape == (2, 32)
+    assert fan_out.lora_B["default"].weight.shape == (96, 2)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_only_adapters_are_trained(family):
+    model = add_lora(make_model(family, lora=False), LoraConfig(rank=2))
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert trained
+    assert all("lora_A" in name or "lora_B" in name for name in trained)
+    assert len(trained) == 2 * len(adapted(model))
+
+
+def test_adapters_of_a_narrow_model_are_float32():
+    model = add_lora(make_model("llama", lora=False).to(torch.bfloat16), LoraConfig(rank=2))
+    dtypes = {p.requires_grad: p.dtype for p in model.parameters()}
+    assert dtypes == {True: torch.float32, False: torch.bfloat16}
+
+
+def test_new_adapters_do_not_change_what_the_model_computes():
+    tokens = torch.tensor([[3, 5, 8]])
+    plain = make_model("llama", lora=False)
+    expected = plain(tokens).logits
+    assert torch.equal(add_lora(plain, LoraConfig(rank=2)).eval()(tokens).logits, expected)
+
+
+def test_named_targets_alone_get_adapters():
+    model = add_lora(make_model("llama", lora=False), LoraConfig(rank=2, targets=("q_proj", "layers.1.mlp.up_proj")))
+    assert set(adapted(model)) == {
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.1.self_attn.q_proj",
+        "model.layers.1.mlp.up_proj",
+    }
+
+
+def test_targets_that_match_nothing_are_an_error_that_names_the_linear_layers():
+    with pytest.raises(ValueError) as caught:
+        add_lora(make_model("gpt2", lora=False), LoraConfig(targets=("c_attn", "q_proj")))
+    message = "lora.targets 'q_proj' matches no module of GPT2LMHeadModel; "
+    assert str(caught.value) == message + "its linear layers are c_attn, c_fc, c_proj"
+
+
+def test_rank_alpha_and_dropout_are_passed_on():
+    model = add_lora(make_model("llama", lora=False), LoraConfig(rank=3, alpha=12, dropout=0.25))
+    layer = adapted(model)["model.layers.0.self_attn.q_proj"]
+    assert layer.r["default"] == 3
+    assert layer.scaling["default"] == 4.0
+    assert layer.lora_dropout["default"].p == 0.25
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_adapters_train(family, dora):
+    model = add_lora(make_model(family, lora=False), LoraConfig(rank=4, dora=dora)).double()
+    frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    assert any("magnitude" in name for name in before) == dora
+    backend = TorchBackend(model, precision="fp64", group=ProcessGroup(0, 1, torch.device("cpu")))
+    batch = make_batch()
+    losses = []
+    for _ in range(4):
+        losses.append(backend.forward_backward(batch, LossSpec(scale=scale_of(batch))).loss)
+        backend.optim_step(OptimStep(0.01))
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0] - 0.05
+    after = dict(model.named_parameters())
+    assert all(not torch.equal(after[name], old) for name, old in before.items())
+    assert all(torch.equal(after[name], old) for name, old in frozen.items())
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+@pytest.mark.parametrize("bias", [False, True])
+def test_sped_up_layers_give_pefts_own_numbers_and_gradients(bias: bool, dropout: float) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 9, bias=bias), nn.Tanh(), nn.Linear(9, 5, bias=bias)).double()
+    settings = peft.LoraConfig(
+        r=2, lora_alpha=3, lora_dropout=dropout, target_modules=["0", "2"], init_lora_weights=False
+    )
+    model = peft.get_peft_model(net, settings).double()
+    x = torch.randn(2, 7, 6, dtype=torch.float64, requires_grad=True)
+
+    def passes() -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        out = model(x)
+        (out**3).sum().backward()
+        assert x.grad is not None
+        found = [out.detach(), x.grad, *(p.grad for p in model.parameters() if p.requires_grad)]
+        x.grad = None
+        model.zero_grad(set_to_none=True)
+        return found
+
+    expected = passes()
+    speed_up_eager(model)
+    assert any(is_sped_up(layer) for layer in model.modules())
+    for mine, own in zip(passes(), expected, strict=True):
+        torch.testing.assert_close(mine, own, rtol=0, atol=1e-12)
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(x.detach()), model.eval()(x).detach())

@@ -1,0 +1,240 @@
+"""A causal language model seen as one function: packed documents give what each gives alone, in every family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from equivalence.plain import FAMILIES, logprobs_of, make_model
+from torch import nn
+
+from lockstep.config import LoraConfig
+from lockstep.model.attention import PACKED, variable_length_problem
+from lockstep.model.head import LogitTransform
+from lockstep.model.lora import add_lora
+from lockstep.model.policy import PackedTokens, Policy, causal_lm, decoder_layers, head_dim, logit_transform
+from lockstep.types import Completion, Datum
+
+PACKING = [family for family in FAMILIES if family not in ("gemma2", "bloom")]
+LENGTHS = (9, 2, 17, 5)  # shorter and longer than the sliding window of 6
+
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def draw_documents() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(1, 97, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+def pack(documents: list[list[int]]) -> PackedTokens:
+    """Every next token is asked for."""
+    tokens, positions, asked = [], [], []
+    for document in documents:
+        asked += [len(tokens) + i for i in range(len(document) - 1)]
+        positions += range(len(document))
+        tokens += document
+    places = torch.tensor(asked)
+    row = torch.tensor(tokens)
+    return PackedTokens(row, torch.tensor(positions), tuple(map(len, documents)), places, row[places + 1])
+
+
+def plain(model: nn.Module, document: list[int]) -> torch.Tensor:
+    """The model's own forward pass and full logits."""
+    answer = Completion(document[1:], [1.0] * (len(document) - 1))
+    with torch.no_grad():
+        return logprobs_of(model, Datum(document[:1], [answer]), answer)
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor, family: str = "") -> None:
+    # Gemma's norms compute in float32 whatever the model is in.
+    torch.testing.assert_close(found, expected, rtol=1e-7 if "gemma" in family else 1e-11, atol=1e-11)
+
+
+# --- layers ---------------------------------------------------------------------------------------------------------
+
+
+@every_family
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_the_decoder_layers_are_found_from_the_model_itself(family, lora):
+    model = make_model(family, lora=lora)
+    layers = decoder_layers(model)
+    (repeated,) = [
+        m for m in causal_lm(model).modules() if isinstance(m, nn.ModuleList) and isinstance(m[0], type(layers[0]))
+    ]
+    assert layers == list(repeated)
+    assert len(layers) == 2
+
+
+def test_a_layer_inside_a_layer_is_not_one_of_its_own():
+    model = make_model("llama", lora=False)
+    model._no_split_modules = ["LlamaDecoderLayer", "LlamaMLP"]
+    assert decoder_layers(model) == list(model.model.layers)
+
+
+@pytest.mark.parametrize("names", [None, [], ["SomethingElse"]])
+def test_a_model_that_does_not_name_its_layers_is_refused(names):
+    model = make_model("llama", lora=False)
+    model._no_split_modules = names
+    with pytest.raises(ValueError, match="LlamaForCausalLM does not say which of its modules are layers"):
+        decoder_layers(model)
+
+
+# --- packed documents -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", PACKING)
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_packed_documents_give_what_the_model_gives_each_alone(family, lora):
+    documents = draw_documents()
+    expected = torch.cat([plain(make_model(family, lora=lora), d) for d in documents])
+    policy = Policy(make_model(family, lora=lora), chunk_tokens=8)
+    with torch.no_grad():
+        packed = policy(pack(documents))
+        separate = torch.cat([policy(pack([d])) for d in documents])
+        own_logits = policy(pack(documents), own=True)
+    assert_close(packed, expected, family)
+    assert_close(separate, expected, family)
+    assert_close(own_logits, expected, family)
+
+
+@pytest.mark.parametrize("family", PACKING)
+def test_a_document_does_not_see_its_neighbours(family):
+    first, second, *rest = draw_documents()
+    policy = Policy(make_model(family, lora=False))
+    others = [(t + 40) % 97 for t in first]
+    with torch.no_grad():
+        found = policy(pack([first, second, *rest]))
+        changed = policy(pack([others, second, *rest]))
+    assert not torch.equal(found[:8], changed[:8])
+    assert torch.equal(found[8:], changed[8:])
+
+
+@pytest.mark.parametrize("family", PACKING)
+def test_the_gradient_of_packed_documents_is_the_sum_of_theirs(family):
+    documents = draw_documents()
+    found = {}
+    for together in (True, False):
+        policy = Policy(make_model(family, lora=False))
+        for part in [documents] if together else [[d] for d in documents]:
+            packed = pack(part)
+            grad_logprobs = torch.cos(packed.targets.double())
+            total, _ = policy(packed, grad_logprobs)
+            total.backward()
+        found[together] = {name: p.grad for name, p in policy.named_parameters()}
+    tolerance = 1e-5 if family == "gemma" else 1e-10
+    for name, gradient in found[True].items():
+        torch.testing.assert_close(gradient, found[False][name], rtol=tolerance, atol=tolerance, msg=name)
+
+
+def test_slopes_give_the_weighted_sum_and_log_probs_without_gradient():
+    policy, packed = Policy(make_model("llama", lora=False)), pack(draw_documents())
+    grad_logprobs = torch.linspace(-1, 1, len(packed.targets), dtype=torch.float64)
+    total, logprobs = policy(packed, grad_logprobs)
+    direct = policy(packed)
+    assert direct.requires_grad
+    assert not logprobs.requires_grad
+    assert_close(logprobs, direct.detach())
+    assert_close(total, (grad_logprobs * direct).sum())
+
+
+def test_only_what_is_asked_is_computed():
+    policy, packed = Policy(make_model("llama", lora=False)), pack(draw_documents())
+    some = torch.tensor([2, 8, 20])
+    few = PackedTokens(packed.tokens, packed.positions, packed.lengths, packed.asked[some], packed.targets[some])
+    with torch.no_grad():
+        assert_close(policy(few), policy(packed)[some])
+
+
+def test_an_attention_with_capped_scores_refuses_to_pack():
+    policy = Policy(make_model("gemma2", lora=False))
+    assert policy.packs
+    with pytest.raises(ValueError, match="Gemma2Attention uses softcap in its attention"):
+        policy(pack(draw_documents()))
+
+
+def test_a_model_that_cannot_pack_takes_one_document_at_a_time():
+    documents = draw_documents()
+    policy = Policy(make_model("bloom", lora=False))
+    assert not policy.packs
+    with torch.no_grad():
+        found = policy(pack(documents[2:3]))
+    assert_close(found, plain(make_model("bloom", lora=False), documents[2]))
+    with pytest.raises(AssertionError, match="one document at a time"):
+        policy(pack(documents))
+
+
+# --- giving the model back ------------------------------------------------------------------------------------------
+
+
+def generate(model: Any) -> list[int]:
+    prompt = torch.tensor([[5, 17, 30, 8]])
+    mask = torch.ones_like(prompt)
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    return model.eval().generate(prompt, attention_mask=mask, **options)[0].tolist()
+
+
+@every_family
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_after_packing_the_model_has_its_own_attention_and_generates_as_before(family, lora):
+    expected = generate(make_model(family, lora=lora))
+    model = make_model(family, lora=lora)
+    own = causal_lm(model).config._attn_implementation
+    policy = Policy(model)
+    if policy.packs:
+        assert causal_lm(model).config._attn_implementation == PACKED
+    policy.stop_packing()
+    assert causal_lm(model).config._attn_implementation == own
+    assert not policy.packs
+    assert generate(model) == expected
+    document = draw_documents()[2]
+    with torch.no_grad():
+        assert_close(policy(pack([document])), plain(make_model(family, lora=lora), document), family)
+
+
+def test_a_model_whose_attention_still_packs_says_so_instead_of_generating():
+    policy = Policy(make_model("llama", lora=False))
+    with pytest.raises(ValueError, match="LlamaAttention did not pass the document lengths"):
+        generate(policy.model)
+
+
+# --- the head -------------------------------------------------------------------------------------------------------
+
+
+def test_what_the_model_does_to_its_logits_is_read_from_its_configuration():
+    found = {family: logit_transform(make_model(family, lora=False)) for family in FAMILIES}
+    assert found.pop("granite") == LogitTransform(scale=1 / 3)
+    assert found.pop("gemma2") == LogitTransform(softcap=30.0)
+    assert set(found.values()) == {LogitTransform()}
+
+
+def test_a_head_that_is_not_a_linear_layer_is_refused():
+    model = add_lora(make_model("llama", lora=False), LoraConfig(targets=("lm_head",)))
+    with pytest.raises(ValueError, match=r"the output head of LlamaForCausalLM is a peft\..*lora\.targets"):
+        Policy(model)
+
+
+def test_parameter_names_are_those_of_the_model():
+    model = make_model("qwen3", lora=False)
+    names = list(model.state_dict())
+    assert list(Policy(model).model.state_dict()) == names
+
+
+@every_family
+def test_the_size_of_a_head_is_read_from_the_model(family):
+    assert head_dim(make_model(family, lora=False)) == 8
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "size", "why"),
+    [
+        ("cpu", torch.bfloat16, 64, "CUDA"),
+        ("cuda", torch.float32, 64, "bf16 or fp16"),
+        ("cuda", torch.bfloat16, 12, "multiple of 8"),
+        ("cuda", torch.bfloat16, 512, "at most 256"),
+        ("cuda", torch.bfloat16, 128, None),
+    ],
+)
+def test_the_fused_kernel_says_why_it_cannot_be_used(device, dtype, size, why):
+    problem = variable_length_problem(torch.device(device), dtype, size)
+    assert problem is None if why is None else why in str(problem)

@@ -1,0 +1,85 @@
+"""fp16: the loss is scaled, and nobody sees it but the gradients; an overflow costs one step and halves the scale."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from equivalence.plain import make_batch, make_model, plain_run, scale_of
+
+from lockstep.backend.torch_backend import TorchBackend
+from lockstep.parallel.group import ProcessGroup
+from lockstep.parallel.loss_scale import LossScale
+from lockstep.types import LossSpec, OptimStep
+
+
+def make_backend(precision: str, *, lora: bool = False) -> TorchBackend:
+    model = make_model("llama", lora=lora).float()
+    return TorchBackend(
+        model, precision=precision, micro_batch_tokens=96, group=ProcessGroup(0, 1, torch.device("cpu"))
+    )
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_a_step_in_fp16_is_the_plain_step_within_its_rounding(lora: bool) -> None:
+    batch, backend = make_batch(0), make_backend("fp16", lora=lora)
+    expected = plain_run("llama", lora=lora, batches=[batch])
+    loss = backend.forward_backward(batch, LossSpec(scale=scale_of(batch))).loss
+    gradients = {name: p.grad.double() / 2.0**16 for name, p in backend.parameters().items()}
+    optim = backend.optim_step(OptimStep(learning_rate=1e-2, max_grad_norm=0.5))
+    assert loss == pytest.approx(expected["loss"], rel=1e-3)
+    assert optim.grad_norm == pytest.approx(expected["norm"], rel=5e-3)
+    assert optim.applied
+    assert optim.loss_scale == 2.0**16
+    for name, gradient in gradients.items():
+        exact = expected["gradients"][name]
+        assert float((gradient - exact).norm() / exact.norm()) < 1e-2, name
+        assert backend.parameters()[name].dtype == torch.float32
+
+
+def test_an_overflow_leaves_the_weights_and_halves_the_scale() -> None:
+    batch, backend = make_batch(0), make_backend("fp16")
+    before = {name: p.detach().clone() for name, p in backend.parameters().items()}
+    backend.forward_backward(batch, LossSpec(scale=1e6))  # a gradient that fp16 cannot hold
+    optim = backend.optim_step(OptimStep(learning_rate=1e-2))
+    assert not optim.applied
+    assert optim.overflowed
+    assert optim.loss_scale == 2.0**15
+    assert all(torch.equal(p, before[name]) for name, p in backend.parameters().items())
+    assert all(p.grad is None for p in backend.parameters().values())
+
+
+def test_in_other_precisions_a_gradient_that_is_not_finite_is_no_overflow() -> None:
+    batch, backend = make_batch(0), make_backend("fp32")
+    backend.forward_backward(batch, LossSpec(scale=math.inf))
+    optim = backend.optim_step(OptimStep(learning_rate=1e-2))
+    assert not optim.applied
+    assert not optim.overflowed
+
+
+def test_the_scale_grows_after_many_good_steps_and_comes_back_from_its_state() -> None:
+    scale = LossScale()
+    for _ in range(999):
+        scale.note(finite=True)
+    again = LossScale()
+    again.restore(scale.state())
+    assert again.value == 2.0**16
+    again.note(finite=True)
+    assert again.value == 2.0**17
+    again.note(finite=False)
+    assert again.value == 2.0**16
+
+
+def test_the_scale_is_part_of_a_checkpoint(tmp_path: Path) -> None:
+    batch, backend = make_batch(0), make_backend("fp16")
+    backend.forward_backward(batch, LossSpec(scale=1e6))
+    backend.optim_step(OptimStep(learning_rate=1e-2))
+    backend.forward_backward(batch, LossSpec(scale=scale_of(batch)))
+    backend.optim_step(OptimStep(learning_rate=1e-2))
+    backend.save_state(tmp_path / "state").result(timeout=60)
+    again = make_backend("fp16")
+    again.load_state(tmp_path / "state")
+    again.forward_backward(batch, LossSpec(scale=scale_of(batch)))
+    assert again.optim_step(OptimStep(learning_rate=1e-2)).loss_scale == 2.0**15

@@ -1,0 +1,244 @@
+"""What a step must send, worked out by hand; who is slow; and what `lockstep scale` reads from a run's records."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep import scaling
+from lockstep.config.parallel import Degrees
+from lockstep.parallel.expected_traffic import RankWork, Sizes, Unit, least_traffic
+from lockstep.parallel.group import ProcessGroup
+from lockstep.parallel.traffic import Traffic, _Flights, find_straggler, sent_share
+from lockstep.reports import scaling as scalingpage
+
+# Two layers of 1000 parameters, of which 100 are trained, and 500 (50) outside of them.
+SIZES = Sizes((Unit(1000, 100), Unit(1000, 100)), Unit(500, 50), hidden=8, compute_bytes=2, gradient_bytes=4)
+WORK = RankWork(tokens=60, asked=20, micro_batches=3)
+
+
+def test_a_ring_sends_its_share():
+    assert sent_share("all_reduce", 4) == 1.5
+    assert sent_share("all_gather", 4) == sent_share("reduce_scatter", 4) == sent_share("all_to_all", 4) == 0.75
+    assert sent_share("send", 4) == 1.0
+    assert sent_share("all_reduce", 1) == sent_share("all_gather", 1) == 0.0
+
+
+def test_replicas_sum_what_is_trained_once_a_step():
+    assert least_traffic(SIZES, Degrees(replicate=4), WORK) == {("replicate", "all_reduce"): 1.5 * 250 * 4}
+
+
+def test_shards_gather_twice_and_scatter_once_in_every_micro_batch():
+    found = least_traffic(SIZES, Degrees(shard=4), WORK)
+    assert found == {
+        ("shard", "all_gather"): 0.75 * 3 * (500 + 2 * 2000) * 2,
+        ("shard", "reduce_scatter"): 0.75 * 3 * 250 * 4,
+    }
+
+
+def test_shards_that_keep_parameters_gather_once():
+    found = least_traffic(SIZES, Degrees(shard=4), WORK, keep_parameters=True)
+    assert found["shard", "all_gather"] == 0.75 * 3 * 2500 * 2
+
+
+def test_ranks_that_split_tokens_are_shards_and_trade_heads():
+    sizes = Sizes(SIZES.layers, SIZES.rest, 8, split_queries=16, split_keys=4, compute_bytes=2)
+    found = least_traffic(sizes, Degrees(shard=2, context=2), WORK)
+    assert found.keys() == {
+        ("shard_context", "all_gather"),
+        ("shard_context", "reduce_scatter"),
+        ("context", "all_to_all"),
+    }
+    # In each of two layers: queries and what they attended to, keys and values; forward and backward.
+    assert found["context", "all_to_all"] == 0.5 * 60 * 2 * 2 * (2 * 16 + 2 * 4) * 2
+
+
+def test_replicas_of_shards_sum_their_own_shard():
+    found = least_traffic(SIZES, Degrees(replicate=2, shard=2), WORK)
+    assert found["replicate", "all_reduce"] == 1.0 * 3 * 125 * 4
+    assert found["shard", "reduce_scatter"] == 0.5 * 3 * 250 * 4
+
+
+def test_tensor_ranks_sum_hidden_states():
+    sizes = Sizes(
+        (), Unit(0, 0), 8, forward_sums=24, backward_sums=16, head_sums=11, summed_parameters=5, compute_bytes=2
+    )
+    found = least_traffic(sizes, Degrees(tensor=2), WORK)
+    assert found == {("tensor", "all_reduce"): 1.0 * (60 * 40 + 20 * 11 + 3 * 5) * 2}
+
+
+def test_tensor_ranks_gather_what_each_computed_of_some_tokens():
+    sizes = Sizes((), Unit(0, 0), 8, forward_sums=24, gathers=32, compute_bytes=2)
+    found = least_traffic(sizes, Degrees(tensor=4), WORK)
+    assert found == {("tensor", "all_reduce"): 1.5 * 60 * 24 * 2, ("tensor", "all_gather"): 0.75 * 60 * 32 * 2}
+
+
+def test_stages_send_hidden_states_to_their_neighbours():
+    found = least_traffic(SIZES, Degrees(pipeline=2), RankWork(60, 20, 3, stage_sends=1))
+    assert found == {("pipeline", "send"): 60 * 8 * 2}
+
+
+def test_one_rank_sends_nothing():
+    assert least_traffic(SIZES, Degrees(), WORK) == {}
+
+
+# --- time -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rank"),
+    [
+        ([1.0, 1.0], None),
+        ([1.0, 1.19], None),
+        ([1.0, 1.21], 1),
+        ([3.0, 1.0, 1.1, 0.9], 0),
+        ([1.0, 1.1, 0.9, 1.05], None),
+        ([1.0, 1.0, 0.1], None),
+        ([5.0], None),
+        ([0.0, 0.0], None),
+    ],
+)
+def test_the_slow_rank_is_named_if_it_is_clearly_slow(seconds, rank):
+    assert find_straggler(seconds) == rank
+
+
+class FakeFuture:
+    def add_done_callback(self, callback: Any) -> None:
+        self.land = callback
+
+
+class FakeWork:
+    def __init__(self) -> None:
+        self.future = FakeFuture()
+
+    def get_future(self) -> FakeFuture:
+        return self.future
+
+
+def test_waiting_for_what_flies_counts_from_the_last_start_to_the_last_landing(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    flights, works = _Flights(), [FakeWork(), FakeWork(), FakeWork()]
+    for now[0], work in zip((1.0, 2.0, 2.5), works, strict=True):
+        flights.start(work)
+    for now[0], work in zip((3.0, 4.0, 9.0), works, strict=True):
+        work.future.land(None)
+    flights.forget(works[2])  # somebody waits for this one himself
+    assert flights.land() == 1.5
+    assert flights.land() == 0.0
+
+
+def test_one_rank_counts_nothing_and_says_nothing():
+    traffic = Traffic(ProcessGroup(0, 1, torch.device("cpu")))
+    with traffic.counting():
+        assert traffic.facts().numel() == 0
+    assert traffic.read_facts([]) == {}
+    assert traffic.end_step().as_metrics() == {}
+
+
+def test_everybodys_facts_are_read_from_their_sum():
+    traffic = Traffic(ProcessGroup(0, 3, torch.device("cpu")))
+    found = traffic.read_facts([1.0, 0.5, 2.0, 1.1, 0.1, 4.0, 2.0, 0.0, 3.0])
+    assert found == {
+        "memory_gib_max": 4.0,
+        "compute_s": 1.1,
+        "wait_s": pytest.approx(0.2),
+        "busy_s/0/0": 1.0,
+        "busy_s/0/1": 1.1,
+        "busy_s/0/2": 2.0,
+        "straggler": 2,
+        "straggler_compute_s": 2.0,
+    }
+
+
+def test_a_dear_stage_is_no_straggler():
+    traffic = Traffic(ProcessGroup(0, 4, torch.device("cpu"), Degrees(shard=2, pipeline=2)))
+
+    def read(*compute_s: float) -> dict[str, float]:
+        return traffic.read_facts([fact for seconds in compute_s for fact in (seconds, 0.0, 1.0)])
+
+    found = read(1.0, 1.1, 3.0, 3.1)
+    assert "straggler" not in found
+    assert [name for name in found if name.startswith("busy_s/")] == [
+        "busy_s/0/0",
+        "busy_s/0/1",
+        "busy_s/1/2",
+        "busy_s/1/3",
+    ]
+    assert read(1.0, 1.1, 4.0, 3.0)["straggler"] == 2
+    assert read(2.0, 1.1, 4.0, 3.0)["straggler"] == 2
+    assert read(9.0, 1.1, 4.0, 3.0)["straggler"] == 0
+
+
+# --- scale ----------------------------------------------------------------------------------------------------------
+
+
+def record(step: int, **changes: Any) -> dict[str, Any]:
+    return {"split": "train", "step": step, "tokens": 100, "step_time_s": 0.5, "memory_gib": 1.0, **changes}
+
+
+def test_sizes_are_numbers_in_order():
+    assert scaling.parse_sizes("4,1,2,2") == [1, 2, 4]
+    with pytest.raises(ValueError, match="give numbers with commas"):
+        scaling.parse_sizes("1,two")
+    with pytest.raises(ValueError, match="at least one process"):
+        scaling.parse_sizes("0,1")
+
+
+def test_the_first_step_warms_up_and_efficiency_is_against_the_smallest():
+    one = scaling.read_size(1, "one rank", [record(1, step_time_s=9.0), record(2), record(3)], None)
+    assert (one.tokens_per_s, one.efficiency, one.wait_s, one.flows) == (200.0, 1.0, None, ())
+    many = [record(1, step_time_s=9.0), record(2, step_time_s=0.2), record(3, step_time_s=0.2)]
+    four = scaling.read_size(4, "shard 4", many, one)
+    assert four.efficiency == pytest.approx(500 / 200 / 4)
+    two = scaling.read_size(2, "shard 2", [record(1), record(2)], None)
+    assert scaling.read_size(4, "shard 4", many, two).efficiency == pytest.approx(500 / 200 / 2)
+
+
+def test_traffic_stands_beside_the_least():
+    keys = {"traffic/shard/all_gather": 210.0, "traffic_least/shard/all_gather": 200.0, "traffic/world/all_reduce": 8.0}
+    size = scaling.read_size(2, "shard 2", [record(1), record(2, **keys, wait_s=0.1, token_balance=1.25)], None)
+    assert size.flows == (
+        scaling.Flow("shard", "all_gather", 210.0, 200.0),
+        scaling.Flow("world", "all_reduce", 8.0, None),
+    )
+    assert (size.wait_s, size.balance, size.sent_bytes) == (0.1, 1.25, 218.0)
+    assert scalingpage.flow_row(size.flows[0]) == ["shard", "all-gather", "210 B", "200 B", "+5.00%"]
+    assert scalingpage.flow_row(size.flows[1])[3:] == ["-", "-"]
+
+
+def test_a_straggler_is_slow_in_most_steps():
+    slow, other, none = record(1, straggler=3), record(1, straggler=1), record(1)
+    assert scaling.find_straggler([slow, slow, none]) == 3
+    assert scaling.find_straggler([slow, other, none]) is None
+    assert scaling.find_straggler([slow, slow, other, other]) is None
+
+
+def test_the_report_names_the_straggler_and_escapes_its_title(tmp_path):
+    keys = {"traffic/shard/all_gather": 3 * 2**20, "traffic_least/shard/all_gather": 3 * 2**20, "straggler": 1}
+    one = scaling.read_size(1, "one rank", [record(1), record(2)], None)
+    two = scaling.read_size(2, "shard 2", [record(1), record(2, **keys)], one)
+    picture, document = scaling.write_report([one, two], "a <b> run", tmp_path)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    text = document.read_text()
+    assert "rank 1 computes clearly longer" in text
+    assert "a &lt;b&gt; run" in text
+    assert "<b>" not in text
+    assert "3 MiB" in text
+    assert text.count("<svg") == 4
+    assert "Sent by rank 0 in a step (MiB)" in text
+    assert "http-equiv" not in text
+
+
+def test_sizes_that_do_not_fit_the_layout_are_refused_before_any_run(tmp_path):
+    from lockstep.config import ConfigError, ParallelConfig
+
+    class Settings:
+        parallel = ParallelConfig(tensor=2)
+
+    with pytest.raises(ConfigError, match="--procs 1 does not go with this configuration"):
+        scaling.measure(Settings(), [1, 2], 3, tmp_path)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())

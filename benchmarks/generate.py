@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from lockstep.inference import SamplingParams
 from lockstep.inference.engine import LocalEngine
+from lockstep.types import SamplingParams
 
 SMOLLM2 = Path.home() / ".cache/lockstep/models/SmolLM2-135M-Instruct"
 QWEN3_06B: dict[str, Any] = {

@@ -7,8 +7,8 @@ from typing import Any
 
 from told_rollout_servers import ToldSglang, ToldVllm
 
-from lockstep.inference import SamplingParams, TextCompletion
 from lockstep.inference.engine import LocalEngine
+from lockstep.types import SamplingParams, TextCompletion
 
 
 class _Models:

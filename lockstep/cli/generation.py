@@ -22,8 +22,8 @@ def chat(
     temperature: Temperature = 0.7,
 ) -> None:
     """Talk with a model. Reads one turn per line from a pipe, too."""
-    from lockstep.inference import SamplingParams
     from lockstep.inference.chat import converse
+    from lockstep.types import SamplingParams
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
     converse(_load_engine(source), params, system)
@@ -55,8 +55,8 @@ def generate(
 ) -> None:
     """Answer a file of prompts: JSONL rows with prompt, completion and finish_reason."""
     from lockstep.cli.display import track_progress
-    from lockstep.inference import SamplingParams
     from lockstep.inference.prompts import answer_prompts, open_output, read_prompts
+    from lockstep.types import SamplingParams
 
     rows = read_prompts(prompts)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)

@@ -14,8 +14,8 @@ from typing import IO, Any
 from lockstep.evaluation.questions import Question
 from lockstep.inference.openai.endpoint import EndpointEngine
 from lockstep.inference.prompts import PromptRow
-from lockstep.inference.sampler import SamplingParams
 from lockstep.rundir import read_jsonl, write_atomically
+from lockstep.types import SamplingParams
 
 SETTINGS, ANSWERS = "settings.json", "answers.jsonl"
 Answered = dict[int, dict[str, str]]  # question number: {"text", "finish_reason"}

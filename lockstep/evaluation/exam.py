@@ -26,7 +26,7 @@ from lockstep.evaluation.questions import (
     read_pairs,
     refuse_unanswerable,
 )
-from lockstep.inference.sampler import SamplingParams
+from lockstep.types import SamplingParams
 
 Track = Callable[[Iterable[Any], str, int], Iterable[Any]]
 Source = str | Path | Mapping[str, Any]

@@ -1,5 +1,1 @@
-"""Sampling: text from a model. The protocol is light; an engine imports torch when it is made."""
-
-from lockstep.inference.sampler import PartialCompletion, Prompt, Sampler, SamplingParams, TextCompletion
-
-__all__ = ["PartialCompletion", "Prompt", "Sampler", "SamplingParams", "TextCompletion"]
+"""Text from a model: the engine and its parts. What every sampler offers is in lockstep.types."""

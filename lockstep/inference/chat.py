@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-from lockstep.inference.sampler import Prompt, SamplingParams, TextCompletion
+from lockstep.types import Prompt, SamplingParams, TextCompletion
 
 _HELP = "/reset starts over, /exit or Ctrl-D ends, Ctrl-C stops an answer"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from lockstep.inference.sampler import PartialCompletion, SamplingParams, TextCompletion
+from lockstep.types import PartialCompletion, SamplingParams, TextCompletion
 
 
 class GrowingAnswer:

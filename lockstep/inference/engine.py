@@ -22,7 +22,10 @@ from lockstep.inference.completion import GrowingAnswer
 from lockstep.inference.decoder import Decoder
 from lockstep.inference.hf_generate import generate
 from lockstep.inference.kv_cache import UnsupportedModelError
-from lockstep.inference.sampler import (
+from lockstep.inference.scheduler import ContinuousBatch, Limits, SequenceRequest, answer_all
+from lockstep.inference.token_sampling import Truncation, random_streams
+from lockstep.inference.weights import apply_weights
+from lockstep.types import (
     PartialCompletion,
     PartialCompletions,
     Prompt,
@@ -30,9 +33,6 @@ from lockstep.inference.sampler import (
     TextCompletion,
     Weights,
 )
-from lockstep.inference.scheduler import ContinuousBatch, Limits, SequenceRequest, answer_all
-from lockstep.inference.token_sampling import Truncation, random_streams
-from lockstep.inference.weights import apply_weights
 
 Message = Mapping[str, Any]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lockstep.inference.sampler import PartialCompletions, Prompt, SamplingParams, TextCompletion, Weights
+from lockstep.types import PartialCompletions, Prompt, SamplingParams, TextCompletion, Weights
 
 
 class FakeSampler:

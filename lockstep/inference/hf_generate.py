@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from lockstep.inference.completion import GrowingAnswer
-from lockstep.inference.sampler import SamplingParams
+from lockstep.types import SamplingParams
 
 Request = tuple[Sequence[int], GrowingAnswer]
 

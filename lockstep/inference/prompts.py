@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from lockstep.inference.sampler import SamplingParams, TextCompletion
+from lockstep.types import SamplingParams, TextCompletion
 
 Conversation = list[dict[str, Any]]
 

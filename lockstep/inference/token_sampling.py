@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.inference.sampler import SamplingParams
+from lockstep.types import SamplingParams
 
 # Legend for names below: N rows, V vocabulary, B blocks of the vocabulary.
 _BLOCK = 128

@@ -18,7 +18,6 @@ import torch
 from lockstep.backend.torch_backend import TorchBackend
 from lockstep.config import GrpoConfig, RunConfig
 from lockstep.inference.openai.engine import RolloutEndpoint, connect
-from lockstep.inference.sampler import Prompt, SamplingParams
 from lockstep.model.export import save_weights
 from lockstep.model.load import load_run_tokenizer
 from lockstep.parallel.group import ProcessGroup as Ranks
@@ -35,6 +34,7 @@ from lockstep.rollouts.parts import PromptData, make_judge
 from lockstep.rollouts.source import ColocatedRollouts, EngineRollouts, RolloutSource, Task, portable, read_rollouts
 from lockstep.rundir import RunDir
 from lockstep.train.checkpoints import Progress
+from lockstep.types import Prompt, SamplingParams
 
 if TYPE_CHECKING:
     from lockstep.backend.deepspeed.backend import DeepSpeedBackend

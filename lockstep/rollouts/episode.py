@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from lockstep.data.prompts import PromptRow
-from lockstep.inference.sampler import Prompt, SamplingParams, TextCompletion
 from lockstep.rollouts.rewards.reward import Attempt, Judge, Outcome
+from lockstep.types import Prompt, SamplingParams, TextCompletion
 
 Sample = Callable[[Sequence[Prompt], SamplingParams, Sequence[int]], list[list[TextCompletion]]]
 FollowUp = Callable[[str, int], list[int]]

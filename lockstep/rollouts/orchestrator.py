@@ -15,10 +15,9 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 from lockstep.data.prompts import PromptRow
-from lockstep.inference.sampler import PartialCompletion, Prompt, SamplingParams, TextCompletion
 from lockstep.rollouts.buffer import Buffer, RolloutBatch
 from lockstep.rollouts.episode import Episode, FollowUp, Group, Rollouts
-from lockstep.types import Metrics
+from lockstep.types import Metrics, PartialCompletion, Prompt, SamplingParams, TextCompletion
 
 Drafts = list[list[PartialCompletion | None]]
 

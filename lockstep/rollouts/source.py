@@ -15,13 +15,12 @@ from lockstep.algorithms.advantages import is_flat
 from lockstep.config import GrpoConfig, RunConfig
 from lockstep.data.order import Batches
 from lockstep.data.prompts import PromptRow, Prompts
-from lockstep.inference.sampler import SamplingParams
 from lockstep.rollouts.buffer import Buffer, RolloutBatch, StalenessSchedule
 from lockstep.rollouts.episode import Group, Rollouts
 from lockstep.rollouts.orchestrator import Orchestrator
 from lockstep.train.checkpoints import Progress
 from lockstep.train.steps import num_steps
-from lockstep.types import Metrics
+from lockstep.types import Metrics, SamplingParams
 
 ROLLOUTS_FILE = "rollouts.json"
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from lockstep.algorithms.advantages import find_advantages
 from lockstep.config import GrpoConfig, RunConfig
 from lockstep.data.prompts import Prompts
-from lockstep.inference.sampler import SamplingParams
 from lockstep.rollouts.batch import (
     Gap,
     as_data,
@@ -39,7 +38,7 @@ from lockstep.train.steps import (
     optim_step,
     stop_if_not_finite,
 )
-from lockstep.types import Datum, LossSpec, Metrics, TrainingBackend
+from lockstep.types import Datum, LossSpec, Metrics, SamplingParams, TrainingBackend
 
 
 def train(

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from lockstep.config import DpoConfig, KtoConfig
-from lockstep.inference.sampler import Prompt, SamplingParams, TextCompletion
 from lockstep.train.options import estimates_kl, label_options, pair_options
 from lockstep.train.preference_data import count_chosen_tokens, discount_length, mismatch
 from lockstep.train.steps import mean_scores
-from lockstep.types import Datum, Logprobs, LossSpec, Metrics, TrainingBackend
+from lockstep.types import Datum, Logprobs, LossSpec, Metrics, Prompt, SamplingParams, TextCompletion, TrainingBackend
 
 # Rows handed to the backend at once: enough to level ranks, few enough to hold.
 
@@ -84,6 +83,8 @@ def judge(
 
     `asks_backend`: the reference is the backend's own; otherwise rows that need one bring its log-probs with them.
     """
+    from lockstep.algorithms.losses import LOSSES  # here, because it needs torch, and loops do not
+
     spec = validation_loss(algorithm, data)
     whole = LOSSES[spec.kind].is_separable(spec.options) and not estimates_kl(algorithm)
     total, sums = 0.0, dict[str, float]()

@@ -19,7 +19,6 @@ import torch
 from tiny import build_model, build_tokenizer, write_model
 
 from lockstep.config import LoraConfig
-from lockstep.inference import SamplingParams, TextCompletion
 from lockstep.inference.engine import LocalEngine
 from lockstep.model.lora import add_lora
 from lockstep.processes.local import LocalWorker
@@ -28,6 +27,7 @@ from lockstep.rollouts.engines import supervision
 from lockstep.rollouts.engines.pool import EnginePool, EnginesLost
 from lockstep.rollouts.engines.publishing import Publication
 from lockstep.rollouts.engines.worker import ENTRY
+from lockstep.types import SamplingParams, TextCompletion
 
 PATIENCE_S = 120.0  # against hanging only
 PROMPTS = [[10, 20, 30], [11], [12, 13], [9, 8, 7, 6], [15, 12], [40, 41]]

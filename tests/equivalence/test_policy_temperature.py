@@ -18,12 +18,11 @@ from equivalence.test_preference import assert_same_step
 
 from lockstep.backend.torch_backend import TorchBackend, join_group
 from lockstep.config import ParallelConfig, load_config
-from lockstep.inference import SamplingParams
 from lockstep.parallel.group import ProcessGroup
 from lockstep.rollouts.engines.colocated import ColocatedEngine
 from lockstep.rundir import RunDir
 from lockstep.train.run import run as train
-from lockstep.types import Completion, Datum, LossSpec
+from lockstep.types import Completion, Datum, LossSpec, SamplingParams
 
 PROMPTS = [[10, 20, 30, 40, 50], [11], [9, 8, 7, 6, 5, 4, 3, 9, 8]]
 SHAPE: dict[str, Any] = {**FAMILIES["llama"]().to_diff_dict(), "head_dim": 8, "initializer_range": 0.3}

@@ -9,11 +9,11 @@ import torch
 import transformers
 
 from lockstep.config import LoraConfig
-from lockstep.inference import SamplingParams, TextCompletion
 from lockstep.inference.engine import LocalEngine
 from lockstep.inference.token_sampling import random_streams, uniforms
 from lockstep.model.lora import add_lora
 from lockstep.model.policy import PackedTokens, Policy
+from lockstep.types import SamplingParams, TextCompletion
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 

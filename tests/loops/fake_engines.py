@@ -10,7 +10,7 @@ from typing import Any
 
 from loops.grpo_run import draw_answer
 
-from lockstep.inference.sampler import PartialCompletion, Prompt, SamplingParams, TextCompletion
+from lockstep.types import PartialCompletion, Prompt, SamplingParams, TextCompletion
 
 
 @dataclass

@@ -15,7 +15,6 @@ from loops.fake_run import DIGEST, make_config
 from lockstep.backend.fake import FakeBackend
 from lockstep.config import RunConfig
 from lockstep.data.prompts import PromptRow, Prompts
-from lockstep.inference.sampler import Prompt, SamplingParams, TextCompletion
 from lockstep.parallel.group import ProcessGroup as Ranks
 from lockstep.rollouts.episode import Rollouts
 from lockstep.rollouts.orchestrator import Orchestrator
@@ -25,6 +24,7 @@ from lockstep.rundir import RunDir
 from lockstep.train import grpo
 from lockstep.train.checkpoints import Checkpoints, Progress
 from lockstep.train.run import resume
+from lockstep.types import Prompt, SamplingParams, TextCompletion
 
 
 def make_prompts(count: int, name: str = "train.jsonl") -> Prompts:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from lockstep.inference.openai.http import Connection, EndpointError, ask_all, normalise_url, shorten
 from lockstep.inference.prompts import PromptRow
-from lockstep.inference.sampler import SamplingParams
+from lockstep.types import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

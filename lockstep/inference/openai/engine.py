@@ -18,7 +18,7 @@ from typing import Any
 
 from lockstep.inference.openai.http import Connection, EndpointError, EndpointRefusal, ask_all, normalise_url
 from lockstep.inference.openai.servers import SERVERS, Published, Server
-from lockstep.inference.sampler import Prompt, SamplingParams, TextCompletion
+from lockstep.types import Prompt, SamplingParams, TextCompletion
 
 Write = Callable[[Mapping[str, Any], Path], None]
 

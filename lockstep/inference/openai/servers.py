@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lockstep.inference.openai.http import Connection, EndpointError, EndpointRefusal, shorten
-from lockstep.inference.sampler import Prompt, SamplingParams, TextCompletion
+from lockstep.types import Prompt, SamplingParams, TextCompletion
 
 _TOKEN_ID = "token_id:"
 

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from lockstep.inference.engine import LocalEngine
-from lockstep.inference.sampler import PartialCompletions, Prompt, SamplingParams, TextCompletion
+from lockstep.types import PartialCompletions, Prompt, SamplingParams, TextCompletion
 
 
 class ColocatedEngine:

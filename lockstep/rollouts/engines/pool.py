@@ -14,12 +14,12 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.inference.sampler import PartialCompletion, PartialCompletions, Prompt, SamplingParams, TextCompletion
 from lockstep.processes.worker import Reply, Worker, WorkerDied, WorkerError, WorkerFailed
 from lockstep.rollouts.engines.health import HealthLimits, State
 from lockstep.rollouts.engines.publishing import Publication
 from lockstep.rollouts.engines.supervision import LONG_S, Engine, EnginesLost, Supervisor
 from lockstep.rollouts.engines.wire import pack_request, unpack_answers, unpack_begun
+from lockstep.types import PartialCompletion, PartialCompletions, Prompt, SamplingParams, TextCompletion
 
 ANY_LATER = 2**62
 _NUMBERS = itertools.count()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.inference.sampler import PartialCompletion, PartialCompletions, Prompt, SamplingParams, TextCompletion
+from lockstep.types import PartialCompletion, PartialCompletions, Prompt, SamplingParams, TextCompletion
 
 Message = tuple[dict[str, Any], dict[str, Tensor]]
 

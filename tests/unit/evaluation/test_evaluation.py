@@ -86,7 +86,7 @@ def test_the_loss_is_that_of_plain_transformers(place: Path):
 
 def test_answers_are_those_of_the_engine(place: Path):
     results = evaluate(place / "one", place / "test.jsonl", ["exact_match"], max_tokens=9, batch_size=4)
-    from lockstep.inference import SamplingParams
+    from lockstep.types import SamplingParams
 
     engine = LocalEngine.load(place / "one", device="cpu")
     rows = rows_of(place / "test.jsonl")

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import build_tokenizer
 
-from lockstep.inference import SamplingParams, TextCompletion
 from lockstep.inference.completion import GrowingAnswer
+from lockstep.types import SamplingParams, TextCompletion
 
 TOKENIZER = build_tokenizer()
 END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")

@@ -12,12 +12,12 @@ from test_inference_exact import SHAPE, make_model
 from tiny import build_tokenizer
 from torch import Tensor, nn
 
-from lockstep.inference import SamplingParams
 from lockstep.inference.decoder import Decoder
 from lockstep.inference.engine import LocalEngine
 from lockstep.inference.fused_linear import FusedLinears, recorded_groups
 from lockstep.inference.token_sampling import Truncation
 from lockstep.model.lora import speed_up_eager
+from lockstep.types import SamplingParams
 
 GREEDY = Truncation(0.0)
 TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-12}

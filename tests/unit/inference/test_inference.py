@@ -14,11 +14,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from lockstep.cli import app
-from lockstep.inference import Sampler, SamplingParams
 from lockstep.inference.chat import converse
 from lockstep.inference.engine import LocalEngine, stop_token_ids
 from lockstep.inference.fake import FakeSampler
 from lockstep.inference.prompts import PromptRow, answer_prompts, read_prompts
+from lockstep.types import Sampler, SamplingParams
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>\n{% endfor %}"

@@ -17,12 +17,12 @@ import transformers
 from tiny import VOCABULARY, build_tokenizer
 
 from lockstep.config import LoraConfig
-from lockstep.inference import SamplingParams, TextCompletion
 from lockstep.inference.engine import LocalEngine
 from lockstep.inference.token_sampling import random_streams, uniforms
 from lockstep.model.head import LogitTransform
 from lockstep.model.lora import add_lora
 from lockstep.model.policy import PackedTokens, Policy
+from lockstep.types import SamplingParams, TextCompletion
 
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,

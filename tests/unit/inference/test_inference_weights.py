@@ -10,10 +10,10 @@ import torch
 from tiny import build_model, build_tokenizer, write_model
 
 from lockstep.config import LoraConfig
-from lockstep.inference import SamplingParams
 from lockstep.inference.cuda_graphs import _fingerprint
 from lockstep.inference.engine import LocalEngine
 from lockstep.model.lora import add_lora
+from lockstep.types import SamplingParams
 
 PARAMS = SamplingParams(max_tokens=6, logprobs=True)
 PROMPTS = [[10, 20, 30], [11, 12]]

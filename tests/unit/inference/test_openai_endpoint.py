@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from told_server import ToldServer, told_server
 
-from lockstep.inference import SamplingParams
 from lockstep.inference.openai.endpoint import Answer, EndpointEngine
 from lockstep.inference.openai.http import LONGEST_PAUSE_S, EndpointError, normalise_url
 from lockstep.inference.prompts import PromptRow
+from lockstep.types import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=16)
 

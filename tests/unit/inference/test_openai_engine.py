@@ -12,9 +12,9 @@ import pytest
 from told_rollout_servers import RolloutServer, ToldSglang, ToldVllm, draw
 from told_server import told_server
 
-from lockstep.inference import SamplingParams, TextCompletion
 from lockstep.inference.openai.engine import RolloutEndpoint, connect, draw_seeds
 from lockstep.inference.openai.http import EndpointError, EndpointRefusal
+from lockstep.types import SamplingParams, TextCompletion
 
 PROMPTS, KEYS = [[5, 6, 7], [8], [9, 10]], [11, 4, 30]
 PARAMS = SamplingParams(max_tokens=8, temperature=1.0, top_p=0.9, seed=3, num_samples=4, stop=("END",), logprobs=True)

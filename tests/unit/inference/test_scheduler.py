@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from tiny import build_model, build_tokenizer
 
 from lockstep.config import LoraConfig
-from lockstep.inference import PartialCompletion, SamplingParams, TextCompletion
 from lockstep.inference.decoder import Decoder
 from lockstep.inference.engine import ContinuousEngine, LocalEngine
 from lockstep.inference.weights import apply_weights
 from lockstep.model.lora import add_lora
+from lockstep.types import PartialCompletion, SamplingParams, TextCompletion
 
 PROMPTS = [[10, 20, 30, 40, 50], [11], [12, 13], [9, 8, 7, 6, 5, 4, 3, 9, 8, 7], [11, 12, 13, 14]]
 PARAMS = SamplingParams(max_tokens=14, temperature=1.0, seed=3, num_samples=2, logprobs=True)

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import build_model, build_tokenizer
 
-from lockstep.inference import SamplingParams
 from lockstep.inference.decoder import Decoder
 from lockstep.inference.engine import LocalEngine
 from lockstep.inference.scheduler import SlotAdmission, SlotSchedule
 from lockstep.rollouts.engines.colocated import ColocatedEngine
+from lockstep.types import SamplingParams
 
 
 def carry_out(contents: list[Any], admission: SlotAdmission, prompts: list[Any]) -> None:

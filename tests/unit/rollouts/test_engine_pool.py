@@ -22,11 +22,11 @@ from thread_engines import (
 )
 from tiny import build_tokenizer
 
-from lockstep.inference import PartialCompletion
 from lockstep.inference.engine import LocalEngine
 from lockstep.processes.worker import Reply, WorkerDied, WorkerFailed
 from lockstep.rollouts.engines.pool import EnginePool, EnginesLost
 from lockstep.rollouts.engines.worker import EngineHandler
+from lockstep.types import PartialCompletion
 
 
 @pytest.fixture

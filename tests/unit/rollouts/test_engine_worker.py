@@ -14,13 +14,12 @@ from tiny import build_tokenizer, write_config, write_model
 
 from lockstep.backend.torch_backend import TorchBackend
 from lockstep.config import LoraConfig, ModelConfig, load_config
-from lockstep.inference import PartialCompletion, SamplingParams, TextCompletion
 from lockstep.model.load import build_model
 from lockstep.rollouts.engines.colocated import ColocatedEngine
 from lockstep.rollouts.engines.publishing import Publication
 from lockstep.rollouts.engines.wire import pack_answers, pack_request, unpack_answers, unpack_request
 from lockstep.rollouts.engines.worker import EngineHandler, build_engine_model, settings_of, start
-from lockstep.types import Completion, Datum, LossSpec, OptimStep
+from lockstep.types import Completion, Datum, LossSpec, OptimStep, PartialCompletion, SamplingParams, TextCompletion
 
 PROMPTS = [[10, 20, 30], [11], [12, 13, 14, 15]]
 PARAMS = SamplingParams(max_tokens=12, temperature=1.0, seed=3, num_samples=2, logprobs=True)

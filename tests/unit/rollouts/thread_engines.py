@@ -15,11 +15,11 @@ import pytest
 import torch
 from tiny import build_model, build_tokenizer
 
-from lockstep.inference import SamplingParams, TextCompletion
 from lockstep.inference.engine import LocalEngine
 from lockstep.processes.worker import Reply, WorkerDied, WorkerFailed
 from lockstep.rollouts.engines.pool import EnginePool
 from lockstep.rollouts.engines.worker import EngineHandler
+from lockstep.types import SamplingParams, TextCompletion
 
 PROMPTS = [[10, 20, 30], [11], [12, 13], [9, 8, 7, 6], [15, 12]]
 KEYS = list(range(len(PROMPTS)))

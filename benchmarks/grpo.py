@@ -168,7 +168,7 @@ def run_lockstep(mode: str, arguments: argparse.Namespace) -> dict[str, Any]:
             "model": {"path": arguments.model, "precision": "bf16" if on_gpu else "fp32"},
             "lora": LORA if mode == "lora" else None,
             "data": {"train": [str(rows)], "max_length": 128 + arguments.tokens, "shuffle": False},
-            "algorithm": {"kind": "grpo", "reward": "grpo:early_letters", "num_samples": arguments.samples,
+            "algorithm": {"kind": "grpo", "reward": "grpo:early_letters", "group_size": arguments.samples,
                           "max_tokens": arguments.tokens, "reward_procs": 1},
             "batch": {"samples": arguments.prompts, "micro_batch_tokens": 16384 if on_gpu else 4096},
             "optim": {"learning_rate": arguments.learning_rate, "schedule": "constant", "warmup_steps": 0},

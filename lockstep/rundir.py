@@ -21,7 +21,18 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import ConfigError, RunConfig, load_config
+from lockstep.config.renames import announce_rename
 
+# Former names of metrics, as runs of before wrote them -> the names of today.
+METRIC_ALIASES = {
+    "cut": "truncated_frac",
+    "length": "completion_length",
+    "moved": "policy_shift",
+    "logprob_gap": "sampler_trainer_logprob_diff",
+    "logprob_gap_max": "sampler_trainer_logprob_diff_max",
+    "flat_groups": "zero_std_groups",
+    "tainted": "reward_failed",
+}
 MANIFEST = "manifest.json"
 _CHECKPOINT_NAME = re.compile(r"step-(\d+)$")
 _ADDED_CONFIG_NAME = re.compile(r"config-(\d+)\.yaml$")
@@ -36,6 +47,28 @@ class Checkpoint:
     step: int
     extra: dict[str, Any]
     validation_loss: float | None = None
+
+
+class MetricRecord(dict[str, Any]):
+    """A line of metrics.jsonl by current metric names, whatever names the run wrote; former names can be asked for."""
+
+    def __init__(self, record: Mapping[str, Any]) -> None:
+        super().__init__({METRIC_ALIASES.get(name, name): value for name, value in record.items()})
+
+    def __missing__(self, name: str) -> Any:
+        if name not in METRIC_ALIASES:
+            raise KeyError(name)
+        return self[current_metric_name(name)]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return super().get(current_metric_name(name), default)
+
+
+def current_metric_name(name: str) -> str:
+    """The name today of a metric that may be asked for by its former name."""
+    if name in METRIC_ALIASES:
+        announce_rename(f"metric {name}", METRIC_ALIASES[name])
+    return METRIC_ALIASES.get(name, name)
 
 
 class RunDir:
@@ -131,11 +164,11 @@ class RunDir:
         """An answer of the model in training, for people to read: step, prompt, answer, and what was expected."""
         self._append("samples.jsonl", fields)
 
-    def metrics(self) -> list[dict[str, Any]]:
+    def metrics(self) -> list[MetricRecord]:
         """The record of each (step, split), the latest where a resumed run wrote a step again, in step order."""
-        latest: dict[tuple[int, str], dict[str, Any]] = {}
+        latest: dict[tuple[int, str], MetricRecord] = {}
         for record in read_jsonl(self.path / "metrics.jsonl"):
-            latest[(int(record["step"]), str(record.get("split", "train")))] = record
+            latest[(int(record["step"]), str(record.get("split", "train")))] = MetricRecord(record)
         return [latest[key] for key in sorted(latest)]
 
     def events(self) -> list[dict[str, Any]]:

@@ -55,7 +55,7 @@ KTO_LOSSES = ("kto", "apo_zero_unpaired")
 RATIOS = ("token", "sequence")
 OBJECTIVES = ("clip", "cispo")
 KL_ESTIMATES = ("k1", "k2", "k3")
-CORRECTIONS = ("none", "token", "sequence")
+IMPORTANCE_WEIGHTINGS = ("none", "token", "sequence")
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class PolicyGradientOptions:
     `objective`: clip is PPO's, cispo weighs log-probs with the clipped ratio as a constant. Ratios are clipped to
     1 - `clip_low` .. 1 + `clip_high`; `dual_clip` also bounds what one ratio times a negative advantage may cost.
     `kl`: which estimate of the distance from the reference the loss adds, `kl_coefficient` times.
-    `correction`: weighs with trainer over sampler, of each token or each answer, at most `correction_cap`.
+    `importance_weighting`: weighs with trainer over sampler, of each token or each answer, at most `importance_cap`.
     `on_policy`: nothing was learned from these answers before, so that how likely they were is how likely they are.
     """
 
@@ -127,8 +127,8 @@ class PolicyGradientOptions:
     kl: str = "k3"
     kl_coefficient: float = 0.0
     entropy_coefficient: float = 0.0
-    correction: str = "none"
-    correction_cap: float = 2.0
+    importance_weighting: str = "none"
+    importance_cap: float = 2.0
     on_policy: bool = False
 
 
@@ -187,8 +187,8 @@ def check_policy_gradient(options: PolicyGradientOptions) -> None:
     _check_choice("kl", options.kl, KL_ESTIMATES)
     _check_number("kl_coefficient", options.kl_coefficient, least=0)
     _check_number("entropy_coefficient", options.entropy_coefficient)
-    _check_choice("correction", options.correction, CORRECTIONS)
-    _check_number("correction_cap", options.correction_cap, above=0)
+    _check_choice("importance_weighting", options.importance_weighting, IMPORTANCE_WEIGHTINGS)
+    _check_number("importance_cap", options.importance_cap, above=0)
     if options.dual_clip is not None:
         _check_number("dual_clip", options.dual_clip, above=1)
         if options.objective != "clip":

@@ -31,7 +31,7 @@ def policy_gradient(logprobs: Tensor, inputs: LossInputs) -> tuple[Tensor, Tenso
     found = _measure(ratio, now - old, advantages, options)
     if options.on_policy:
         found["logprob_gap"] = (old - values["behaviour_logprobs"]).abs().sum()
-    if options.correction != "none":
+    if options.importance_weighting != "none":
         correction = _correction(old - values["behaviour_logprobs"], sums, inputs, options)
         losses, found["correction"] = losses * correction, correction.sum()
     if options.kl_coefficient:
@@ -79,9 +79,9 @@ def _objective(ratio: Tensor, logprobs: Tensor, advantages: Tensor, options: Pol
 
 def _correction(gap: Tensor, sums: CompletionSums, inputs: LossInputs, options: PolicyGradientOptions) -> Tensor:
     """How much likelier the trainer was to write this than the sampler that did, cut off above. No gradient."""
-    if options.correction == "sequence":
+    if options.importance_weighting == "sequence":
         gap = _of_own_answer(sums.of(gap), inputs)
-    return gap.clamp(max=_MAX_EXPONENT).exp().clamp(max=options.correction_cap).detach()
+    return gap.clamp(max=_MAX_EXPONENT).exp().clamp(max=options.importance_cap).detach()
 
 
 def _measure(ratio: Tensor, gained: Tensor, advantages: Tensor, options: PolicyGradientOptions) -> TensorMetrics:
@@ -99,7 +99,7 @@ def _metric_names(options: Options) -> tuple[str, ...]:
     wanted = PolicyGradientOptions(**options)
     extra = {
         "logprob_gap": wanted.on_policy,
-        "correction": wanted.correction != "none",
+        "correction": wanted.importance_weighting != "none",
         "kl": wanted.kl_coefficient,
         "entropy": _needs_entropy(options),
     }

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BeforeValidator, Field, model_validator
 
 from lockstep.config.reinforcement import SHORT_GRPO, GrpoConfig, as_rewards
+from lockstep.config.renames import rename_keys
 from lockstep.config.section import PositiveInt, Section
 
 LossPart = Literal[
@@ -187,6 +188,7 @@ def expand_algorithm(given: Any) -> Any:
         given = {"kind": given}
     if not isinstance(given, Mapping):
         return given
+    given = rename_keys(given)
     kind = given.get("kind", "sft")
     if isinstance(kind, str) and kind in SHORT_KINDS:
         short = SHORT_KINDS[kind]

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from lockstep.config.algorithm import KINDS, SHORT_KINDS, expand_algorithm
 from lockstep.config.data import PARTS, is_local
+from lockstep.config.renames import RENAMED_KEYS, rename_keys
 from lockstep.config.sections import RunConfig
 from lockstep.config.yamltree import ConfigError, apply_override, lines_of_keys, merge, place_of, refuse_repeated_keys
 
@@ -71,12 +72,14 @@ def resolve_config(
         apply_override(changes, override)
     _expand_short_forms(changes)
     _resolve_paths(changes, Path.cwd())
-    merge(tree, changes)
+    _use_current_names(tree, source, places)
     for override in overrides:
         parts = override.partition("=")[0].split(".")
         for depth in range(len(parts), 0, -1):
             places.setdefault(".".join(parts[:depth]), f"override {override!r}")
         places[".".join(parts)] = f"override {override!r}"
+    _use_current_names(changes, source, places)
+    merge(tree, changes)
     return validate_config(tree, source=source, places=places)
 
 
@@ -207,6 +210,19 @@ def _expand_short_forms(tree: dict[str, Any]) -> None:
         tree["lora"] = {}
     elif tree.get("lora") is False:
         tree["lora"] = None
+
+
+def _use_current_names(tree: dict[str, Any], source: str, places: dict[str, str]) -> None:
+    """Before files and overrides are merged: one may have the old name of a key and the other the new one."""
+    algorithm = tree.get("algorithm")
+    if not isinstance(algorithm, dict):
+        return
+    try:
+        tree["algorithm"] = rename_keys(algorithm, lambda key: place_of(source, places, key))
+    except ValueError as error:
+        raise ConfigError(f"{place_of(source, places, str(error).split()[0])}: {error}") from error
+    for old in RENAMED_KEYS.keys() & algorithm.keys():
+        places[f"algorithm.{RENAMED_KEYS[old]}"] = place_of(source, places, f"algorithm.{old}")
 
 
 def _resolve_paths(tree: dict[str, Any], directory: Path) -> None:

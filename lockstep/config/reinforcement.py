@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from lockstep.config.renames import rename_keys
 from lockstep.config.section import NonNegativeInt, PositiveInt, Section
 
 Positive = Annotated[float, Field(gt=0)]
@@ -20,7 +21,7 @@ SHORT_GRPO: dict[str, dict[str, Any]] = {
     "dr_grpo": {"kind": "grpo", "advantage": "dr_grpo", "aggregation": "fixed"},
     "rloo": {"kind": "grpo", "advantage": "rloo"},
     "reinforce++": {"kind": "grpo", "advantage": "reinforce++"},
-    "dapo": {"kind": "grpo", "clip_high": 0.28, "flat_groups": "refill", "overlong": "mask"},
+    "dapo": {"kind": "grpo", "clip_high": 0.28, "zero_std_groups": "refill", "overlong": "mask"},
     "gspo": {"kind": "grpo", "ratio": "sequence", "aggregation": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},
     "cispo": {"kind": "grpo", "objective": "cispo", "clip_low": 1.0, "clip_high": 4.0},
 }
@@ -59,7 +60,7 @@ class GrpoConfig(Section):
     """Who answers back, for several turns or tools: calculator, or module:class of yours. null: one turn."""
     max_turns: PositiveInt = 4
     """Of an episode with an environment."""
-    num_samples: Annotated[int, Field(ge=1)] = 8
+    group_size: Annotated[int, Field(ge=1)] = 8
     """Answers to each prompt: a group. batch.samples counts prompts."""
     max_tokens: PositiveInt = 256
     """Longest answer, or turn of an answer, in tokens."""
@@ -77,7 +78,7 @@ class GrpoConfig(Section):
     """What a reward is compared with. grpo: its group's mean, over the group's spread. dr_grpo: the mean alone. rloo:
     the mean of the others. reinforce++: the whole batch; reinforce++_baseline: the group's mean over the batch's
     spread."""
-    flat_groups: Literal["keep", "drop", "refill"] = "keep"
+    zero_std_groups: Literal["keep", "drop", "refill"] = "keep"
     """Groups whose answers all earned the same, and teach nothing. refill: take the next prompts in their place."""
     max_refills: PositiveInt = 4
     """Times its own size that a step may take next prompts instead of flat ones. Then it goes on with fewer groups."""
@@ -104,12 +105,12 @@ class GrpoConfig(Section):
     """Where it counts: added to the loss, or taken from the reward of an answer."""
     entropy_coefficient: float = 0.0
     """What the entropy of the model's choices counts for; it then has to be computed."""
-    correction: Literal["none", "token", "sequence"] = "none"
+    importance_weighting: Literal["none", "token", "sequence"] = "none"
     """Weigh tokens, or answers, by trainer over sampler where the two differ. With rollouts.max_staleness, unless it is
     given, token."""
-    correction_cap: Positive = 2.0
+    importance_cap: Positive = 2.0
     """At most this much."""
-    max_logprob_gap: Positive | None = 0.2
+    max_sampler_trainer_logprob_diff: Positive | None = 0.2
     """Stop the run when sampler and trainer differ by more than this in a token's log-prob, on average. null: never."""
     num_updates: PositiveInt = 1
     """Times that a step learns from its samples."""
@@ -128,6 +129,11 @@ class GrpoConfig(Section):
     """What one answer's scores may take. One that takes longer taints its answer, which is left out and counted."""
     keep_samples: NonNegativeInt = 100
     """The newest steps whose answers are kept in samples/."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _current_names(cls, given: Any) -> Any:
+        return rename_keys(given)
 
     @property
     def updates(self) -> int:
@@ -156,9 +162,9 @@ class GrpoConfig(Section):
             raise ValueError("algorithm.reward environment needs an environment that gives it: set it, or remove one")
         if not any(reward.weight for reward in self.reward):
             raise ValueError("algorithm.reward has no weight but 0, so nothing would be learned: give one another")
-        if self.num_samples < 2 and self.advantage != "reinforce++":
+        if self.group_size < 2 and self.advantage != "reinforce++":
             raise ValueError(
-                f"algorithm.num_samples 1 leaves nothing to compare with under advantage {self.advantage}: give at "
+                f"algorithm.group_size 1 leaves nothing to compare with under advantage {self.advantage}: give at "
                 "least 2"
             )
         self._check_reference()
@@ -237,13 +243,13 @@ def _check_endpoint(rollouts: RolloutsConfig, algorithm: GrpoConfig) -> None:
         )
 
 
-def with_correction(tree: Any) -> Any:
+def with_importance_weighting(tree: Any) -> Any:
     """Answers of older weights are weighed by what has changed since, unless the configuration says otherwise."""
     if not isinstance(tree, Mapping):
         return tree
-    rollouts, algorithm = tree.get("rollouts"), tree.get("algorithm")
-    if not isinstance(rollouts, Mapping) or not isinstance(algorithm, Mapping) or "correction" in algorithm:
+    rollouts, algorithm = tree.get("rollouts"), rename_keys(tree.get("algorithm"))
+    if not isinstance(rollouts, Mapping) or not isinstance(algorithm, Mapping) or "importance_weighting" in algorithm:
         return tree
     if algorithm.get("kind") not in ("grpo", *SHORT_GRPO) or rollouts.get("max_staleness") in (None, 0):
         return tree
-    return {**tree, "algorithm": {**algorithm, "correction": "token"}}
+    return {**tree, "algorithm": {**algorithm, "importance_weighting": "token"}}

@@ -15,7 +15,7 @@ from lockstep.config.algorithm import AlgorithmConfig, GrpoConfig, SftConfig
 from lockstep.config.cluster import LaunchConfig, PoolConfig, check_pools
 from lockstep.config.data import DataConfig
 from lockstep.config.parallel import ParallelConfig
-from lockstep.config.reinforcement import RolloutsConfig, check_rollouts, with_correction
+from lockstep.config.reinforcement import RolloutsConfig, check_rollouts, with_importance_weighting
 from lockstep.config.section import NonNegativeInt, PositiveInt, Section
 
 
@@ -161,7 +161,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _settled(cls, tree: Any) -> Any:
-        return with_correction(tree)
+        return with_importance_weighting(tree)
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:

@@ -9,7 +9,7 @@ import html
 import io
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,12 +62,12 @@ PANELS = (
     Panel("Validation loss (circle: best)", "validation", "loss"),
     Panel("Reward", "train", "reward", smooth=True),
     Panel("Held-out reward (circle: best)", "validation", "reward", best=max),
-    Panel("Length of answers", "train", "length", smooth=True),
+    Panel("Length of answers", "train", "completion_length", smooth=True),
     Panel("Entropy", "train", "entropy", smooth=True),
     Panel("Entropy, estimated from samples", "train", "entropy_estimate", smooth=True),
     Panel("Distance from the reference", "train", "kl", smooth=True),
-    Panel("Log-prob gap, sampler to trainer", "train", "logprob_gap", smooth=True),
-    Panel("Groups without difference", "train", "flat_groups", smooth=True),
+    Panel("Log-prob gap, sampler to trainer", "train", "sampler_trainer_logprob_diff", smooth=True),
+    Panel("Groups without difference", "train", "zero_std_groups", smooth=True),
     Panel("Reward margin", "train", "margin", smooth=True),
     Panel("Validation reward margin", "validation", "margin", best=max),
     Panel("Accuracy: preferred answer ahead", "train", "accuracy", smooth=True),
@@ -85,7 +85,7 @@ class Curves:
     label: str
     colour: str
     status: dict[str, Any]
-    metrics: list[dict[str, Any]]
+    metrics: Sequence[Mapping[str, Any]]
 
     def points(self, panel: Panel) -> tuple[list[int], list[float]]:
         rows = [m for m in self.metrics if m.get("split", "train") == panel.split and _is_number(m.get(panel.key))]

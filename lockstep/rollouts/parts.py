@@ -77,7 +77,7 @@ def describe_prompts(config: RunConfig, tokenizer: Any) -> dict[str, Any]:
     return {
         "steps": num_steps(config, batches),
         "prompts": len(prompts),
-        "answers": len(prompts) * algorithm.num_samples,
+        "answers": len(prompts) * algorithm.group_size,
         "updates": algorithm.num_updates * min(algorithm.minibatches, len(prompts)),
         "learning_rate": config.learning_rate,
         "rewards": ", ".join(f"{reward.name} x {reward.weight:g}" for reward in algorithm.reward),

@@ -64,14 +64,14 @@ class Task:
         self._batches = Batches(prompts, config.batch, seed=config.seed, shuffle=config.data.shuffle)  # type: ignore[arg-type]
         assert config.batch.samples_per_step is not None
         self._samples = config.batch.samples_per_step
-        self._keeps_flat = algorithm.flat_groups == "keep"
+        self._keeps_flat = algorithm.zero_std_groups == "keep"
         self.params = sampling_params(config, algorithm)
         self.schedule = StalenessSchedule(
             self._size_at,
             num_steps(config, self._batches),
             updates=algorithm.updates,
             max_staleness=config.rollouts.max_staleness,
-            max_refills=algorithm.max_refills if algorithm.flat_groups == "refill" else 0,
+            max_refills=algorithm.max_refills if algorithm.zero_std_groups == "refill" else 0,
         )
 
     def _size_at(self, cursor: int) -> int:
@@ -107,7 +107,7 @@ def sampling_params(config: RunConfig, algorithm: GrpoConfig) -> SamplingParams:
         min_p=algorithm.min_p,
         stop=algorithm.stop,
         seed=config.seed,
-        num_samples=algorithm.num_samples,
+        num_samples=algorithm.group_size,
         logprobs=True,
     )
 

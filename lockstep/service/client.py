@@ -12,6 +12,7 @@ from typing import Any, BinaryIO, TypeVar
 
 import httpx
 
+from lockstep.rundir import MetricRecord
 from lockstep.service.schemas import (
     FINISHED,
     ArtifactList,
@@ -139,14 +140,14 @@ class Client:
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
 
-    def metrics(self, job_id: str, *, follow: bool = False) -> Iterator[dict[str, Any]]:
+    def metrics(self, job_id: str, *, follow: bool = False) -> Iterator[MetricRecord]:
         if follow:
-            yield from self._follow(f"/api/jobs/{job_id}/metrics/stream", {})
+            yield from map(MetricRecord, self._follow(f"/api/jobs/{job_id}/metrics/stream", {}))
             return
         after = 0
         while True:
             page = self._ask(MetricsPage, "GET", f"/api/jobs/{job_id}/metrics", params={"after": after})
-            yield from page.records
+            yield from map(MetricRecord, page.records)
             if page.next == after:
                 return
             after = page.next

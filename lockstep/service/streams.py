@@ -16,6 +16,7 @@ from typing import Any
 from anyio import to_thread
 from starlette.responses import StreamingResponse
 
+from lockstep.rundir import MetricRecord
 from lockstep.service.errors import Busy
 from lockstep.service.reading import read_whole_lines, records_in
 from lockstep.service.schemas import FINISHED
@@ -32,7 +33,8 @@ def split_log(piece: bytes, offset: int) -> Iterator[Message]:
         yield {"text": piece.decode(errors="replace")}, offset + len(piece)
 
 
-split_metrics: Split = records_in
+def split_metrics(piece: bytes, offset: int) -> Iterator[Message]:
+    yield from ((MetricRecord(record), after) for record, after in records_in(piece, offset))
 
 
 class Streams:

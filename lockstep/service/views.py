@@ -13,7 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from lockstep.rundir import RunDir
+from lockstep.rundir import MetricRecord, RunDir
 from lockstep.service.schemas import FINISHED, JobMetrics, JobProgress, JobView
 from lockstep.service.slots import Slots
 from lockstep.service.store import Job
@@ -72,7 +72,7 @@ def last_metrics(path: Path) -> JobMetrics:
         except ValueError:
             continue
         if isinstance(record, dict):
-            found.setdefault(str(record.get("split", "train")), record)
+            found.setdefault(str(record.get("split", "train")), MetricRecord(record))
         if len(found) >= 2:
             break
     return JobMetrics(train=found.get("train"), validation=found.get("validation"))

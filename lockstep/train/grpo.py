@@ -185,7 +185,7 @@ def update(
 
 
 def _is_near(gap: float, algorithm: GrpoConfig) -> bool:
-    return algorithm.max_logprob_gap is None or gap <= algorithm.max_logprob_gap
+    return algorithm.max_sampler_trainer_logprob_diff is None or gap <= algorithm.max_sampler_trainer_logprob_diff
 
 
 def _stop_at_gap(config: RunConfig, algorithm: GrpoConfig, gap: Gap, step: int) -> None:
@@ -195,9 +195,9 @@ def _stop_at_gap(config: RunConfig, algorithm: GrpoConfig, gap: Gap, step: int) 
     steps = "Learn in smaller steps, lower rollouts.max_staleness, use" if config.rollouts.max_staleness else "Use"
     raise Diverged(
         f"at step {step} sampler and trainer differ by {gap.mean:.3g} in a token's log-prob on average (at most "
-        f"{gap.largest:.3g}, in an answer to {gap.where}), and algorithm.max_logprob_gap is "
-        f"{algorithm.max_logprob_gap:g}: what is sampled is not what is trained. {steps} a higher model.precision, or "
-        "raise the limit if this is known"
+        f"{gap.largest:.3g}, in an answer to {gap.where}), and algorithm.max_sampler_trainer_logprob_diff is "
+        f"{algorithm.max_sampler_trainer_logprob_diff:g}: what is sampled is not what is trained. "
+        f"{steps} a higher model.precision, or raise the limit if this is known"
     )
 
 

@@ -53,7 +53,7 @@ def label_options(algorithm: KtoConfig, kl: float = 0.0) -> dict[str, Any]:
 def policy_options(algorithm: GrpoConfig, *, on_policy: bool = False) -> dict[str, Any]:
     """A distance that counts in the reward is none of the loss's business. `on_policy`: see PolicyGradientOptions."""
     names = ("ratio", "objective", "clip_low", "clip_high", "dual_clip", "kl", "entropy_coefficient")
-    options = {name: getattr(algorithm, name) for name in (*names, "correction", "correction_cap")}
+    options = {name: getattr(algorithm, name) for name in (*names, "importance_weighting", "importance_cap")}
     kl_coefficient = algorithm.kl_coefficient if algorithm.kl_in == "loss" else 0.0
     return {**options, "kl_coefficient": kl_coefficient, "on_policy": on_policy}
 

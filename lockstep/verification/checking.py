@@ -289,7 +289,7 @@ def _describe_changes(config: RunConfig, job: Job, size: int, rows: Sequence[int
     if job.step.max_grad_norm is not None:
         notes.append("gradients are clipped to half of the first one's norm, so that clipping is seen")
     if config.algorithm.kind == "grpo":
-        notes += _describe_answers(config.algorithm.num_samples)
+        notes += _describe_answers(config.algorithm.group_size)
     notes.append("AdamW's eps is raised to the size of the gradient, so that its step shows more than signs")
     return notes
 

@@ -35,7 +35,7 @@ class MadeGroups(Sequence[Any]):
     def __getitem__(self, place: Any) -> Any:
         prompt = self._prompts[int(place)]
         assert isinstance(prompt, PromptRow)
-        count = min(self._algorithm.num_samples, MAX_ANSWERS)
+        count = min(self._algorithm.group_size, MAX_ANSWERS)
         draw = random.Random(f"{self._seed} {prompt.origin}")
         return Datum(prompt.tokens, [self._answer(draw, prompt, number) for number in range(count)], prompt.origin)
 

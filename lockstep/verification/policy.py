@@ -94,7 +94,7 @@ def learn_groups(config: RunConfig, watched: Watched, rows: Sequence[Datum]) -> 
     assert isinstance(config.algorithm, GrpoConfig)
     changes = {name: min(getattr(config.algorithm, name), _MOST_UPDATES) for name in ("num_updates", "minibatches")}
     # Made-up answers are nobody's samples: their gap says nothing.
-    algorithm = config.algorithm.model_copy(update={**changes, "max_logprob_gap": None})
+    algorithm = config.algorithm.model_copy(update={**changes, "max_sampler_trainer_logprob_diff": None})
     watched.updates = []
     learn(config, algorithm, cast(Any, watched), as_groups(rows), Progress(step=1), config.learning_rate)
     return watched.updates

@@ -128,7 +128,7 @@ def make_run(folder: Path, model: Path, layout: str, rollouts: dict[str, Any]) -
     write_prompts(folder / "train.jsonl", NUM_PROMPTS, first=0)
     num_ranks, degrees = LAYOUTS[layout]
     settings: dict[str, Any] = {
-        "algorithm": {"kind": "grpo", "reward": REWARD, "num_samples": NUM_SAMPLES, "max_tokens": 12},
+        "algorithm": {"kind": "grpo", "reward": REWARD, "group_size": NUM_SAMPLES, "max_tokens": 12},
         "rollouts": rollouts,
         "batch": {"samples": STEP_SIZE},
         # Where answers are older than what learns from them, it must not move too far between the two.

@@ -22,7 +22,7 @@ from lockstep.rundir import RunDir
 NUM_PROMPTS = 24
 WAYS: dict[str, tuple[dict[str, Any], bool]] = {
     "plain": ({}, False),
-    "adapters": ({"num_updates": 2, "minibatches": 2, "correction": "token"}, True),
+    "adapters": ({"num_updates": 2, "minibatches": 2, "importance_weighting": "token"}, True),
 }
 
 
@@ -54,7 +54,7 @@ def make_run(
     write_prompts(folder / "validation.jsonl", 3, first=50)
     num_ranks, degrees = LAYOUTS[layout]
     settings: dict[str, Any] = {
-        "algorithm": {"kind": "grpo", "reward": REWARD, "num_samples": 4, "max_tokens": 12, **algorithm},
+        "algorithm": {"kind": "grpo", "reward": REWARD, "group_size": 4, "max_tokens": 12, **algorithm},
         "rollouts": rollouts,
         "lora": {"rank": 4} if lora else None,
         "data": {"validation": "validation.jsonl"},

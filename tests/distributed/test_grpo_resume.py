@@ -73,7 +73,7 @@ def make_run(folder: Path, model: Path, layout: str, way: str) -> RunDir:
     write_prompts(folder / "validation.jsonl", 3, first=50)
     num_ranks, degrees = LAYOUTS[layout]
     settings: dict[str, Any] = {
-        "algorithm": {"kind": "grpo", "reward": REWARD, "num_samples": 4, "max_tokens": 12, **algorithm},
+        "algorithm": {"kind": "grpo", "reward": REWARD, "group_size": 4, "max_tokens": 12, **algorithm},
         "lora": {"rank": 4} if lora else None,
         "data": {"validation": "validation.jsonl"},
         "batch": {"samples": 4},
@@ -147,7 +147,7 @@ def test_a_killed_run_goes_on_with_other_engines(
     assert tiny.digest_weights(exported(run)) == tiny.digest_weights(exported(uninterrupted("plain", "one")))
 
 
-@pytest.mark.parametrize("override", ["rollouts.max_staleness=4", "rollouts.kind=sglang", "algorithm.num_samples=2"])
+@pytest.mark.parametrize("override", ["rollouts.max_staleness=4", "rollouts.kind=sglang", "algorithm.group_size=2"])
 def test_how_samples_are_made_stays(tmp_path: Path, model: Path, override: str) -> None:
     run = make_run(tmp_path, model, "one", "plain")
     with pytest.raises(ConfigError, match=f"cannot change {override.partition('=')[0]} from"):

@@ -34,7 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "sft": {},
     "dpo": {"algorithm": {"kind": "dpo"}, "optim": {"learning_rate": 0.003, "epochs": 4}},
     "grpo": {
-        "algorithm": {"kind": "grpo", "reward": REWARD, "num_samples": 4, "max_tokens": 12},
+        "algorithm": {"kind": "grpo", "reward": REWARD, "group_size": 4, "max_tokens": 12},
         "optim": {"learning_rate": 0.003, "epochs": 4},
     },
 }

@@ -17,7 +17,7 @@ from lockstep.verification.checking import Report
 
 ALL = "replicate=2; shard=2; tensor=2; context=2; shard=2,tensor=2"
 LENGTH = {"name": "length", "options": {"most": 4}}
-GRPO: dict[str, Any] = {"kind": "grpo", "reward": LENGTH, "num_samples": 6, "max_tokens": 24}
+GRPO: dict[str, Any] = {"kind": "grpo", "reward": LENGTH, "group_size": 6, "max_tokens": 24}
 WAYS: dict[str, tuple[dict[str, Any], bool]] = {
     "plain": ({"num_updates": 3, "minibatches": 2, "temperature": 0.7}, False),
     "reference": (
@@ -25,7 +25,13 @@ WAYS: dict[str, tuple[dict[str, Any], bool]] = {
         False,
     ),
     "adapters": (
-        {"kl_coefficient": 0.1, "kl_in": "reward", "advantage": "rloo", "correction": "sequence", "minibatches": 2},
+        {
+            "kl_coefficient": 0.1,
+            "kl_in": "reward",
+            "advantage": "rloo",
+            "importance_weighting": "sequence",
+            "minibatches": 2,
+        },
         True,
     ),
     "gspo": ({"kind": "gspo", "overlong": "mask", "environment": "calculator", "minibatches": 2}, False),

@@ -49,10 +49,10 @@ def plain_token_losses(answer: Sampled, options: Mapping[str, Any]) -> list[Tens
             limit = options.get("dual_clip")
             if limit is not None and advantage < 0 and gain.item() < limit * advantage:
                 gain = torch.tensor(limit * advantage, dtype=torch.float64)
-        correction = options.get("correction", "none")
-        if correction != "none":
+        weighting = options.get("importance_weighting", "none")
+        if weighting != "none":
             own_gap = math.exp(float(answer.old[t] - answer.behaviour[t]))
-            gain = gain * min(own_gap if correction == "token" else sequence_gap, options.get("correction_cap", 2.0))
+            gain = gain * min(own_gap if weighting == "token" else sequence_gap, options.get("importance_cap", 2.0))
         loss = -gain
         if options.get("kl_coefficient"):
             further = now - answer.reference[t]

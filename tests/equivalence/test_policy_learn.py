@@ -21,7 +21,7 @@ from lockstep.train.checkpoints import Progress
 from lockstep.train.grpo import learn
 
 TOLERANCE = 1e-10
-SHARED: dict[str, Any] = {"max_tokens": 16, "max_logprob_gap": None, "minibatches": 2}
+SHARED: dict[str, Any] = {"max_tokens": 16, "max_sampler_trainer_logprob_diff": None, "minibatches": 2}
 # What is learned, and whether with LoRA.
 WAYS: dict[str, tuple[dict[str, Any], bool]] = {
     "whitened over the batch": ({"advantage": "reinforce++", "num_updates": 2, "overlong": "mask"}, False),
@@ -30,7 +30,13 @@ WAYS: dict[str, tuple[dict[str, Any], bool]] = {
         False,
     ),
     "adapters": (
-        {"kl_coefficient": 0.2, "correction": "token", "aggregation": "fixed", "temperature": 1.3, "num_updates": 2},
+        {
+            "kl_coefficient": 0.2,
+            "importance_weighting": "token",
+            "aggregation": "fixed",
+            "temperature": 1.3,
+            "num_updates": 2,
+        },
         True,
     ),
     "leave one out": ({"advantage": "rloo", "objective": "cispo", "clip_low": 1.0, "temperature": 0.7}, False),

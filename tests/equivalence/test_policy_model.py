@@ -26,7 +26,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "grpo": {"clip_high": 0.28},
     "gspo": {"ratio": "sequence", "clip_low": 0.1, "clip_high": 0.1},
     "cispo": {"objective": "cispo", "clip_low": 1.0, "clip_high": 0.3},
-    "full": {"kl_coefficient": 0.2, "dual_clip": 1.5, "correction": "token", "correction_cap": 1.3},
+    "full": {"kl_coefficient": 0.2, "dual_clip": 1.5, "importance_weighting": "token", "importance_cap": 1.3},
     "entropy": {"entropy_coefficient": 0.3, "kl": "k2", "kl_coefficient": 0.1},
 }
 

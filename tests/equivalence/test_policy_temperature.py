@@ -118,7 +118,7 @@ def test_a_run_learns_at_the_temperature_that_it_samples_at(tmp_path: Path, temp
     rows = [json.dumps({"prompt": f"say {number}"}) + "\n" for number in range(8)]
     (tmp_path / "train.jsonl").write_text("".join(rows))
     reward = {"name": "length", "options": {"most": 4, "unit": "characters", "soft": 12}}
-    algorithm = {"kind": "grpo", "reward": reward, "num_samples": 4, "max_tokens": 12, "temperature": temperature}
+    algorithm = {"kind": "grpo", "reward": reward, "group_size": 4, "max_tokens": 12, "temperature": temperature}
     config = load_config(
         tiny.write_config(tmp_path, model, algorithm={**algorithm, "kl_coefficient": 0.05}, optim={"max_steps": 2})
     )

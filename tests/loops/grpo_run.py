@@ -94,7 +94,7 @@ class SumJudge:
 
 
 def grpo_config(algorithm: dict[str, Any] | None = None, **changes: Any) -> RunConfig:
-    settings = {"kind": "grpo", "reward": "exact", "num_samples": 3, "max_tokens": 4, **(algorithm or {})}
+    settings = {"kind": "grpo", "reward": "exact", "group_size": 3, "max_tokens": 4, **(algorithm or {})}
     return make_config(algorithm=settings, **{"optim": {"learning_rate": 1e-3}, **changes})
 
 

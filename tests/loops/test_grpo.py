@@ -152,7 +152,9 @@ def test_flat_groups_are_kept_dropped_or_refilled(tmp_path):
     runs = {}
     for choice in ("keep", "drop", "refill"):
         backend = FakeBackend()
-        config = grpo_config({"flat_groups": choice}, optim={"max_steps": 2}, data={"shuffle": False, "max_length": 16})
+        config = grpo_config(
+            {"zero_std_groups": choice}, optim={"max_steps": 2}, data={"shuffle": False, "max_length": 16}
+        )
         run, progress = train(tmp_path / choice, config, backend, make_prompts(20), judge=FlatJudge())
         runs[choice] = (backend, records_of(run), progress)
     sizes = {
@@ -177,7 +179,7 @@ def test_refilling_ends(tmp_path):
             return [Outcome(0.0) for _ in attempts]
 
     backend = FakeBackend()
-    config = grpo_config({"flat_groups": "refill", "max_refills": 2}, optim={"max_steps": 2})
+    config = grpo_config({"zero_std_groups": "refill", "max_refills": 2}, optim={"max_steps": 2})
     run, progress = train(tmp_path / "run", config, backend, make_prompts(50), judge=AllFlat())
     assert backend.calls_of("forward_backward") == backend.calls_of("optim_step") == []
     assert progress.cursor == 2 * 3 * 4
@@ -227,7 +229,7 @@ def test_a_sampler_that_is_not_the_trainer_ends_the_run(tmp_path):
     assert "at step 1 sampler and trainer differ by 0.3 in a token's log-prob" in str(caught.value)
     assert backend.calls_of("optim_step") == []
     backend = FakeBackend()
-    config = grpo_config({"max_logprob_gap": None}, optim={"max_steps": 1})
+    config = grpo_config({"max_sampler_trainer_logprob_diff": None}, optim={"max_steps": 1})
     run, _ = train(tmp_path / "two", config, backend, make_prompts(10), policy=FakePolicy(backend, gap=0.3))
     assert records_of(run)[0]["logprob_gap"] == pytest.approx(0.3)
 

@@ -57,7 +57,7 @@ def keys_by_step(run: RunDir, num_steps: int) -> list[list[int]]:
 
 
 def test_in_turns_engines_change_nothing(tmp_path):
-    settings = {"flat_groups": "refill", "num_updates": 2, "minibatches": 2, "kl_coefficient": 0.01}
+    settings = {"zero_std_groups": "refill", "num_updates": 2, "minibatches": 2, "kl_coefficient": 0.01}
     others = {"optim": {"epochs": 2, "learning_rate": 1e-4}, "evaluation": {"every_steps": 2, "at_start": True}}
     runs = {}
     for name, engines in (("own", None), ("engines", FakeEngines(pause_s=lambda key: (key * 37 % 5) / 2000))):
@@ -126,7 +126,7 @@ def test_what_is_too_old_is_dropped_counted_and_sampled_again(tmp_path):
 def test_what_is_slow_is_waited_for_rather_than_dropped(tmp_path):
     """Prompt 5 waits at its second token until two steps are made: the third is the last that can learn from it."""
     engines = FakeEngines(hold=lambda key, place: key == 5 and place == 1)
-    config = with_engines(2, {"max_tokens": 8, "num_samples": 4}, optim={"epochs": 1, "learning_rate": 1e-4})
+    config = with_engines(2, {"max_tokens": 8, "group_size": 4}, optim={"epochs": 1, "learning_rate": 1e-4})
     backend = Releasing(engines, at_step=1)
     run, _ = train(tmp_path / "run", config, backend, make_prompts(40), engines=engines)
     assert 5 in {key for keys in keys_by_step(run, 3) for key in keys}
@@ -136,7 +136,7 @@ def test_what_is_slow_is_waited_for_rather_than_dropped(tmp_path):
 
 def test_an_update_changes_the_version_of_later_tokens_only(tmp_path):
     engines = FakeEngines(hold=lambda key, place: key == 5 and place == 1)
-    config = with_engines(4, {"max_tokens": 8, "num_samples": 4}, optim={"learning_rate": 1e-4})
+    config = with_engines(4, {"max_tokens": 8, "group_size": 4}, optim={"learning_rate": 1e-4})
     backend = Releasing(engines, at_step=1)
     run, progress = train(tmp_path / "run", config, backend, make_prompts(24), engines=engines)
     rows = [row for step in range(1, progress.step + 1) for row in samples_of(run, step)]
@@ -152,7 +152,7 @@ def test_an_update_changes_the_version_of_later_tokens_only(tmp_path):
 def test_a_killed_run_goes_on_with_all_that_was_sampled(tmp_path, place, max_staleness):
     config = with_engines(
         max_staleness,
-        {"flat_groups": "refill"},
+        {"zero_std_groups": "refill"},
         checkpoint={"every_steps": 2, "keep_best": 0, "asynchronous": False},
         optim={"epochs": 2, "learning_rate": 1e-4},
     )
@@ -180,7 +180,7 @@ def test_what_is_under_way_at_a_checkpoint_is_gone_on_with(tmp_path):
     """Prompts 9 and 10 stop in the middle of an answer; the run is killed after the first step."""
     held = {9: 2, 10: 1}
     first = FakeEngines(hold=lambda key, place: held.get(key) == place)
-    settings = {"max_tokens": 8, "num_samples": 4, "environment": "calculator"}
+    settings = {"max_tokens": 8, "group_size": 4, "environment": "calculator"}
     config = with_engines(
         2,
         settings,

@@ -18,7 +18,7 @@ TIMES = {"sample_time_s"}
 def all_settings(every: int) -> RunConfig:
     return grpo_config(
         {
-            "flat_groups": "refill",
+            "zero_std_groups": "refill",
             "num_updates": 2,
             "minibatches": 2,
             "kl_coefficient": 0.01,

@@ -21,7 +21,6 @@ from lockstep.service.reading import (
     log_path,
     read_piece,
     read_whole_lines,
-    records_in,
     start_of_tail,
 )
 from lockstep.service.schemas import ArtifactList, CheckpointList, EventList, MetricsPage, SampleList
@@ -88,7 +87,7 @@ def get_metrics(job_id: JobId, manager: Manager, caller: Reader, after: Offset =
         piece = read_whole_lines(path, offset, to_the_end=False)
         if not piece:
             break
-        records += [record for record, _ in records_in(piece, offset)]
+        records += [record for record, _ in split_metrics(piece, offset)]
         offset += len(piece)
         if len(piece) < PIECE_BYTES // 2:
             break

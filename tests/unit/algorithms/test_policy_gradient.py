@@ -29,8 +29,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "k3": {"kl": "k3", "kl_coefficient": 0.3},
     "entropy": {"entropy_coefficient": 0.05},
     "less entropy": {"entropy_coefficient": -0.05},
-    "corrected": {"correction": "token", "correction_cap": 1.2},
-    "corrected sequences": {"correction": "sequence", "correction_cap": 1.4},
+    "corrected": {"importance_weighting": "token", "importance_cap": 1.2},
+    "corrected sequences": {"importance_weighting": "sequence", "importance_cap": 1.4},
     "everything": {
         "ratio": "sequence",
         "clip_high": 0.28,
@@ -38,7 +38,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "kl": "k2",
         "kl_coefficient": 0.1,
         "entropy_coefficient": 0.01,
-        "correction": "token",
+        "importance_weighting": "token",
     },
 }
 
@@ -181,7 +181,7 @@ def test_a_correction_is_cut_off_above_and_carries_no_gradient():
     (answer,) = draw_answers([3])
     gap = torch.tensor([0.0, 1.0, -1.0], dtype=torch.float64)
     shifted = Sampled(answer.logprobs, answer.old, answer.old - gap, answer.reference, answer.entropies, 1.0)
-    _, metrics = lockstep_loss([shifted], {"correction": "token", "correction_cap": 1.5}, "token")
+    _, metrics = lockstep_loss([shifted], {"importance_weighting": "token", "importance_cap": 1.5}, "token")
     assert metrics["correction"].item() == pytest.approx(1 + 1.5 + torch.exp(gap[2]).item(), rel=1e-12)
 
 
@@ -204,8 +204,8 @@ def test_a_ratio_beyond_all_numbers_stays_a_number():
         ({"dual_clip": 2.0, "objective": "cispo"}, "dual_clip: it belongs to the objective clip"),
         ({"kl": "k4"}, "kl: must be one of k1, k2, k3"),
         ({"kl_coefficient": -1.0}, "kl_coefficient: must be at least 0"),
-        ({"correction": "all"}, "correction: must be one of none, token, sequence"),
-        ({"correction_cap": 0}, "correction_cap: must be above 0"),
+        ({"importance_weighting": "all"}, "importance_weighting: must be one of none, token, sequence"),
+        ({"importance_cap": 0}, "importance_cap: must be above 0"),
         ({"beta": 0.1}, "beta: policy_gradient has no such option"),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 from test_config_algorithm import algorithm_of, explain, parse
 
 from lockstep.algorithms.advantages import AGGREGATIONS, BASELINES
-from lockstep.algorithms.options import CORRECTIONS, KL_ESTIMATES, OBJECTIVES, RATIOS, PolicyGradientOptions
+from lockstep.algorithms.options import IMPORTANCE_WEIGHTINGS, KL_ESTIMATES, OBJECTIVES, RATIOS, PolicyGradientOptions
 from lockstep.config import GrpoConfig, RunConfig
 from lockstep.config.reinforcement import SHORT_GRPO
 from lockstep.train.options import check_algorithm, policy_options
@@ -39,13 +39,13 @@ def test_short_names_are_grpo_with_the_settings_of_a_paper(name):
     assert algorithm.kind == "grpo"
     for key, value in SHORT_GRPO[name].items():
         assert getattr(algorithm, key) == value
-    assert algorithm_of(f'kind: "{name}"; reward: exact; num_samples: 4; clip_high: 0.5').clip_high == 0.5
+    assert algorithm_of(f'kind: "{name}"; reward: exact; group_size: 4; clip_high: 0.5').clip_high == 0.5
     check_algorithm(parse(f'kind: "{name}"; reward: exact'))
 
 
 def test_a_run_can_be_turned_into_grpo_from_the_command_line():
     algorithm = algorithm_of("", "algorithm.kind=dapo", "algorithm.reward=numeric")
-    assert (algorithm.flat_groups, algorithm.reward[0].name) == ("refill", "numeric")
+    assert (algorithm.zero_std_groups, algorithm.reward[0].name) == ("refill", "numeric")
 
 
 def test_the_resolved_configuration_reads_as_itself():
@@ -65,7 +65,7 @@ def test_choices_and_defaults_are_those_of_the_algorithms():
         "objective": set(OBJECTIVES),
     }
     assert set(fields["kl"].annotation.__args__) == set(KL_ESTIMATES)
-    assert set(fields["correction"].annotation.__args__) == set(CORRECTIONS)
+    assert set(fields["importance_weighting"].annotation.__args__) == set(IMPORTANCE_WEIGHTINGS)
     assert PolicyGradientOptions(**policy_options(algorithm_of(GRPO))) == PolicyGradientOptions()
 
 
@@ -84,7 +84,7 @@ def test_a_distance_in_the_reward_is_none_of_the_losss_business():
         ("kind: grpo; reward: environment", "algorithm.reward environment needs an environment"),
         ("kind: grpo; reward: {name: regex, pattern: a}", "unknown key 'algorithm.reward.pattern'"),
         (f"{GRPO}; temperature: 0.0", "run.yaml:6: algorithm.temperature: Input should be greater than 0"),
-        (f"{GRPO}; num_samples: 1", "algorithm.num_samples 1 leaves nothing to compare with"),
+        (f"{GRPO}; group_size: 1", "algorithm.group_size 1 leaves nothing to compare with"),
         (f"{GRPO}; beta: 0.1", "it is a setting of kind dpo and kto, and this is grpo"),
         (f"{GRPO}; reference: copy", "algorithm.reference is given, but kl_coefficient is 0"),
         (f"{GRPO}; reference_sync_steps: 3", "algorithm.reference_sync_steps is given, but kl_coefficient is 0"),
@@ -115,7 +115,7 @@ def test_metrics_of_answers_are_not_for_rewards():
 
 
 def test_one_sample_of_each_prompt_is_enough_where_the_whole_batch_is_the_baseline():
-    assert algorithm_of(f"{GRPO}; num_samples: 1; advantage: reinforce++").num_samples == 1
+    assert algorithm_of(f"{GRPO}; group_size: 1; advantage: reinforce++").group_size == 1
 
 
 # --- rollouts -------------------------------------------------------------------------------------------------------
@@ -159,9 +159,9 @@ def test_only_what_samples_has_rollouts():
 def test_answers_of_older_weights_are_corrected_unless_the_configuration_says_otherwise(kind):
     ahead = ["rollouts.engines=2", "rollouts.max_staleness=2"]
     given = f"kind: {kind}; reward: exact"
-    assert algorithm_of(given).correction == "none"
-    assert algorithm_of(given, "rollouts.engines=2").correction == "none"
-    assert algorithm_of(given, *ahead).correction == "token"
-    assert algorithm_of(given, *ahead, "algorithm.correction=none").correction == "none"
+    assert algorithm_of(given).importance_weighting == "none"
+    assert algorithm_of(given, "rollouts.engines=2").importance_weighting == "none"
+    assert algorithm_of(given, *ahead).importance_weighting == "token"
+    assert algorithm_of(given, *ahead, "algorithm.importance_weighting=none").importance_weighting == "none"
     config = parse(given, *ahead)
     assert RunConfig.model_validate(config.model_dump(mode="json")) == config

@@ -29,7 +29,7 @@ def configure(folder: Path, url: str, changes: dict[str, Any]) -> RunConfig:
     for name, count in (("train", 8), ("validation", 2)):
         rows = [json.dumps({"prompt": f"say {number}"}) + "\n" for number in range(count)]
         (folder / f"{name}.jsonl").write_text("".join(rows))
-    algorithm = {"kind": "grpo", "reward": REWARD, "num_samples": 4, "max_tokens": 10, **changes.get("algorithm", {})}
+    algorithm = {"kind": "grpo", "reward": REWARD, "group_size": 4, "max_tokens": 10, **changes.get("algorithm", {})}
     settings = {
         **changes,
         "algorithm": algorithm,

@@ -14,7 +14,8 @@ from lockstep.reports.curves import PANELS, _read_runs, _smooth, plot_runs
 from lockstep.rundir import RunDir
 
 PAIR_KEYS = {"margin", "accuracy", "chosen_reward", "rejected_reward"}
-SAMPLE_KEYS = {"reward", "length", "entropy", "entropy_estimate", "kl", "logprob_gap", "flat_groups"}
+SAMPLE_KEYS = {"reward", "entropy", "entropy_estimate", "kl"}
+SAMPLE_KEYS |= {"completion_length", "sampler_trainer_logprob_diff", "zero_std_groups"}
 
 
 def make_run(path: Path, num_steps: int = 40, *, validation: bool = True, pairs: bool = False) -> Path:

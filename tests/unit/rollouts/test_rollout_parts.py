@@ -26,7 +26,7 @@ def write_prompts(folder: Path, texts: Sequence[str]) -> None:
 
 def test_what_would_be_sampled_can_be_said_before(tmp_path):
     write_prompts(tmp_path, [f"question {i}" for i in range(9)] + ["far too long " * 20])
-    algorithm = {"num_samples": 5, "num_updates": 2, "minibatches": 2, "reward": {"exact": 1.0, "regex": 0.5}}
+    algorithm = {"group_size": 5, "num_updates": 2, "minibatches": 2, "reward": {"exact": 1.0, "regex": 0.5}}
     algorithm["reward"] = [{"name": "exact"}, {"name": "regex", "weight": 0.5, "options": {"pattern": "x"}}]
     found = describe_prompts(config_of(tmp_path, algorithm), tiny.build_tokenizer())
     assert (found["steps"], found["prompts"], found["answers"], found["updates"]) == (3, 4, 20, 4)

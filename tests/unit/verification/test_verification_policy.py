@@ -25,7 +25,7 @@ from lockstep.verification.reference import PlainAdamW, StepValues
 from lockstep.verification.sample import compile_rows, renumber, take_batches
 
 STEP = OptimStep(1e-2)
-GRPO: dict[str, Any] = {"kind": "grpo", "reward": "numeric", "num_samples": 6, "max_tokens": 16}
+GRPO: dict[str, Any] = {"kind": "grpo", "reward": "numeric", "group_size": 6, "max_tokens": 16}
 
 
 def configure(folder: Path, model: Path, algorithm: dict[str, Any] | None = None, **changes: Any) -> RunConfig:
@@ -76,7 +76,12 @@ def test_without_an_environment_all_words_are_the_models(tmp_path: Path, tiny_mo
 def test_the_plain_backend_learns_as_the_papers_say(
     tmp_path: Path, tiny_model: Path, kind: str, temperature: float
 ) -> None:
-    settings = {"temperature": temperature, "entropy_coefficient": 0.2, "correction": "token", "dual_clip": 1.5}
+    settings = {
+        "temperature": temperature,
+        "entropy_coefficient": 0.2,
+        "importance_weighting": "token",
+        "dual_clip": 1.5,
+    }
     config = configure(tmp_path, tiny_model, {**settings, "kl_coefficient": 0.1 if kind == "copy" else 0.0})
     model = make_model("llama", lora=False)
     plain = PlainPolicy(config, model, kind, PlainAdamW(model, STEP, clip_at_half=False))

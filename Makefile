@@ -8,49 +8,96 @@ BIN := .venv/bin
 # Named after TORCH, so that asking for another one is noticed.
 STAMP := .venv/installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 1)
 QUICK := not slow and not gpu and not peers
-# Two at a time, but for those in which processes are stopped, killed and waited for.
-SIDE_BY_SIDE := tests/test_architecture.py tests/unit tests/loops tests/service tests/equivalence
-ONE_BY_ONE := tests/distributed
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+TWO_AT_A_TIME := -n 2 --dist loadfile
+# Tests that stop, kill and wait for processes run one at a time.
+QUICK_PARALLEL := tests/test_architecture.py tests/unit tests/loops tests/service tests/equivalence
+QUICK_SERIAL := tests/distributed
 
-.PHONY: demo test check sweep test-peers test-llama-stack format docs clean
+.PHONY: demo test check sweep test-peers test-llama-stack format hooks docs site release clean
 .DEFAULT_GOAL := test
 
 demo: $(STAMP)
 	$(BIN)/lockstep demo
 
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "$(QUICK)" $(SIDE_BY_SIDE)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(QUICK)" $(ONE_BY_ONE)
+	$(PYTEST) $(TWO_AT_A_TIME) -m "$(QUICK)" $(QUICK_PARALLEL)
+	$(PYTEST) -m "$(QUICK)" $(QUICK_SERIAL)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-sweep: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not gpu and not peers"
+# The slow tests, in parts: `make sweep` runs them all and goes on after one that fails. What each covers, and when it was
+# last run: docs/testing.md. tests/test_architecture.py checks that every test file belongs to exactly one part.
+SWEEP_equivalence := $(filter-out %/test_zero.py,$(wildcard tests/equivalence/test_*.py))
+SWEEP_verify := $(wildcard tests/distributed/test_verify*.py)
+SWEEP_faults := $(addprefix tests/distributed/test_,fault_matrix.py engines.py grpo_async.py restarts.py)
+SWEEP_resume := $(addprefix tests/distributed/test_,resume.py elastic.py grpo_resume.py preference_resume.py \
+	export_layouts.py answers_in_training.py)
+SWEEP_processes := $(addprefix tests/distributed/test_,workers.py ray_workers.py ray_launch.py training_service.py \
+	two_hosts.py traffic_counts.py)
+SWEEP_deepspeed := tests/equivalence/test_zero.py $(wildcard tests/distributed/test_deepspeed*.py)
+SWEEP_service := tests/service
+SWEEP_unit := tests/unit tests/loops
+SWEEP_PARTS := equivalence verify faults resume processes deepspeed service unit
+
+sweep:
+	$(MAKE) --keep-going $(SWEEP_PARTS:%=sweep-%)
+
+sweep-%: $(STAMP)
+	$(PYTEST) -m "slow and not gpu and not peers" --timeout 1800 $(if $(filter equivalence,$*),$(TWO_AT_A_TIME)) $(SWEEP_$*)
+
+# Its quick tests too: `make test` skips them, because the extra is not part of dev.
+sweep-deepspeed: $(STAMP)
+	$(BIN)/python -m pip install --quiet -e '.[dev,deepspeed]'
+	$(PYTEST) --timeout 1800 $(SWEEP_deepspeed)
+
+# For tests/test_architecture.py.
+sweep-files-%:
+	@echo $(SWEEP_$*)
 
 # Beside TRL, loss by loss.
 test-peers: $(STAMP)
 	$(BIN)/python -m pip install --quiet -e '.[dev,peers]'
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "peers and not gpu"
+	$(PYTEST) -m "peers and not gpu"
 
 # The real Llama Stack server and client need an environment of their own.
 test-llama-stack:
 	test -e .venv-stack/bin/llama || $(PYTHON) -m venv .venv-stack
 	.venv-stack/bin/python -m pip install --quiet $(TORCH)
-	.venv-stack/bin/python -m pip install --quiet -e '.[llama-stack]' pytest
+	.venv-stack/bin/python -m pip install --quiet -e '.[llama-stack]' pytest pytest-timeout
 	OMP_NUM_THREADS=1 .venv-stack/bin/python -m pytest tests/service/providers $(filter-out %_schema.py,$(wildcard tests/service/test_llama_stack_*.py))
 
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+hooks: $(STAMP)
+	$(BIN)/python -m pip install --quiet pre-commit
+	$(BIN)/pre-commit install
+
 docs: $(STAMP)
 	$(BIN)/python docs/reference.py
 
+# The documents as a site in site/, with search. Links that lead nowhere are errors.
+site: $(STAMP)
+	$(BIN)/python -m pip install --quiet -e '.[docs]'
+	$(BIN)/python -m mkdocs build --strict
+
+# dist/ as it would be uploaded, proven by a training with the wheel in an environment of its own, away from the checkout.
+release: $(STAMP)
+	rm -rf build dist .venv-release
+	$(BIN)/python -m pip install --quiet build
+	$(BIN)/python -m build --outdir dist .
+	$(PYTHON) -m venv .venv-release
+	.venv-release/bin/python -m pip install --quiet $(TORCH)
+	.venv-release/bin/python -m pip install --quiet dist/*.whl
+	cd "$$(mktemp -d)" && env -u PYTHONPATH "$(CURDIR)/.venv-release/bin/python" "$(CURDIR)/tests/installed_wheel.py"
+
 clean:
-	rm -rf .venv .venv-stack build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-stack .venv-release build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find lockstep tests examples docs -name __pycache__ -type d -exec rm -rf {} +
 
 # Another torch means another environment: pip would take the one that is there for good enough.

@@ -8,6 +8,15 @@ from pathlib import Path
 import pytest
 import tiny
 
+try:
+    from hypothesis import HealthCheck, settings
+except ImportError:  # the environment of `make test-llama-stack` has no property tests
+    pass
+else:
+    # What is tested must not depend on how fast the machine is, or what else runs on it.
+    settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("any machine")
+
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:

@@ -288,6 +288,76 @@ def test_a_class_name_means_one_thing():
     refuse(f"{name}: {', '.join(places)}" for name, places in homes.items() if len(places) > 1)
 
 
+# --- tests ----------------------------------------------------------------------------------------------------------
+
+# They break the inside of a process on purpose, to see that somebody notices.
+FAULT_INJECTION = {"tests/fault_worker.py", "tests/faulty_worker.py"}
+
+FOREIGN = {"_parameters", "_metrics"}  # torch's and TRL's, though some class of ours has one of that name too
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name != "_"
+
+
+def private_names(tree: ast.Module) -> set[str]:
+    """What a module defines for itself: functions, classes, variables and attributes of self."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and on_itself(node):
+            names.add(node.attr)
+    return {name for name in names if is_private(name)}
+
+
+def on_itself(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+
+
+def test_tests_use_what_is_public():
+    """Privates of other libraries are not seen, nor those that a test patches by their name as text."""
+    ours = set[str]().union(*(private_names(parse(path)) for path in SOURCES))
+    refuse(
+        f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)[:100]}"
+        for path in TESTS
+        if path.relative_to(ROOT).as_posix() not in FAULT_INJECTION
+        for hidden in [ours - private_names(parse(path)) - FOREIGN]
+        for node in ast.walk(parse(path))
+        if (isinstance(node, ast.Attribute) and node.attr in hidden and not on_itself(node))
+        or (
+            isinstance(node, ast.ImportFrom)
+            and (node.module or "").startswith("lockstep")
+            and any(is_private(alias.name) for alias in node.names)
+        )
+    )
+
+
+def test_every_test_file_is_in_one_part_of_the_sweep():
+    def make(*arguments: str) -> str:
+        command = ["make", "--silent", "--no-print-directory", *arguments]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    parts = re.search(r"^SWEEP_PARTS := (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert parts, "the Makefile has no SWEEP_PARTS"
+    homes: dict[Path, list[str]] = defaultdict(list)
+    for part in parts[1].split():
+        for name in make(f"sweep-files-{part}").split():
+            path = ROOT / name
+            assert path.exists(), f"make sweep-{part} runs {name}, which is not there"
+            for file in [path] if path.is_file() else path.rglob("test_*.py"):
+                homes[file].append(part)
+    elsewhere = {"gpu", "peers", "test_architecture.py"}  # targets of their own, or nothing slow
+    refuse(
+        f"{path.relative_to(ROOT)} is in these parts of the sweep: {homes[path]}"
+        for path in TESTS
+        if path.name.startswith("test_") and path.relative_to(ROOT / "tests").parts[0] not in elsewhere
+        if len(homes[path]) != 1
+    )
+
+
 # --- the tree -------------------------------------------------------------------------------------------------------
 
 

@@ -27,7 +27,7 @@ CHATML = (
 )
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 VOCABULARY = 288  # 256 bytes and the special tokens, with room that no token uses, as in real models
-_WORDS = ("red", "green", "blue", "one", "two", "three", "four", "five", "cat", "dog", "sun", "moon", "up", "down")
+WORDS = ("red", "green", "blue", "one", "two", "three", "four", "five", "cat", "dog", "sun", "moon", "up", "down")
 
 
 def build_tokenizer(template: str | None = CHATML) -> Any:
@@ -82,7 +82,7 @@ def write_rows(path: Path, count: int, *, seed: int = 0) -> Path:
     draw = random.Random(seed)
     lines = []
     for _ in range(count):
-        question, answer = (" ".join(draw.choices(_WORDS, k=draw.randint(2, 6))) for _ in range(2))
+        question, answer = (" ".join(draw.choices(WORDS, k=draw.randint(2, 6))) for _ in range(2))
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         lines.append(json.dumps({"messages": turns}) + "\n")
     path.write_text("".join(lines))
@@ -120,7 +120,7 @@ def start_lockstep(*arguments: object) -> subprocess.Popen[str]:
     )
 
 
-def run_lockstep(*arguments: object, timeout_s: float = 120.0) -> tuple[int, str, str]:
+def run_lockstep(*arguments: object, timeout_s: float = 300.0) -> tuple[int, str, str]:
     """(exit code, stdout, stderr)."""
     process = start_lockstep(*arguments)
     try:

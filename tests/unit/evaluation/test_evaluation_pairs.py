@@ -31,7 +31,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     draw = random.Random(3)
     rows = []
     for _ in range(12):
-        prompt, chosen, rejected = (" ".join(draw.choices(tiny._WORDS, k=draw.randint(1, 6))) for _ in range(3))
+        prompt, chosen, rejected = (" ".join(draw.choices(tiny.WORDS, k=draw.randint(1, 6))) for _ in range(3))
         rows.append({"prompt": prompt, "chosen": f"{chosen} yes", "rejected": f"{rejected} no"})
     (folder / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     make_run(folder, "judged", {"kind": "dpo", "beta": 0.3})

@@ -151,6 +151,7 @@ def run_lockstep(mode: str, arguments: argparse.Namespace) -> dict[str, Any]:
     from lockstep.rundir import RunDir
     from lockstep.train import dpo
     from lockstep.train.checkpoints import Checkpoints, Progress
+    from lockstep.train.steps import LoopInputs
 
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "rows.json"
@@ -182,7 +183,7 @@ def run_lockstep(mode: str, arguments: argparse.Namespace) -> dict[str, Any]:
         run = RunDir.create(Path(folder) / "run", config)
         checkpoints = Checkpoints(run, backend, config.checkpoint, data_digest="", timeout_s=600)
         checkpoints.save = lambda progress: None  # type: ignore[method-assign] # writing is not what is measured
-        dpo.train(config, backend, data, [], run, checkpoints, Progress(), asks_backend=reference != "none")
+        dpo.train(LoopInputs(config, backend, data, [], run, checkpoints, Progress()))
         records = run.metrics()
     # On a GPU the last step is left out: it is waited for, while the others are read when the next is under way.
     records = records[: -1 if arguments.device == "cuda" else None]

@@ -26,6 +26,7 @@ from lockstep.model.lora import add_lora
 from lockstep.rundir import RunDir
 from lockstep.train import sft
 from lockstep.train.checkpoints import Checkpoints, Progress
+from lockstep.train.steps import LoopInputs
 from lockstep.types import Completion, Datum, LossSpec
 
 QWEN3_06B = transformers.Qwen3Config(
@@ -77,7 +78,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         run = RunDir.create(Path(folder) / "run", config)
         checkpoints = Checkpoints(run, backend, config.checkpoint, data_digest="", timeout_s=600)
         checkpoints.save = lambda progress: None  # type: ignore[method-assign] # writing to disk is not what is measured
-        sft.train(config, backend, data, [], run, checkpoints, Progress())
+        sft.train(LoopInputs(config, backend, data, [], run, checkpoints, Progress()))
         records = run.metrics()
     # The last step is left out: it is waited for, while the others are read when the next is under way.
     timed = records[arguments.warmup : -1]

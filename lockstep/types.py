@@ -71,14 +71,13 @@ class LossSpec:
 
     Losses are sums over tokens; every weight is multiplied by `scale`, which the loop decides once per
     global batch (for SFT: one over the supervised tokens). Micro-batches and ranks can then not change it.
-    `options` are plain JSON. With `reference` the backend also computes every token's log-prob under its reference and
-    hands it to the loss; without, a loss that needs one finds it among the completions' values.
+    `options` are plain JSON. Where the loss compares with a reference, its log-probs come with the completions' values
+    ("reference_logprobs"); otherwise the backend computes them.
     """
 
     kind: str = "cross_entropy"
     scale: float = 1.0
     options: Mapping[str, Any] = field(default_factory=dict)
-    reference: bool = False
 
 
 T = TypeVar("T")

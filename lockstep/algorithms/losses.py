@@ -1,6 +1,8 @@
-"""Every loss, in one dict. Must not know models, batches or ranks."""
+"""Every loss, in one dict."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -8,8 +10,9 @@ from lockstep.algorithms.loss import Loss, LossFn, LossInputs, TensorMetrics
 from lockstep.algorithms.options import check_options
 from lockstep.algorithms.policy_gradient import POLICY_GRADIENT
 from lockstep.algorithms.preference import KTO, PREFERENCE
+from lockstep.types import Datum, LossSpec
 
-__all__ = ["LOSSES", "Loss", "LossFn", "LossInputs", "TensorMetrics", "check_options"]
+__all__ = ["LOSSES", "Loss", "LossFn", "LossInputs", "TensorMetrics", "check_options", "lacks_reference"]
 
 
 def cross_entropy(logprobs: Tensor, inputs: LossInputs) -> tuple[Tensor, TensorMetrics]:
@@ -22,3 +25,9 @@ LOSSES: dict[str, Loss] = {
     "kto": KTO,
     "policy_gradient": POLICY_GRADIENT,
 }
+
+
+def lacks_reference(loss: LossSpec, batch: Sequence[Datum]) -> bool:
+    """Whether the loss reads the reference's log-probs and the rows do not bring them: the backend computes them."""
+    brings = any("reference_logprobs" in c.values for datum in batch for c in datum.completions)
+    return LOSSES[loss.kind].needs_reference(loss.options) and not brings

@@ -144,7 +144,7 @@ class FakeBackend:
         beta = loss.options["beta"]
         (chosen, up), (rejected, down) = (self._sum(completion) for completion in datum.completions)
         rewards = [
-            beta * (value - self._reference_sum(completion, loss))
+            beta * (value - self._reference_sum(completion))
             for value, completion in zip((chosen, rejected), datum.completions, strict=True)
         ]
         margin = rewards[0] - rewards[1]
@@ -156,7 +156,7 @@ class FakeBackend:
         beta, kl = loss.options["beta"], loss.options["kl"]
         (completion,) = datum.completions
         value, slope = self._sum(completion)
-        ratio = value - self._reference_sum(completion, loss)
+        ratio = value - self._reference_sum(completion)
         wanted = float(completion.values["label"][0])
         sign = 1 if wanted else -1
         right = _sigmoid(sign * beta * (ratio - kl))
@@ -203,12 +203,10 @@ class FakeBackend:
         pairs = [(float(w), self.weight - t % 7) for t, w in zip(completion.tokens, completion.weights, strict=True)]
         return -sum(w * d * d / 2 for w, d in pairs), -sum(w * d for w, d in pairs)
 
-    def _reference_sum(self, completion: Completion, loss: LossSpec) -> float:
-        if loss.reference:
-            found: Sequence[float] = _logprobs(self.reference, completion.tokens, completion.weights)
-        else:
-            found = completion.values["reference_logprobs"]
-        return sum(float(w) * float(lp) for w, lp in zip(completion.weights, found, strict=True))
+    def _reference_sum(self, completion: Completion) -> float:
+        own = _logprobs(self.reference, completion.tokens, completion.weights)
+        logprobs = completion.values.get("reference_logprobs", own)
+        return sum(float(w) * float(lp) for w, lp in zip(completion.weights, logprobs, strict=True))
 
 
 def _logprobs(weight: float, tokens: Sequence[int], weights: Sequence[float]) -> list[float]:

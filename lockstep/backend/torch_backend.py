@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep.algorithms.losses import lacks_reference
 from lockstep.backend import loss_step as stepping
 from lockstep.backend import state
 from lockstep.backend.batching import MicroBatch, MicroBatchPlan, documents_of, share_of, to_micro_batch
@@ -65,7 +66,7 @@ class TorchBackend:
         timeout_s: float = 600.0,
         group: ProcessGroup | None = None,
     ) -> None:
-        """`reference`: none, adapter_off or copy: what `forward(reference=True)` and LossSpec.reference mean.
+        """`reference`: none, adapter_off or copy: what `forward(reference=True)` computes with, and losses.
 
         `temperature`: of all log-probs and entropies, the reference's too: where answers are sampled, that of sampling.
         """
@@ -132,7 +133,7 @@ class TorchBackend:
             raise ValueError(f"nothing to learn in this batch of {len(batch)} rows: every weight is zero")
         sums = torch.zeros(len(names), dtype=torch.float64, device=self.device)
         with self._traffic.counting():
-            reference = self._reference_logprobs(work) if loss.reference else None
+            reference = self._reference_logprobs(work) if lacks_reference(loss, batch) else None
             if stepping.is_direct(loss, work, self.group.degrees.context):
                 passes = self._passes(_with_references(work.micro_batches, reference), loss)
                 for metrics, _ in passes:

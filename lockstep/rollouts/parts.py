@@ -21,7 +21,7 @@ from lockstep.rollouts.rewards.pool import RewardPool
 from lockstep.rollouts.rewards.reward import Attempt, Outcome, Turn
 from lockstep.rollouts.rewards.scoring import Judging, NamedReward
 from lockstep.train.reference import choose_reference
-from lockstep.train.steps import num_steps
+from lockstep.train.schedule import num_steps
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from lockstep.rollouts.buffer import Buffer, RolloutBatch, StalenessSchedule
 from lockstep.rollouts.episode import Group, Rollouts
 from lockstep.rollouts.orchestrator import Orchestrator
 from lockstep.train.checkpoints import Progress
-from lockstep.train.steps import num_steps
+from lockstep.train.schedule import num_steps
 from lockstep.types import Metrics, SamplingParams
 
 ROLLOUTS_FILE = "rollouts.json"

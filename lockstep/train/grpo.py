@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from lockstep.algorithms.advantages import find_advantages
 from lockstep.config import GrpoConfig, RunConfig
-from lockstep.data.prompts import Prompts
+from lockstep.data.prompts import PromptRow
 from lockstep.rollouts.batch import (
     Gap,
     as_data,
@@ -26,40 +26,33 @@ from lockstep.rollouts.episode import Group
 from lockstep.rollouts.metrics import Updates, describe_groups, measure_staleness, validation_scores, write_samples
 from lockstep.rollouts.source import RolloutSource
 from lockstep.rundir import RunDir
-from lockstep.train.checkpoints import Checkpoints, Progress
+from lockstep.train.checkpoints import Progress
 from lockstep.train.options import policy_options
 from lockstep.train.schedule import learning_rate_at
 from lockstep.train.steps import (
     Diverged,
+    LoopInputs,
     MetricsLog,
     is_due,
     is_out_of_patience,
     note_validation_loss,
     optim_step,
+    starts_with_validation,
     stop_if_not_finite,
 )
 from lockstep.types import Datum, LossSpec, Metrics, SamplingParams, TrainingBackend
 
 
-def train(
-    config: RunConfig,
-    backend: TrainingBackend,
-    prompts: Prompts,
-    validation: Prompts,
-    run: RunDir,
-    checkpoints: Checkpoints,
-    progress: Progress,
-    feed: RolloutSource,
-    total: int,
-) -> Progress:
-    """From `progress` to the end, in `total` steps. What must survive a kill is in checkpoints, nowhere else."""
-    algorithm = config.algorithm
+def train(inputs: LoopInputs[PromptRow], feed: RolloutSource, total: int) -> Progress:
+    """From `inputs.progress` to the end, in `total` steps."""
+    config, backend, run, progress = inputs.config, inputs.backend, inputs.run, inputs.progress
+    validation, checkpoints, algorithm = inputs.validation, inputs.checkpoints, config.algorithm
     assert isinstance(algorithm, GrpoConfig)
-    metrics = MetricsLog(run, config.logging, first_step=progress.step + 1 if progress.step else 0)
+    metrics = MetricsLog(run, config.logging, last_step=progress.step)
     run.write_status(state="running", phase="publishing", step=progress.step, total_steps=total)
     feed.start()
 
-    if validation and config.evaluation.at_start and progress.step == 0:
+    if starts_with_validation(inputs):
         evaluate(config, algorithm, validation, run, metrics, progress, feed)
 
     # Patience is part of the condition: a run resumed from the checkpoint at which it stopped has nothing left to do.
@@ -84,7 +77,7 @@ def train(
             elapsed = time.perf_counter() - started
             record = {
                 "learning_rate": rate,
-                "epoch": progress.cursor / len(prompts),
+                "epoch": progress.cursor / len(inputs.rows),
                 "row_range": [taken.first_row, taken.last_row],
                 **found,
                 **sampling,
@@ -204,7 +197,7 @@ def _stop_at_gap(config: RunConfig, algorithm: GrpoConfig, gap: Gap, step: int) 
 def evaluate(
     config: RunConfig,
     algorithm: GrpoConfig,
-    prompts: Prompts,
+    prompts: Sequence[PromptRow],
     run: RunDir,
     metrics: MetricsLog,
     progress: Progress,

@@ -14,10 +14,7 @@ import numpy.typing as npt
 
 from lockstep.config import ConfigError, RunConfig
 from lockstep.data.dataset import CompiledData
-from lockstep.data.order import Batches
-from lockstep.train.reference import ReferenceChoice, choose_reference
-from lockstep.train.steps import num_steps
-from lockstep.types import Completion, Datum
+from lockstep.types import Completion, Datum, Metrics
 
 
 def discount_length(pairs: Sequence[Datum], ld_alpha: float) -> list[Datum]:
@@ -148,13 +145,6 @@ def rows_to_learn(config: RunConfig, data: CompiledData) -> RowsToLearn:
     return RowsToLearn(data.train, data.validation)
 
 
-def plan_reference(config: RunConfig, train: Sequence[Datum]) -> ReferenceChoice:
-    batches = Batches(train, config.batch, seed=config.seed, shuffle=config.data.shuffle)
-    # In whole epochs, because a batch by tokens takes now more, now fewer rows.
-    num_seen = round(num_steps(config, batches) / batches.num_steps(1.0) * len(train))
-    return choose_reference(config, num_rows=len(train), num_seen=num_seen)
-
-
 def row_warnings(config: RunConfig, data: CompiledData) -> list[str]:
     """A sentence for each thing about these rows that this algorithm makes worth knowing."""
     found = []
@@ -183,4 +173,31 @@ def computed_lengths(batch: Sequence[Datum], budget_tokens: int) -> list[int]:
         answers = [len(completion.tokens) for completion in datum.completions]
         together = len(datum.prompt) + sum(answers)
         found += [together] if together <= budget_tokens else [len(datum.prompt) + size for size in answers]
+    return found
+
+
+_SUMS_OVER_PAIRS = ("chosen_reward", "rejected_reward", "margin", "accuracy", "chosen_logprob", "rejected_logprob")
+
+
+def mean_scores(sums: Metrics, num_rows: int) -> Metrics:
+    """What losses of preferences give as sums over rows, as means; everything else as it is."""
+    if "num_chosen" in sums:
+        return _mean_over_labels(sums, num_rows)
+    is_sum = {name: name in _SUMS_OVER_PAIRS or name.startswith("loss_") for name in sums}
+    return {name: value / num_rows if is_sum[name] else value for name, value in sums.items()}
+
+
+def _mean_over_labels(sums: Metrics, num_rows: int) -> Metrics:
+    """Each side over its own rows; a side that a batch does not have is left out."""
+    found = {
+        name: value for name, value in sums.items() if name not in (*_SUMS_OVER_PAIRS, "num_chosen", "num_rejected")
+    }
+    found["kl"] = sums["kl"] / num_rows
+    for side in ("chosen", "rejected"):
+        count = sums[f"num_{side}"]
+        for what in ("reward", "logprob"):
+            if count:
+                found[f"{side}_{what}"] = sums[f"{side}_{what}"] / count
+    if "chosen_reward" in found and "rejected_reward" in found:
+        found["margin"] = found["chosen_reward"] - found["rejected_reward"]
     return found

@@ -22,11 +22,13 @@ import numpy.typing as npt
 
 from lockstep.config import DpoConfig, GrpoConfig, KtoConfig, RunConfig, SftConfig
 from lockstep.config.algorithm import ReferenceKind
+from lockstep.data.order import Batches
 from lockstep.train.options import estimates_kl
+from lockstep.train.schedule import num_steps
 from lockstep.types import Completion, Datum, Logprobs
 
 FORMAT = 1
-VALUE = "reference_logprobs"
+REFERENCE = "reference_logprobs"  # the name of these values in a completion
 _ABANDONED_S = 3600.0  # a writer adds to its file every few seconds
 Identity = Mapping[str, Any]
 
@@ -184,7 +186,7 @@ class WithReference(Sequence[Datum]):
         for completion in datum.completions:
             own = values[begin : begin + len(completion.tokens)]
             begin += len(completion.tokens)
-            completions.append(replace(completion, values={**completion.values, VALUE: cast(Any, own)}))
+            completions.append(replace(completion, values={**completion.values, REFERENCE: cast(Any, own)}))
         assert begin == len(values), f"{datum.origin}: log-probs of another row"
         return replace(datum, completions=completions)
 
@@ -208,13 +210,15 @@ class ReferenceChoice:
     kind: ReferenceKind
     why: str
 
-    @property
-    def asks_backend(self) -> bool:
-        """Whether the backend computes it in every step."""
-        return self.kind in ("adapter_off", "copy")
-
     def __str__(self) -> str:
         return f"{self.kind}: {self.why}"
+
+
+def plan_reference(config: RunConfig, train: Sequence[Datum]) -> ReferenceChoice:
+    batches = Batches(train, config.batch, seed=config.seed, shuffle=config.data.shuffle)
+    # In whole epochs, because a batch by tokens takes now more, now fewer rows.
+    num_seen = round(num_steps(config, batches) / batches.num_steps(1.0) * len(train))
+    return choose_reference(config, num_rows=len(train), num_seen=num_seen)
 
 
 def choose_reference(config: RunConfig, *, num_rows: int, num_seen: int) -> ReferenceChoice:

@@ -11,7 +11,7 @@ import gc
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,12 +45,19 @@ from lockstep.train.preference_data import (
     RowsToLearn,
     computed_lengths,
     count_padded_tokens,
-    plan_reference,
     row_warnings,
     rows_to_learn,
 )
-from lockstep.train.reference import Precomputing, ReferenceChoice, add_reference, describe_files, has_all
-from lockstep.train.steps import Diverged, num_steps
+from lockstep.train.reference import (
+    Precomputing,
+    ReferenceChoice,
+    add_reference,
+    describe_files,
+    has_all,
+    plan_reference,
+)
+from lockstep.train.schedule import num_steps
+from lockstep.train.steps import Diverged, LoopInputs
 from lockstep.train.validation import AnswerScores, last_answer
 
 if TYPE_CHECKING:
@@ -90,15 +97,13 @@ def run(run_dir: Path) -> None:
         last_step=progress.step or None,
     )
     try:
-        learned = (config, backend, rows.train, rows.validation, run, checkpoints, progress)
+        inputs = LoopInputs(config, backend, rows.train, rows.validation, run, checkpoints, progress)
         if isinstance(data, PromptData):
             with feeding(config, backend, data, tokenizer, run, progress) as (feed, total):
-                progress = grpo.train(*learned, feed, total)
-        elif config.algorithm.kind == "sft":
-            progress = sft.train(*learned, answer_scores(config, backend, data, tokenizer, run))
+                progress = grpo.train(inputs, feed, total)
         else:
-            answers, asks = answer_scores(config, backend, data, tokenizer, run), reference.asks_backend
-            progress = dpo.train(*learned, answers, asks_backend=asks)
+            inputs = replace(inputs, answers=answer_scores(config, backend, data, tokenizer, run))
+            progress = sft.train(inputs) if config.algorithm.kind == "sft" else dpo.train(inputs)
     except Diverged:
         checkpoints.wait()  # one that is being written was made before, and is sound
         raise

@@ -1,10 +1,16 @@
-"""The learning rate as a pure function of the step."""
+"""How many steps a run has, and the learning rate of each: pure functions."""
 
 from __future__ import annotations
 
 import math
 
-from lockstep.config import OptimConfig
+from lockstep.config import OptimConfig, RunConfig
+from lockstep.data.order import Batches
+
+
+def num_steps(config: RunConfig, batches: Batches) -> int:
+    steps = batches.num_steps(config.optim.epochs)
+    return min(steps, config.optim.max_steps) if config.optim.max_steps else steps
 
 
 def warmup_steps(config: OptimConfig, num_steps: int) -> int:

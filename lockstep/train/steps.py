@@ -1,33 +1,43 @@
-"""What every loop does around a step: count steps, read its numbers late, log them, stop where they are not finite.
-
-Every rank runs this alike. Must not know which loss is learned.
-"""
+"""What every loop does around a step: log its numbers, evaluate, save, stop where they are not finite. All ranks."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from lockstep.config import LoggingConfig, RunConfig
-from lockstep.data.order import Batches
 from lockstep.rundir import RunDir
 from lockstep.train.checkpoints import Checkpoints, Progress
-from lockstep.types import Datum, LossResult, Metrics, OptimResult, OptimStep
+from lockstep.train.preference_data import mean_scores
+from lockstep.train.validation import AnswerScores
+from lockstep.types import Datum, LossResult, Metrics, OptimResult, OptimStep, TrainingBackend
+
+RowT = TypeVar("RowT")
+
+
+@dataclass(frozen=True)
+class LoopInputs(Generic[RowT]):
+    """What every loop is given. What must survive a kill is in `checkpoints` and `progress`, nowhere else."""
+
+    config: RunConfig
+    backend: TrainingBackend
+    rows: Sequence[RowT]
+    validation: Sequence[RowT]
+    run: RunDir
+    checkpoints: Checkpoints
+    progress: Progress
+    answers: AnswerScores | None = None
+    """Where answers to validation rows are generated and scored (evaluation.metrics)."""
 
 
 class Diverged(RuntimeError):
-    """Training has come to something that must not go on, such as a loss that is no number. Again it would be alike."""
+    """Training must not continue, for example because the loss is not finite. A restart would fail in the same way."""
 
     exit_code = 3
-
-
-def num_steps(config: RunConfig, batches: Batches) -> int:
-    steps = batches.num_steps(config.optim.epochs)
-    return min(steps, config.optim.max_steps) if config.optim.max_steps else steps
 
 
 def optim_step(config: RunConfig, learning_rate: float) -> OptimStep:
@@ -57,68 +67,102 @@ def stop_if_not_finite(batch: Sequence[Datum], result: LossResult, optim: OptimR
     )
 
 
+def starts_with_validation(inputs: LoopInputs[RowT]) -> bool:
+    return bool(inputs.validation) and inputs.config.evaluation.at_start and inputs.progress.step == 0
+
+
 def note_validation_loss(config: RunConfig, progress: Progress, loss: float) -> None:
     if not math.isfinite(loss):
         raise Diverged(f"the validation loss is {loss} after step {progress.step}")
     progress.note_validation(loss, config.evaluation.min_delta)
 
 
-def finish(
-    run: RunDir, metrics: MetricsLog, checkpoints: Checkpoints, progress: Progress, book: StepLogger, total: int
+def record_validation(
+    inputs: LoopInputs[Datum], metrics: MetricsLog, loss: float, scores: Metrics, started: float
 ) -> None:
+    """Log the loss and scores of the validation rows, and of generated answers where these are configured. All ranks.
+
+    `started`: time.perf_counter() before they were computed.
+    """
+    note_validation_loss(inputs.config, inputs.progress, loss)
+    if inputs.answers is not None:
+        scores = {**scores, **inputs.answers.measure(inputs.progress.step)}
+    record = {"loss": loss, "rows": len(inputs.validation), "time_s": time.perf_counter() - started}
+    metrics.validation(inputs.progress, record, scores)
+
+
+def evaluate_and_save(inputs: LoopInputs[Datum], logger: StepLogger, evaluate: Callable[[], None]) -> None:
+    """After a step: validation and a checkpoint where they are due. All ranks."""
+    config, progress = inputs.config, inputs.progress
+    last = progress.step == logger.num_steps
+    evaluates = bool(inputs.validation) and (last or is_due(progress.step, config.evaluation.every_steps))
+    saves = is_due(progress.step, config.checkpoint.every_steps)
+    if evaluates or saves or last:
+        logger.flush()
+    if evaluates:
+        evaluate()
+        saves |= bool(config.checkpoint.keep_best) and progress.best_step == progress.step
+    if saves:
+        inputs.checkpoints.save(progress)
+    if evaluates or saves:
+        logger.restart_clock()
+
+
+def finish(inputs: LoopInputs[Datum], metrics: MetricsLog, logger: StepLogger) -> None:
     """The last status and the last checkpoint, on disk when this returns."""
-    if progress.step < total and book.num_settled:
-        run.log_event("early_stop", step=progress.step, best_step=progress.best_step)
-    speed = {"tokens_per_s": book.mean_tokens_per_s} if book.mean_tokens_per_s else {}
-    run.write_status(step=progress.step, loss=progress.loss, tokens=progress.tokens, **speed)
-    checkpoints.save(progress)
-    checkpoints.wait()
+    progress = inputs.progress
+    if progress.step < logger.num_steps and logger.num_logged:
+        inputs.run.log_event("early_stop", step=progress.step, best_step=progress.best_step)
+    speed = {"tokens_per_s": logger.mean_tokens_per_s} if logger.mean_tokens_per_s else {}
+    inputs.run.write_status(step=progress.step, loss=progress.loss, tokens=progress.tokens, **speed)
+    inputs.checkpoints.save(progress)
+    inputs.checkpoints.wait()
     metrics.close()
 
 
 class StepLogger:
-    """Reads each step's numbers as late as it may: on a GPU the next step is already under way by then."""
+    """Reads each step's numbers as late as possible: on a GPU the next step is already running by then."""
 
     def __init__(
         self, config: RunConfig, metrics: MetricsLog, progress: Progress, *, num_rows: int, num_steps: int
     ) -> None:
         self._config, self._metrics, self._progress = config, metrics, progress
-        self._num_rows, self._num_steps = num_rows, num_steps
-        self._open: tuple[Sequence[Datum], LossResult, OptimResult, dict[str, Any]] | None = None
-        self._settled_at = time.perf_counter()
+        self._num_rows, self.num_steps = num_rows, num_steps
+        self._unread: tuple[Sequence[Datum], LossResult, OptimResult, dict[str, Any]] | None = None
+        self._flushed_at = time.perf_counter()
         self._tokens, self._seconds = 0, 0.0
-        self.num_settled = 0
+        self.num_logged = 0
 
-    def note(
+    def record(
         self, batch: Sequence[Datum], result: LossResult, optim: OptimResult, learning_rate: float, **facts: float
     ) -> None:
-        """`facts` are of this step alone, and go into its record."""
+        """Keep the results of a step until `flush`. `facts` go into its record."""
         cursor = self._progress.cursor
         known = {
             "step": self._progress.step,
             "learning_rate": learning_rate,
             "epoch": cursor / self._num_rows,
-            # From this place in the order of rows up to that one: what tells that each was consumed exactly once.
+            # [start, end) in the order of rows: shows that each row was consumed exactly once.
             "row_range": [cursor - len(batch), cursor],
             **facts,
         }
-        self._open = (batch, result, optim, known)
+        self._unread = (batch, result, optim, known)
         if not optim.deferred:
-            self.settle()
+            self.flush()
 
-    def settle(self) -> None:
-        """Check and log the step that was noted last, if that has not happened. Raises if it was not finite."""
-        if self._open is None:
+    def flush(self) -> None:
+        """Check and log the step that was recorded last, if that has not happened. Raises if it was not finite."""
+        if self._unread is None:
             return
-        (batch, result, optim, facts), self._open = self._open, None
+        (batch, result, optim, facts), self._unread = self._unread, None
         step = int(facts.pop("step"))
         stop_if_not_finite(batch, result, optim, step)
-        elapsed = time.perf_counter() - self._settled_at
-        self._settled_at = time.perf_counter()
+        elapsed = time.perf_counter() - self._flushed_at
+        self._flushed_at = time.perf_counter()
         self._tokens, self._seconds = self._tokens + result.num_tokens, self._seconds + elapsed
-        self.num_settled += 1
+        self.num_logged += 1
         self._progress.loss = result.loss
-        last = step == self._num_steps
+        last = step == self.num_steps
         if last or step % self._config.logging.every_steps == 0:
             record = {
                 "loss": result.loss,
@@ -140,11 +184,12 @@ class StepLogger:
 
     def restart_clock(self) -> None:
         """Evaluation and checkpoints are not part of a step's time."""
-        self._settled_at = time.perf_counter()
+        self._flushed_at = time.perf_counter()
 
 
 class MetricsLog:
-    def __init__(self, run: RunDir, config: LoggingConfig, *, first_step: int) -> None:
+    def __init__(self, run: RunDir, config: LoggingConfig, *, last_step: int) -> None:
+        """`last_step`: the step that the run continues from; TensorBoard forgets later ones."""
         self._run = run
         self._writer = None
         self._status_at = 0.0
@@ -152,14 +197,14 @@ class MetricsLog:
         if config.tensorboard and run.owner:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(run.path / "tensorboard"), purge_step=first_step)
+            self._writer = SummaryWriter(str(run.path / "tensorboard"), purge_step=last_step + 1 if last_step else 0)
 
     def train(self, step: int, progress: Progress, record: dict[str, Any], *, last: bool) -> None:
         record, busy_s = take_seconds(record)
         self._write(step, "train", record)
         for slow in self._stragglers.note(step, busy_s):
             self._run.log_event("warning", step=step, **slow.as_event())
-        # Once a second is enough for eyes; the last step always.
+        # At most once a second; the last step always.
         if last or time.monotonic() - self._status_at > 1.0:
             self._status_at = time.monotonic()
             fields = {k: record[k] for k in ("epoch", "learning_rate", "tokens_per_s", "memory_gib") if k in record}
@@ -272,30 +317,3 @@ def find_onset(pairs: Sequence[tuple[float, float]]) -> int:
         if excess > best:
             best, first = excess, place
     return first
-
-
-_SUMS_OVER_PAIRS = ("chosen_reward", "rejected_reward", "margin", "accuracy", "chosen_logprob", "rejected_logprob")
-
-
-def mean_scores(sums: Metrics, num_rows: int) -> Metrics:
-    """What losses of preferences give as sums over rows, as means; everything else as it is."""
-    if "num_chosen" in sums:
-        return _mean_over_labels(sums, num_rows)
-    is_sum = {name: name in _SUMS_OVER_PAIRS or name.startswith("loss_") for name in sums}
-    return {name: value / num_rows if is_sum[name] else value for name, value in sums.items()}
-
-
-def _mean_over_labels(sums: Metrics, num_rows: int) -> Metrics:
-    """Each side over its own rows; a side that a batch does not have is left out."""
-    found = {
-        name: value for name, value in sums.items() if name not in (*_SUMS_OVER_PAIRS, "num_chosen", "num_rejected")
-    }
-    found["kl"] = sums["kl"] / num_rows
-    for side in ("chosen", "rejected"):
-        count = sums[f"num_{side}"]
-        for what in ("reward", "logprob"):
-            if count:
-                found[f"{side}_{what}"] = sums[f"{side}_{what}"] / count
-    if "chosen_reward" in found and "rejected_reward" in found:
-        found["margin"] = found["chosen_reward"] - found["rejected_reward"]
-    return found

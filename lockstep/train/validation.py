@@ -1,7 +1,4 @@
-"""What held-out rows say of the model in training: their loss, and how good its own answers to them are.
-
-Every rank runs this alike. Must not know models, nor how answers are made.
-"""
+"""Validation during training: the loss of held-out rows, and scores of answers generated to them. All ranks."""
 
 from __future__ import annotations
 
@@ -10,19 +7,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lockstep.config import DpoConfig, KtoConfig
+from lockstep.config import DpoConfig, KtoConfig, RunConfig
 from lockstep.train.options import estimates_kl, label_options, pair_options
-from lockstep.train.preference_data import count_chosen_tokens, discount_length, mismatch
-from lockstep.train.steps import mean_scores
+from lockstep.train.preference_data import count_chosen_tokens, discount_length, mean_scores, mismatch
+from lockstep.train.reference import REFERENCE
 from lockstep.types import Datum, Logprobs, LossSpec, Metrics, Prompt, SamplingParams, TextCompletion, TrainingBackend
 
-# Rows handed to the backend at once: enough to level ranks, few enough to hold.
+# Rows handed to the backend at once: enough to balance ranks, few enough for memory.
+_ROWS_AT_ONCE = 256
 
 
 def mean_loss(backend: TrainingBackend, data: Sequence[Datum]) -> float:
     """Per supervised token, weighted. All ranks."""
     total = weight = 0.0
-    for batch in _pieces(data, _ROWS_AT_ONCE):
+    for batch in _chunks(data, _ROWS_AT_ONCE):
         for datum, logprobs in zip(batch, backend.forward(batch), strict=True):
             for completion, row in zip(datum.completions, logprobs, strict=True):
                 total -= sum(float(w) * lp for w, lp in zip(completion.weights, row, strict=True))
@@ -34,7 +32,7 @@ def mean_loss(backend: TrainingBackend, data: Sequence[Datum]) -> float:
 
 @dataclass(frozen=True)
 class AnswerScores:
-    """Questions from held-out rows, who answers them, and how the answers are scored."""
+    """Prompts from validation rows, how they are answered, and how the answers are scored."""
 
     prompts: Sequence[Prompt]
     references: Sequence[str]
@@ -47,10 +45,10 @@ class AnswerScores:
     def measure(self, step: int) -> Metrics:
         """All ranks."""
         answers = self.sample(self.prompts, SamplingParams(max_tokens=self.max_tokens, temperature=0.0))
-        cut = sum(answer.finish_reason == "length" for (answer,) in answers)
+        num_truncated = sum(answer.finish_reason == "length" for (answer,) in answers)
         texts = [answer.text for (answer,) in answers]
         self.keep(step, texts)
-        return {**self.score(texts, self.references), "answers_cut": cut / len(answers)}
+        return {**self.score(texts, self.references), "answers_cut": num_truncated / len(answers)}
 
 
 def last_answer(datum: Datum) -> tuple[list[int], list[int]]:
@@ -65,44 +63,30 @@ def last_answer(datum: Datum) -> tuple[list[int], list[int]]:
     return [*map(int, datum.prompt), *tokens[:start]], tokens[start:stop]
 
 
-# Rows handed to the backend at once: enough to level ranks, few enough to hold.
-_ROWS_AT_ONCE = 256
-REFERENCE = "reference_logprobs"
+def preference_loss(config: RunConfig, backend: TrainingBackend, data: Sequence[Datum]) -> tuple[float, Metrics]:
+    """(mean loss, mean scores). A loss over a whole batch sees as many rows at once as in training. All ranks."""
+    from lockstep.algorithms.losses import LOSSES, lacks_reference  # here, because it needs torch, and loops do not
 
-
-def judge(
-    backend: TrainingBackend,
-    data: Sequence[Datum],
-    algorithm: DpoConfig | KtoConfig,
-    *,
-    asks_backend: bool,
-    rows_at_once: int,
-    max_length: int,
-) -> tuple[float, Metrics]:
-    """(mean loss, mean scores). A loss with statistics of the batch takes `rows_at_once` rows for one. All ranks.
-
-    `asks_backend`: the reference is the backend's own; otherwise rows that need one bring its log-probs with them.
-    """
-    from lockstep.algorithms.losses import LOSSES  # here, because it needs torch, and loops do not
-
+    algorithm = config.algorithm
+    assert isinstance(algorithm, (DpoConfig, KtoConfig))
     spec = validation_loss(algorithm, data)
     whole = LOSSES[spec.kind].is_separable(spec.options) and not estimates_kl(algorithm)
     total, sums = 0.0, dict[str, float]()
-    for rows in _pieces(data, _ROWS_AT_ONCE if whole else rows_at_once):
+    for rows in _chunks(data, _ROWS_AT_ONCE if whole else config.batch.samples_per_step or 16):
         batch = discount_length(rows, algorithm.ld_alpha) if isinstance(algorithm, DpoConfig) else rows
         options = dict(spec.options)
         if isinstance(algorithm, KtoConfig) and estimates_kl(algorithm):
-            options["kl"] = estimate_kl(backend, batch, max_length)
-        reference = backend.forward(batch, reference=True) if asks_backend else None
+            options["kl"] = estimate_kl(backend, batch, config.data.max_length)
         loss = LossSpec(spec.kind, spec.scale, options)
-        value, found = apply_loss(loss, batch, backend.forward(batch), reference)
+        reference = backend.forward(batch, reference=True) if lacks_reference(loss, batch) else None
+        value, metrics = apply_loss(loss, batch, backend.forward(batch), reference)
         total += value
-        sums = {name: sums.get(name, 0.0) + number for name, number in found.items()}
+        sums = {name: sums.get(name, 0.0) + number for name, number in metrics.items()}
     return total, mean_scores(sums, len(data))
 
 
 def validation_loss(algorithm: DpoConfig | KtoConfig, data: Sequence[Datum]) -> LossSpec:
-    """As in training, over all rows. WPO weighs nothing here: its weights need more than the tokens' log-probs."""
+    """As in training, over all rows, without WPO: its weights need more than the tokens' log-probs."""
     if isinstance(algorithm, KtoConfig):
         return LossSpec("kto", 1.0 / len(data), label_options(algorithm))
     options = {**pair_options(algorithm, count_chosen_tokens(data)), "wpo": False}
@@ -110,9 +94,9 @@ def validation_loss(algorithm: DpoConfig | KtoConfig, data: Sequence[Datum]) -> 
 
 
 def estimate_kl(backend: TrainingBackend, batch: Sequence[Datum], max_length: int) -> float:
-    """How far the model is from its reference, from answers behind prompts that they do not answer. All ranks.
+    """KL from the reference, estimated from answers behind prompts that they do not belong to. All ranks.
 
-    Never below zero. A batch without two prompts says nothing, and counts as zero.
+    At least zero; zero for a batch in which all prompts are the same.
     """
     mixed = mismatch(batch, max_length)
     if not mixed:
@@ -129,7 +113,7 @@ def _weighted_sum(batch: Sequence[Datum], logprobs: Sequence[Logprobs]) -> float
 def apply_loss(
     loss: LossSpec, batch: Sequence[Datum], policy: Sequence[Logprobs], reference: Sequence[Logprobs] | None
 ) -> tuple[float, Metrics]:
-    """The loss of these log-probs, and what it measures as sums over rows."""
+    """The loss of these log-probs, and its metrics as sums over rows."""
     import torch  # here, because a loop of supervised fine-tuning needs none
 
     from lockstep.algorithms.losses import LOSSES, LossInputs
@@ -138,12 +122,12 @@ def apply_loss(
     number = 0
     for i, datum in enumerate(batch):
         for j, completion in enumerate(datum.completions):
-            asked = np.flatnonzero(completion.weights)
+            targets = np.flatnonzero(completion.weights)
             values = {**completion.values, **({} if reference is None else {REFERENCE: reference[i][j]})}
             own = {"logprobs": policy[i][j], "weights": completion.weights, **values}
             for name, column in own.items():
-                columns.setdefault(name, []).append(np.asarray(column, dtype=np.float64)[asked])
-            columns.setdefault("completions", []).append(np.full(len(asked), number))
+                columns.setdefault(name, []).append(np.asarray(column, dtype=np.float64)[targets])
+            columns.setdefault("completions", []).append(np.full(len(targets), number))
             number += 1
     tensors = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in columns.items()}
     inputs = LossInputs(
@@ -155,9 +139,9 @@ def apply_loss(
         values={name: column for name, column in tensors.items() if name != "logprobs"},
     )
     value, metrics = LOSSES[loss.kind].fn(tensors["logprobs"], inputs)
-    return float(value), {name: float(found) for name, found in metrics.items()}
+    return float(value), {name: float(metric) for name, metric in metrics.items()}
 
 
-def _pieces(data: Sequence[Datum], size: int) -> Iterator[Sequence[Datum]]:
+def _chunks(data: Sequence[Datum], size: int) -> Iterator[Sequence[Datum]]:
     for start in range(0, len(data), size):
         yield data[start : start + size]

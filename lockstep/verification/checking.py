@@ -15,8 +15,7 @@ from typing import Any
 from lockstep.config import ConfigError, GrpoConfig, RunConfig, SftConfig
 from lockstep.model.load import load_hf_config
 from lockstep.train.options import check_algorithm
-from lockstep.train.preference_data import plan_reference
-from lockstep.train.reference import ReferenceChoice
+from lockstep.train.reference import ReferenceChoice, plan_reference
 from lockstep.types import OptimStep
 from lockstep.verification.compare import LOOSE_TOLERANCE, TOLERANCE, Errors, compare
 from lockstep.verification.job import Found, Job, read_found, refusal

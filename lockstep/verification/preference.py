@@ -42,7 +42,7 @@ class PlainPreference:
             mix_into(self._reference, self._policy, self._algorithm.reference_mix)
         self._has_begun = True
         total_weight(rows)
-        batch, loss = prepare(self._config, self._algorithm, cast(Any, self), rows, asks_backend=False)
+        batch, loss = prepare(self._config, cast(Any, self), rows)
         answers = [(datum, completion) for datum in batch for completion in datum.completions]
         every = [distributions_of(self._policy, *answer) for answer in answers]
         completions = [completion for _, completion in answers]

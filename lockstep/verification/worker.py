@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lockstep.algorithms.losses import LOSSES
+from lockstep.algorithms.losses import LOSSES, lacks_reference
 from lockstep.backend.torch_backend import TorchBackend, join_group
 from lockstep.config import DpoConfig, GrpoConfig, KtoConfig, SftConfig
 from lockstep.parallel.group import ProcessGroup
@@ -153,12 +153,12 @@ def _prepare(job: Job, backend: TorchBackend, rows: Sequence[Datum]) -> tuple[Se
     if isinstance(algorithm, SftConfig):
         return rows, LossSpec("cross_entropy", scale=1.0 / total_weight(rows))
     assert isinstance(algorithm, (DpoConfig, KtoConfig))
-    return prepare(job.config, algorithm, backend, rows, job.reference in ("adapter_off", "copy"))
+    return prepare(job.config, backend, rows)
 
 
 def _reference_logprobs(backend: TorchBackend, batch: Sequence[Datum], loss: LossSpec) -> list[float]:
     """Those that the loss is given: the backend's, or the rows' own."""
-    if loss.reference:
+    if lacks_reference(loss, batch):
         return supervised_logprobs(backend.forward(batch, reference=True), batch)
     if any(REFERENCE in c.values for datum in batch for c in datum.completions):
         return supervised_logprobs([[c.values[REFERENCE] for c in datum.completions] for datum in batch], batch)

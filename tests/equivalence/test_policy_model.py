@@ -63,7 +63,7 @@ def test_the_reference_is_that_of_the_backend_where_it_is_asked(lora):
     backend = backend_of(model, micro_batch_tokens=32, reference="adapter_off" if lora else "copy")
     if not lora:
         disturb(backend.parameters().values())
-    loss = LossSpec("policy_gradient", scale_of_groups(batch, "token"), options, reference=True)
+    loss = LossSpec("policy_gradient", scale_of_groups(batch, "token"), options)
     assert_same_step(backend, batch, loss, expected)
 
 
@@ -115,7 +115,7 @@ def batches(cell: Cell) -> list[list[Datum]]:
 
 def loss_of(cell: Cell, batch: Sequence[Datum]) -> LossSpec:
     scale = scale_of_groups(batch, cell.aggregation)
-    return LossSpec("policy_gradient", scale, VARIANTS[cell.variant], reference=cell.reference != "none")
+    return LossSpec("policy_gradient", scale, VARIANTS[cell.variant])
 
 
 def is_possible(cell: Cell, layout: str) -> bool:

@@ -186,7 +186,7 @@ def test_a_frozen_copy_is_the_model_as_it_was(name):
     backend = backend_of(model, micro_batch_tokens=64, reference="copy")
     disturb(backend.parameters().values())
     expected = plain_preference(policy_of("llama"), batch, reference, options)
-    assert_same_step(backend, batch, LossSpec("preference", 1 / len(batch), options, reference=True), expected)
+    assert_same_step(backend, batch, LossSpec("preference", 1 / len(batch), options), expected)
 
 
 @pytest.mark.parametrize("name", ["sigmoid", "wpo", "several"])
@@ -195,7 +195,7 @@ def test_a_model_without_its_adapters_is_the_reference(name):
     options = with_tokens(VARIANTS[name], batch)
     expected = plain_preference(policy_of("llama", lora=True), batch, reference_of("llama"), options)
     backend = backend_of(policy_of("llama", lora=True), micro_batch_tokens=64, reference="adapter_off")
-    assert_same_step(backend, batch, LossSpec("preference", 1 / len(batch), options, reference=True), expected)
+    assert_same_step(backend, batch, LossSpec("preference", 1 / len(batch), options), expected)
 
 
 @pytest.mark.parametrize("options", [{"kl": 0.2}, {"loss": "apo_zero_unpaired", "undesirable_weight": 0.5}], ids=str)

@@ -53,7 +53,7 @@ def batches() -> list[list[Datum]]:
 
 def loss_of(cell: Cell, batch: Sequence[Datum]) -> LossSpec:
     options = with_tokens(OPTIONS[cell.options], batch)
-    return LossSpec("preference", 1 / len(batch), options, reference=cell.reference != "precomputed")
+    return LossSpec("preference", 1 / len(batch), options)
 
 
 @lru_cache

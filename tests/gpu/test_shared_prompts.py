@@ -54,7 +54,7 @@ def distance(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_sharing_a_prompt_is_as_near_to_float64_as_repeating_it(family, compiled):
-    batch, loss = make_pairs(), LossSpec("preference", 1 / 5, {"losses": {"sigmoid": 1.0}, "beta": 1.0}, reference=True)
+    batch, loss = make_pairs(), LossSpec("preference", 1 / 5, {"losses": {"sigmoid": 1.0}, "beta": 1.0})
     results = {}
     for way in ("exact", "shared", "repeated"):
         precision = "fp64" if way == "exact" else "bf16"
@@ -79,7 +79,7 @@ def test_sharing_a_prompt_is_as_near_to_float64_as_repeating_it(family, compiled
 def test_steps_with_adapters_switched_off_for_the_reference_go_on():
     model = add_lora(make_model("qwen3", torch.bfloat16), LoraConfig(rank=8, alpha=16))
     backend = TorchBackend(model, precision="bf16", reference="adapter_off", micro_batch_tokens=4096)
-    loss = LossSpec("preference", 1 / 5, {"losses": {"sigmoid": 1.0}, "beta": 0.5}, reference=True)
+    loss = LossSpec("preference", 1 / 5, {"losses": {"sigmoid": 1.0}, "beta": 0.5})
     losses = []
     for _ in range(6):
         losses.append(backend.forward_backward(make_pairs(), loss))

@@ -15,6 +15,7 @@ from lockstep.rundir import RunDir
 from lockstep.train import dpo, sft
 from lockstep.train.checkpoints import Checkpoints, Progress
 from lockstep.train.run import resume
+from lockstep.train.steps import LoopInputs
 from lockstep.types import Completion, Datum, Logprobs
 
 DIGEST = "the rows of this test"
@@ -73,7 +74,6 @@ def train(
     rows: Sequence[Datum],
     validation: Sequence[Datum] = (),
     timeout_s: float = 20.0,
-    asks_backend: bool = True,
 ) -> tuple[RunDir, Progress]:
     """The run in `folder`, from its start or from its newest checkpoint: what train.run does around the loop."""
     run = RunDir(folder, owner=True) if (folder / "config.yaml").exists() else RunDir.create(folder, config)
@@ -87,11 +87,9 @@ def train(
         timeout_s=timeout_s,
         last_step=progress.step or None,
     )
-    around = (run, checkpoints, progress)
+    loop = sft.train if config.algorithm.kind == "sft" else dpo.train
     try:
-        if config.algorithm.kind == "sft":
-            return run, sft.train(config, backend, rows, validation, *around)
-        return run, dpo.train(config, backend, rows, validation, *around, asks_backend=asks_backend)
+        return run, loop(LoopInputs(config, backend, rows, validation, run, checkpoints, progress))
     finally:
         checkpoints.close()
 

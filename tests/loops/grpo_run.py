@@ -24,6 +24,7 @@ from lockstep.rundir import RunDir
 from lockstep.train import grpo
 from lockstep.train.checkpoints import Checkpoints, Progress
 from lockstep.train.run import resume
+from lockstep.train.steps import LoopInputs
 from lockstep.types import Prompt, SamplingParams, TextCompletion
 
 
@@ -140,7 +141,8 @@ def train(
     try:
         held_out = validation if validation is not None else Prompts([])
         total = task.schedule.num_steps
-        return run, grpo.train(config, backend, prompts, held_out, run, checkpoints, progress, feed, total)
+        inputs = LoopInputs(config, backend, prompts, held_out, run, checkpoints, progress)
+        return run, grpo.train(inputs, feed, total)
     finally:
         feed.close()
         checkpoints.wait()

@@ -57,7 +57,7 @@ def test_every_step_tells_the_loss_all_that_it_must_know_of_the_global_batch(tmp
     assert [len(call.batch) for call in calls] == [4, 4, 2]
     for call in calls:
         loss = call.argument
-        assert (loss.kind, loss.reference) == ("preference", True)
+        assert loss.kind == "preference"
         assert loss.scale == 1 / len(call.batch)
         num_chosen = sum(sum(w != 0 for w in pair.completions[0].weights) for pair in call.batch)
         assert loss.options == pair_options(config.algorithm, num_chosen)
@@ -139,14 +139,14 @@ def with_reference(rows: list[Datum], weight: float) -> list[Datum]:
 def test_a_reference_that_rows_bring_with_them_gives_the_same_run_as_that_of_the_backend(tmp_path):
     config = dpo_config(evaluation={"every_steps": 2, "at_start": True}, optim={"epochs": 2})
     rows, held_out = make_pairs(10), make_pairs(4, name="v.jsonl")
-    asking, told = FakeBackend(), FakeBackend()
-    one, _ = train(tmp_path / "one", config, asking, rows, held_out)
+    computing, reading = FakeBackend(), FakeBackend()
+    reading.reference = 0.0  # not what the rows bring: must not be used
+    one, _ = train(tmp_path / "one", config, computing, rows, held_out)
     prepared = [with_reference(part, 20.0) for part in (rows, held_out)]
-    two, _ = train(tmp_path / "two", config, told, *prepared, asks_backend=False)
+    two, _ = train(tmp_path / "two", config, reading, *prepared)
     assert without_times(one.metrics()) == without_times(two.metrics())
-    assert asking.weight == told.weight
-    assert all(not call.argument.reference for call in told.calls_of("forward_backward"))
-    assert not any(call.reference for call in told.calls_of("forward"))
+    assert computing.weight == reading.weight
+    assert not any(call.reference for call in reading.calls_of("forward"))
 
 
 def test_the_reference_follows_the_policy_every_few_steps(tmp_path):

@@ -118,7 +118,7 @@ def step_of_lockstep(
         model, micro_batch_tokens=150, precision="fp64", reference="copy", group=ProcessGroup(0, 1, torch.device("cpu"))
     )
     model.load_state_dict(policy.state_dict())
-    found = backend.forward_backward(batch, LossSpec(kind, 1 / len(batch), options, reference=True))
+    found = backend.forward_backward(batch, LossSpec(kind, 1 / len(batch), options))
     gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in backend.parameters().items()}
     return Step(found.loss, gradients, found.metrics)
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
+from lockstep.algorithms.losses import lacks_reference
 from lockstep.backend import loss_step as stepping
 from lockstep.backend import state
 from lockstep.backend.batching import MicroBatch, documents_of, share_of, to_micro_batch
@@ -130,7 +131,7 @@ class DeepSpeedBackend:
         work = self._work(batch, loss)
         if work.share.num_asked == 0:
             raise ValueError(f"nothing to learn in this batch of {len(batch)} rows: every weight is zero")
-        reference = self._reference_logprobs(work) if loss.reference else None
+        reference = self._reference_logprobs(work) if lacks_reference(loss, batch) else None
         sums = torch.zeros(len(names), dtype=torch.float64, device=self.device)
         micro_batches, carried = work.micro_batches, loss
         if not stepping.is_direct(loss, work, num_parts=1):

@@ -90,7 +90,6 @@ def encode_loss(loss: LossSpec) -> dict[str, Any]:
         "kind": loss.kind,
         "scale": _number(loss.scale, "loss.scale"),
         "options": dict(loss.options),
-        "reference": bool(loss.reference),
     }
 
 

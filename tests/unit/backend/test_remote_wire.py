@@ -72,7 +72,7 @@ def test_a_row_that_does_not_fit_is_named(datum: Any, words: str) -> None:
 
 
 def test_a_loss_arrives_as_it_was_and_options_that_are_not_json_are_named() -> None:
-    loss = LossSpec("dpo", 1 / 3, {"beta": 0.1, "names": ["a", None, True], "deep": {"x": [1]}}, reference=True)
+    loss = LossSpec("dpo", 1 / 3, {"beta": 0.1, "names": ["a", None, True], "deep": {"x": [1]}})
     assert wire.decode_loss(travelled(wire.encode_loss(loss), {})[0]) == loss
     assert wire.encode_loss(LossSpec(options={"pair": (1, 2)}))["options"] == {"pair": (1, 2)}  # JSON makes it a list
     for options, words in [

@@ -124,7 +124,7 @@ def test_a_run_warns_of_the_rank_that_all_wait_for(tmp_path: Path):
     run = RunDir.create(tmp_path / "run", settings)
     out = io.StringIO()
     display = RunDisplay(run, Console(file=out, width=300))
-    metrics = MetricsLog(run, LoggingConfig(tensorboard=False), first_step=0)
+    metrics = MetricsLog(run, LoggingConfig(tensorboard=False), last_step=0)
     traffic = Traffic(ProcessGroup(0, 3, torch.device("cpu")))
     for step in range(1, 31):
         slow = 2.0 if step > 5 else 1.0

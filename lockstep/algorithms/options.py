@@ -10,46 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from lockstep.config.algorithm import PREFERENCE_LOSSES, LossTraits, check_loss_settings
+
 Options = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Part:
-    """What is true of one preference loss, whatever the settings.
-
-    `scored`: it depends on the difference of both log-ratios alone, so other divergences than reverse KL fit it.
-    `smoothed`: it uses `label_smoothing`.
-    `paired`: the loss of a pair depends on that pair alone; otherwise on the order statistics of the whole batch.
-    `counted`: it uses the number of supervised tokens, or each of them with weight 1.
-    """
-
-    reference: bool = True
-    scored: bool = False
-    smoothed: bool = False
-    paired: bool = True
-    counted: bool = False
-
-
-PARTS: dict[str, Part] = {
-    "sigmoid": Part(scored=True, smoothed=True),
-    "sigmoid_norm": Part(scored=True, smoothed=True, counted=True),
-    "hinge": Part(scored=True),
-    "ipo": Part(scored=True, counted=True),
-    "robust": Part(scored=True, smoothed=True),
-    "exo_pair": Part(scored=True, smoothed=True),
-    "discopop": Part(scored=True),
-    "nca_pair": Part(),
-    "bco_pair": Part(),
-    "sppo_hard": Part(),
-    "apo_zero": Part(),
-    "apo_down": Part(),
-    "aot": Part(smoothed=True, paired=False),
-    "aot_unpaired": Part(smoothed=True, paired=False),
-    "sft": Part(reference=False, counted=True),
-    "simpo": Part(reference=False, smoothed=True, counted=True),
-    "orpo": Part(reference=False, counted=True),
-    "cpo": Part(reference=False, smoothed=True, counted=True),
-}
 DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
 KTO_LOSSES = ("kto", "apo_zero_unpaired")
 RATIOS = ("token", "sequence")
@@ -84,8 +49,8 @@ class PreferenceOptions:
     num_chosen_tokens: float | None = None
 
     @property
-    def parts(self) -> list[Part]:
-        return [PARTS[name] for name in self.losses]
+    def parts(self) -> list[LossTraits]:
+        return [PREFERENCE_LOSSES[name] for name in self.losses]
 
     @property
     def needs_reference(self) -> bool:
@@ -166,7 +131,14 @@ def check_preference(options: PreferenceOptions) -> None:
     _check_number("ld_alpha", options.ld_alpha, least=0, most=1)
     if options.num_chosen_tokens is not None:
         _check_number("num_chosen_tokens", options.num_chosen_tokens, above=0)
-    _check_together(options)
+    check_loss_settings(
+        options.losses,
+        label_smoothing=options.label_smoothing,
+        divergence=options.divergence,
+        wpo=options.wpo,
+        bco_shift=options.bco_shift,
+        ld_alpha=options.ld_alpha,
+    )
 
 
 def check_kto(options: KtoOptions) -> None:
@@ -199,37 +171,11 @@ def _check_losses(losses: Any) -> None:
     if not isinstance(losses, Mapping) or not losses:
         raise ValueError(f"losses: write each loss with its weight, such as {{sigmoid: 1.0}}, not {losses!r}")
     for name, weight in losses.items():
-        if name not in PARTS:
-            raise ValueError(f"losses: unknown loss {name!r}; known are {', '.join(PARTS)}")
+        if name not in PREFERENCE_LOSSES:
+            raise ValueError(f"losses: unknown loss {name!r}; known are {', '.join(PREFERENCE_LOSSES)}")
         _check_number(f"losses.{name}", weight, least=0)
     if not any(losses.values()):
         raise ValueError("losses: every weight is 0, nothing would be learned")
-
-
-def _check_together(options: PreferenceOptions) -> None:
-    """Settings that are sound alone and not together, or that would change nothing."""
-    parts = {name: PARTS[name] for name in options.losses}
-    unpaired = [name for name, part in parts.items() if not part.paired]
-    if options.wpo and unpaired:
-        raise ValueError(f"wpo: {unpaired[0]} sorts the batch, so its losses belong to no pair that could be weighted")
-    if options.wpo and set(parts) == {"sft"}:
-        raise ValueError("wpo: it weighs pairs, and sft compares none")
-    if "exo_pair" in parts and options.label_smoothing == 0:
-        raise ValueError("label_smoothing: exo_pair needs more than 0; its paper recommends 0.001")
-    if options.label_smoothing > 0 and not any(part.smoothed for part in parts.values()):
-        raise ValueError(f"label_smoothing: it changes nothing in {', '.join(parts)}")
-    if options.divergence != "reverse_kl":
-        for name, part in parts.items():
-            if part.reference and not part.scored:
-                raise ValueError(f"divergence: {name} is defined for reverse_kl only, not {options.divergence}")
-        if not any(part.scored for part in parts.values()):
-            raise ValueError(f"divergence: it changes nothing in {', '.join(parts)}, which has no reference")
-    if options.bco_shift and "bco_pair" not in parts:
-        raise ValueError("bco_shift: it belongs to bco_pair, which is not among the losses")
-    counted = [name for name, part in parts.items() if part.counted] + ["wpo"] * options.wpo
-    if options.ld_alpha == 0 and counted:
-        # Tokens of weight 0 are never computed, and these would have to count them.
-        raise ValueError(f"ld_alpha: 0 leaves tokens out that {counted[0]} counts; take a small number such as 0.001")
 
 
 def _check_number(

@@ -35,7 +35,7 @@ Temperature = Annotated[float, typer.Option(help="0 always takes the likeliest t
 
 
 def load_settings(given: Sequence[str], procs: int | None) -> RunConfig:
-    from lockstep.config import ConfigError, load_config
+    from lockstep.config import ConfigError, check_config, load_config
     from lockstep.config.data import PARTS
 
     named = bool(given) and ("=" not in given[0] or Path(given[0]).is_file())
@@ -44,8 +44,7 @@ def load_settings(given: Sequence[str], procs: int | None) -> RunConfig:
         raise ConfigError(f"no configuration: name a YAML file, or write {DEFAULT_CONFIG} with 'lockstep init'")
     if procs is not None:
         overrides.append(f"launch.procs={procs}")
-    settings = load_config(path, overrides)
-    settings.parallel.degrees(settings.launch.procs)
+    settings = check_config(load_config(path, overrides))
     for part in PARTS:
         for source in getattr(settings.data, part):
             if source.path.startswith("/") and "*" not in source.path and not Path(source.path).exists():

@@ -34,10 +34,7 @@ def train(
         _refuse_with_resume(given, run_dir, dry_run)
         changed = [*given, *([] if procs is None else [f"launch.procs={procs}"])]
         raise typer.Exit(_resume(resume, changed, as_json))
-    from lockstep.train.options import check_algorithm
-
     settings = load_settings(given, procs)
-    check_algorithm(settings)
     if dry_run:
         _describe(settings, as_json)
         return

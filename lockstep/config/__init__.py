@@ -4,6 +4,7 @@ from lockstep.config.algorithm import AlgorithmConfig, DpoConfig, KtoConfig, Sft
 from lockstep.config.cluster import LaunchConfig, PoolConfig, settle_pool
 from lockstep.config.data import DataConfig, SourceConfig
 from lockstep.config.loading import (
+    check_config,
     known_keys,
     load_config,
     parse_config,
@@ -48,6 +49,7 @@ __all__ = [
     "RunConfig",
     "SftConfig",
     "SourceConfig",
+    "check_config",
     "known_keys",
     "load_config",
     "parse_config",

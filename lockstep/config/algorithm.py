@@ -1,12 +1,10 @@
-"""The algorithm section: what is learned from the data. One class for each kind, with the settings that it has.
-
-Must not know how a loss is computed: `lockstep.algorithms` checks what its options mean together.
-"""
+"""The algorithm section: what is learned from the data. One class for each kind, with the settings that it has."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, get_args
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -14,7 +12,7 @@ from lockstep.config.reinforcement import SHORT_GRPO, GrpoConfig, as_rewards
 from lockstep.config.renames import rename_keys
 from lockstep.config.section import PositiveInt, Section
 
-LossPart = Literal[
+PreferenceLoss = Literal[
     "sigmoid",
     "hinge",
     "ipo",
@@ -34,7 +32,76 @@ LossPart = Literal[
     "orpo",
     "cpo",
 ]
-REFERENCE_FREE = frozenset({"sft", "simpo", "orpo", "cpo"})
+
+
+@dataclass(frozen=True)
+class LossTraits:
+    """What is true of one preference loss, whatever the settings.
+
+    `scored`: it depends on the difference of both log-ratios alone, so other divergences than reverse KL fit it.
+    `smoothed`: it uses `label_smoothing`.
+    `paired`: the loss of a pair depends on that pair alone; otherwise on the order statistics of the whole batch.
+    `counted`: it uses the number of supervised tokens, or each of them with weight 1.
+    """
+
+    reference: bool = True
+    scored: bool = False
+    smoothed: bool = False
+    paired: bool = True
+    counted: bool = False
+
+
+PREFERENCE_LOSSES: dict[str, LossTraits] = {
+    "sigmoid": LossTraits(scored=True, smoothed=True),
+    "sigmoid_norm": LossTraits(scored=True, smoothed=True, counted=True),
+    "hinge": LossTraits(scored=True),
+    "ipo": LossTraits(scored=True, counted=True),
+    "robust": LossTraits(scored=True, smoothed=True),
+    "exo_pair": LossTraits(scored=True, smoothed=True),
+    "discopop": LossTraits(scored=True),
+    "nca_pair": LossTraits(),
+    "bco_pair": LossTraits(),
+    "sppo_hard": LossTraits(),
+    "apo_zero": LossTraits(),
+    "apo_down": LossTraits(),
+    "aot": LossTraits(smoothed=True, paired=False),
+    "aot_unpaired": LossTraits(smoothed=True, paired=False),
+    "sft": LossTraits(reference=False, counted=True),
+    "simpo": LossTraits(reference=False, smoothed=True, counted=True),
+    "orpo": LossTraits(reference=False, counted=True),
+    "cpo": LossTraits(reference=False, smoothed=True, counted=True),
+}
+
+
+def check_loss_settings(
+    losses: Collection[str], *, label_smoothing: float, divergence: str, wpo: bool, bco_shift: bool, ld_alpha: float
+) -> None:
+    """Raise ValueError, with the name of the setting, for settings of preference losses that are sound alone and not
+    together, or that would change nothing."""
+    traits = {name: PREFERENCE_LOSSES[name] for name in losses}
+    unpaired = [name for name, loss in traits.items() if not loss.paired]
+    if wpo and unpaired:
+        raise ValueError(f"wpo: {unpaired[0]} sorts the batch, so its losses belong to no pair that could be weighted")
+    if wpo and set(traits) == {"sft"}:
+        raise ValueError("wpo: it weighs pairs, and sft compares none")
+    if "exo_pair" in traits and label_smoothing == 0:
+        raise ValueError("label_smoothing: exo_pair needs more than 0; its paper recommends 0.001")
+    if label_smoothing > 0 and not any(loss.smoothed for loss in traits.values()):
+        raise ValueError(f"label_smoothing: it changes nothing in {', '.join(traits)}")
+    if divergence != "reverse_kl":
+        for name, loss in traits.items():
+            if loss.reference and not loss.scored:
+                raise ValueError(f"divergence: {name} is defined for reverse_kl only, not {divergence}")
+        if not any(loss.scored for loss in traits.values()):
+            raise ValueError(f"divergence: it changes nothing in {', '.join(traits)}, which has no reference")
+    if bco_shift and "bco_pair" not in traits:
+        raise ValueError("bco_shift: it belongs to bco_pair, which is not among the losses")
+    counted = [name for name, loss in traits.items() if loss.counted] + ["wpo"] * wpo
+    if ld_alpha == 0 and counted:
+        # Tokens of weight 0 are never computed, and these losses would have to count them.
+        raise ValueError(f"ld_alpha: 0 leaves tokens out that {counted[0]} counts; take a small number such as 0.001")
+
+
 # Kinds that are short for another with some settings, with the numbers of its paper where they are far from ours.
 SHORT_KINDS: dict[str, dict[str, Any]] = {
     "simpo": {"kind": "dpo", "loss": "simpo", "beta": 2.0, "margin": 1.0},
@@ -113,7 +180,9 @@ class DpoConfig(_ReferencedConfig):
     kind: Literal["dpo"]
     """dpo: learns from pairs which of two answers is better. simpo, orpo and cpo are short for dpo with that loss
     (simpo also with beta 2.0 and margin 1.0)."""
-    loss: Annotated[dict[LossPart, Positive], BeforeValidator(_as_weights)] = Field({"sigmoid": 1.0}, min_length=1)
+    loss: Annotated[dict[PreferenceLoss, Positive], BeforeValidator(_as_weights)] = Field(
+        {"sigmoid": 1.0}, min_length=1
+    )
     """One of sigmoid, hinge, ipo, robust, exo_pair, nca_pair, bco_pair, sppo_hard, aot, aot_unpaired, apo_zero,
     apo_down, discopop, sigmoid_norm; without a reference simpo, orpo, cpo, sft. Several: a list, or a mapping with
     weights like {sigmoid: 1.0, sft: 0.2}."""
@@ -138,7 +207,7 @@ class DpoConfig(_ReferencedConfig):
 
     @property
     def needs_reference(self) -> bool:
-        return not REFERENCE_FREE.issuperset(self.loss)
+        return any(PREFERENCE_LOSSES[name].reference for name in self.loss)
 
     @model_validator(mode="after")
     def _applies(self) -> Self:
@@ -147,6 +216,17 @@ class DpoConfig(_ReferencedConfig):
                 raise ValueError(f"algorithm.{key} is for loss {loss}, and this is {', '.join(self.loss)}: remove it")
         if self.divergence != "alpha" and self.divergence_alpha != type(self).model_fields["divergence_alpha"].default:
             raise ValueError(f"algorithm.divergence_alpha is for divergence alpha, and this is {self.divergence}")
+        try:
+            check_loss_settings(
+                self.loss,
+                label_smoothing=self.label_smoothing,
+                divergence=self.divergence,
+                wpo=self.wpo,
+                bco_shift=self.bco_shift,
+                ld_alpha=self.ld_alpha,
+            )
+        except ValueError as error:
+            raise ValueError(f"algorithm.{error}") from error
         if self.needs_reference:
             if self.reference == "none":
                 raise ValueError(f"algorithm.reference is none, but loss {', '.join(self.loss)} needs one: set auto")
@@ -203,4 +283,3 @@ AlgorithmConfig = Annotated[
     SftConfig | DpoConfig | KtoConfig | GrpoConfig, Field(discriminator="kind"), BeforeValidator(expand_algorithm)
 ]
 KINDS: dict[str, type[Section]] = {"sft": SftConfig, "dpo": DpoConfig, "kto": KtoConfig, "grpo": GrpoConfig}
-LOSS_PARTS: tuple[str, ...] = get_args(LossPart)

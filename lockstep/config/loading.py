@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Mapping, Sequence
+import importlib.util
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -98,6 +99,22 @@ def validate_config(
         return RunConfig.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(_explain(error, source, places)) from error
+
+
+def check_config(config: RunConfig, *, launch_kinds: Collection[str] = ("local", "ray")) -> RunConfig:
+    """The one check before a run is started or planned, for the command, Python, the service and its APIs alike.
+
+    A RunConfig is sound in itself; this adds what depends on where it runs: `launch_kinds` are those that the caller
+    can start. Returns the configuration.
+    """
+    launch = config.launch
+    if launch.kind == "ray" and importlib.util.find_spec("ray") is None:
+        raise ConfigError("launch.kind ray needs Ray: pip install 'lockstep[ray]'")
+    if launch.kind not in launch_kinds:
+        kinds = " or ".join(launch_kinds)
+        raise ConfigError(f"launch.kind is {launch.kind}, and runs are started here with kind {kinds}: set that")
+    config.parallel.degrees(launch.procs)
+    return config
 
 
 def known_keys(section: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
@@ -190,7 +207,7 @@ def _explain(error: ValidationError, source: str, places: Mapping[str, str]) -> 
         given = problem.get("input")
         shown = f" (given: {given!r})" if isinstance(given, (str, int, float, bool)) else ""
         text = f"{dotted or 'configuration'}: {message}{shown}"
-        named = message.split(" ", 1)[0]
+        named = message.split(" ", 1)[0].rstrip(":")
         if named in known:  # the sentence itself says which key it is about
             dotted, text = named, message
         if dotted in seen:

@@ -1,7 +1,4 @@
-"""The algorithm section for kind grpo: what is sampled, how it is scored, and what is learned of it.
-
-Must not know how a loss is computed: `lockstep.algorithms` checks what its options mean together.
-"""
+"""The algorithm section for kind grpo, and the rollouts section: what is sampled, who samples, how it is scored."""
 
 from __future__ import annotations
 
@@ -167,6 +164,8 @@ class GrpoConfig(Section):
                 f"algorithm.group_size 1 leaves nothing to compare with under advantage {self.advantage}: give at "
                 "least 2"
             )
+        if self.dual_clip is not None and self.objective != "clip":
+            raise ValueError(f"algorithm.dual_clip is for objective clip, and this is {self.objective}: remove it")
         self._check_reference()
         return self
 

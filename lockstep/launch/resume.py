@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.config import ConfigError, RunConfig, load_config
+from lockstep.config import ConfigError, RunConfig, check_config, load_config
 from lockstep.launch.local import is_running
 from lockstep.rundir import RunDir
 
@@ -26,7 +26,7 @@ def reopen(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunDir, Run
     run = RunDir(path, owner=True)
     before = run.config()
     if not overrides:
-        return run, before
+        return run, check_config(before)
     after = load_config(run.newest_config_path, overrides)
     changes = _changes(before.model_dump(mode="json"), after.model_dump(mode="json"))
     for key, (old, new) in changes.items():
@@ -36,7 +36,7 @@ def reopen(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunDir, Run
                 "batch.micro_batch_tokens and the engines of rollouts can change within a run, because they do not "
                 "change its numbers"
             )
-    after.parallel.degrees(after.launch.procs)
+    check_config(after)
     if "launch.device" in changes:
         after = _keep_precision(run, after)
     if changes:

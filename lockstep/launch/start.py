@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.config import RunConfig, load_config, resolve_config
+from lockstep.config import RunConfig, check_config, load_config, resolve_config
 from lockstep.launch.launcher import Resources
 from lockstep.launch.local import LocalLauncher
 from lockstep.launch.ray_driver import RayLauncher
@@ -83,5 +83,4 @@ def _settle(config: RunConfig | Mapping[str, Any] | str | Path, overrides: Seque
     else:
         tree = config.model_dump(mode="json") if isinstance(config, RunConfig) else dict(config)
         settings = resolve_config(tree, overrides=overrides)
-    settings.parallel.degrees(settings.launch.procs)
-    return settings
+    return check_config(settings)

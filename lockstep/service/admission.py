@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from lockstep.config import ConfigError, RunConfig, parse_config, resolve_config
+from lockstep.config import ConfigError, RunConfig, check_config, parse_config, resolve_config
 from lockstep.config.data import PARTS
 from lockstep.service.errors import Forbidden, ServiceError, TooLarge
 from lockstep.service.layout import DataDir
@@ -68,7 +68,7 @@ class Admission:
             raise
         except (OSError, ValueError, RecursionError) as error:  # from paths and texts that no file and no encoding has
             raise ServiceError(f"{_SOURCE} holds a name, a text or a nesting that cannot be: {error}") from None
-        config.parallel.degrees(config.launch.procs)
+        check_config(config, launch_kinds=("local",))  # jobs run on this machine, beside the service
         if config.model.trust_remote_code and not self._allow_code:
             raise _code_refused("model.trust_remote_code")
         return Admitted(config, sorted(set(datasets)))

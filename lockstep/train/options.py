@@ -1,14 +1,10 @@
-"""From the algorithm section to what its loss is told. Checked before anything is loaded.
-
-Must not know torch: the command line checks a configuration with this.
-"""
+"""From the algorithm section to the options of its loss."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from lockstep.algorithms.options import check_options
-from lockstep.config import ConfigError, DpoConfig, GrpoConfig, KtoConfig, RunConfig
+from lockstep.config import DpoConfig, GrpoConfig, KtoConfig
 
 _SHARED = (
     "beta",
@@ -22,20 +18,6 @@ _SHARED = (
     "bco_shift",
     "ld_alpha",
 )
-
-
-def check_algorithm(config: RunConfig) -> None:
-    """What the losses themselves find wrong with their settings."""
-    algorithm = config.algorithm
-    try:
-        if isinstance(algorithm, DpoConfig):
-            check_options("preference", pair_options(algorithm))
-        elif isinstance(algorithm, KtoConfig):
-            check_options("kto", label_options(algorithm))
-        elif isinstance(algorithm, GrpoConfig):
-            check_options("policy_gradient", policy_options(algorithm))
-    except ValueError as error:
-        raise ConfigError(f"algorithm.{str(error).replace('losses', 'loss', 1)}") from error
 
 
 def pair_options(algorithm: DpoConfig, num_chosen_tokens: float | None = None) -> dict[str, Any]:

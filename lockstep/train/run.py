@@ -40,7 +40,6 @@ from lockstep.rollouts.parts import PromptData, describe_prompts, read_prompt_da
 from lockstep.rundir import RunDir
 from lockstep.train import dpo, grpo, sft
 from lockstep.train.checkpoints import Checkpoints, Progress
-from lockstep.train.options import check_algorithm
 from lockstep.train.preference_data import (
     RowsToLearn,
     computed_lengths,
@@ -75,7 +74,6 @@ def run(run_dir: Path) -> None:
     config.parallel.degrees(num_ranks)
     run.write_status(state="preparing", phase="reading data", error=None, started_at=time.time(), ranks=num_ranks)
     run.sweep()
-    check_algorithm(config)
     tokenizer = load_run_tokenizer(config)
     check_reference_model(config, tokenizer)
     data, rows = prepare_rows(config, tokenizer, run, num_ranks)
@@ -362,7 +360,6 @@ def describe(config: RunConfig, on_progress: Callable[[Any], None] | None = None
     choose_device(config.launch.device)
     num_ranks = config.launch.procs
     degrees = config.parallel.degrees(num_ranks)
-    check_algorithm(config)
     architecture = load_hf_config(config.model)
     tokenizer = load_run_tokenizer(config)
     check_reference_model(config, tokenizer)

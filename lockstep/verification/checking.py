@@ -14,7 +14,6 @@ from typing import Any
 
 from lockstep.config import ConfigError, GrpoConfig, RunConfig, SftConfig
 from lockstep.model.load import load_hf_config
-from lockstep.train.options import check_algorithm
 from lockstep.train.reference import ReferenceChoice, plan_reference
 from lockstep.types import OptimStep
 from lockstep.verification.compare import LOOSE_TOLERANCE, TOLERANCE, Errors, compare
@@ -159,7 +158,6 @@ def verify(
 
 def _prepare(config: RunConfig, asked: Sequence[Layout] | None) -> _Prepared:
     """The sample, the reduced model and the plain steps on it."""
-    check_algorithm(config)
     rows = compile_rows(config)
     choice = plan_reference(config, rows)
     taken = plain_batches(rows, config)

@@ -22,8 +22,8 @@ from equivalence.preference_plain import (
 )
 from torch import Tensor, nn
 
-from lockstep.algorithms.options import PARTS
 from lockstep.backend.torch_backend import TorchBackend
+from lockstep.config.algorithm import PREFERENCE_LOSSES
 from lockstep.parallel.group import ProcessGroup
 from lockstep.types import Completion, Datum, LossSpec
 
@@ -32,7 +32,7 @@ SEVERAL: dict[str, Any] = {
     "label_smoothing": 0.1,
 }
 VARIANTS: dict[str, dict[str, Any]] = {
-    **{name: {"losses": {name: 1.0}} for name in PARTS if name != "exo_pair"},
+    **{name: {"losses": {name: 1.0}} for name in PREFERENCE_LOSSES if name != "exo_pair"},
     "exo_pair": {"losses": {"exo_pair": 1.0}, "label_smoothing": 0.01},
     "smoothed": {"losses": {"sigmoid": 1.0}, "label_smoothing": 0.2, "beta": 0.5},
     "forward_kl": {"losses": {"sigmoid": 1.0}, "divergence": "forward_kl"},

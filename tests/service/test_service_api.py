@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +15,8 @@ from fastapi.testclient import TestClient
 from served import job, tree, wait_for
 from tiny import write_rows
 
+from lockstep.cli.options import load_settings
+from lockstep.config import ConfigError
 from lockstep.rundir import RunDir
 from lockstep.service.app import create_app
 from lockstep.service.jobs import JobManager
@@ -73,6 +76,56 @@ def test_a_job_over_http(http: TestClient) -> None:
     assert config["config"]["optim"]["learning_rate"] == "auto", "every default is written out"
     assert http.delete("/api/jobs/mine").status_code == 204
     assert http.get("/api/jobs/mine").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("sections", "sentence"),
+    [
+        ({"algorithm": {"kind": "dpo", "loss": "exo_pair"}}, "algorithm.label_smoothing: exo_pair needs more than 0"),
+        ({"launch": {"kind": "ray"}}, "launch.kind"),
+        ({"parallel": {"tensor": 3}}, "parallel: replicate 1 x shard 1 x tensor 3 = 3 ranks, but the run has 1"),
+    ],
+)
+def test_what_the_command_refuses_is_refused_with_its_sentence(
+    http: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], sentence: str
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "ray" else find_spec(name, *rest)
+    )
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({**tree(), **sections}))
+    with pytest.raises(ConfigError) as refused:
+        load_settings([str(path)], None)
+    said = str(refused.value)[str(refused.value).index(sentence) :]
+    for route in ("/api/jobs", "/api/plan"):
+        answer = http.post(route, json={"config": {**tree(), **sections}})
+        assert answer.status_code == 422
+        assert answer.json()["error"]["code"] == "invalid_config"
+        assert answer.json()["error"]["message"].endswith(said)
+    assert http.get("/api/jobs").json()["total"] == 0
+
+
+def test_ray_is_refused_where_it_is_installed_too_because_jobs_run_beside_the_service(http: TestClient) -> None:
+    answer = http.post("/api/jobs", json={"config": {**tree(), "launch": {"kind": "ray"}}})
+    assert answer.status_code == 422
+    assert "launch.kind" in answer.json()["error"]["message"]
+
+
+def test_former_names_of_keys_are_taken_over_http(http: TestClient) -> None:
+    algorithm = {"kind": "grpo", "reward": "exact", "num_samples": 3}
+    submit(http, id="old", config={**tree(), "algorithm": algorithm})
+    assert http.get("/api/jobs/old/config").json()["config"]["algorithm"]["group_size"] == 3
+
+
+def test_metrics_of_old_runs_come_under_current_names(http: TestClient, manager: JobManager) -> None:
+    submit(http, id="mine")
+    wait(http, "mine")
+    path = manager.run_dir("mine").path / "metrics.jsonl"
+    path.write_text('{"step": 1, "split": "train", "length": 7.0}\n')
+    assert http.get("/api/jobs/mine/metrics").json()["records"][0]["completion_length"] == 7.0
+    assert messages(http.get("/api/jobs/mine/metrics/stream").text)[0][2]["completion_length"] == 7.0
+    assert http.get("/api/jobs/mine").json()["metrics"]["train"]["completion_length"] == 7.0
 
 
 def test_what_a_run_wrote(http: TestClient) -> None:

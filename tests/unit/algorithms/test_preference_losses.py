@@ -12,12 +12,12 @@ from equivalence.preference_plain import Answer, plain_kto, plain_loss_of_pairs
 from torch import Tensor
 
 from lockstep.algorithms.losses import LOSSES, LossInputs, check_options
-from lockstep.algorithms.options import PARTS
 from lockstep.algorithms.preference import FORMULAS
+from lockstep.config.algorithm import PREFERENCE_LOSSES
 
-SCORED = [name for name, part in PARTS.items() if part.scored]
-SMOOTHED = [name for name, part in PARTS.items() if part.smoothed]
-PAIRED = [name for name, part in PARTS.items() if part.paired]
+SCORED = [name for name, part in PREFERENCE_LOSSES.items() if part.scored]
+SMOOTHED = [name for name, part in PREFERENCE_LOSSES.items() if part.smoothed]
+PAIRED = [name for name, part in PREFERENCE_LOSSES.items() if part.paired]
 NEEDS_SMOOTHING = {"exo_pair": 0.001}
 
 
@@ -107,16 +107,16 @@ def alone(name: str, **options: Any) -> dict[str, Any]:
 
 
 def test_every_loss_has_a_formula_or_is_cross_entropy_alone():
-    assert set(PARTS) == {*FORMULAS, "sft"}
+    assert set(PREFERENCE_LOSSES) == {*FORMULAS, "sft"}
 
 
 @pytest.mark.parametrize("beta", [0.1, 1.7])
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
 def test_each_loss_is_its_formula(name, beta):
     check_against_formulas(alone(name, beta=beta))
 
 
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
 def test_each_loss_is_its_formula_for_a_single_pair(name):
     check_against_formulas(alone(name), lengths=(4, 6))
 
@@ -166,7 +166,9 @@ def test_several_losses_at_once_with_weights(extra):
 
 
 def test_every_loss_at_once():
-    check_against_formulas({"losses": {name: 1 + 0.1 * n for n, name in enumerate(PARTS)}, "label_smoothing": 0.1})
+    check_against_formulas(
+        {"losses": {name: 1 + 0.1 * n for n, name in enumerate(PREFERENCE_LOSSES)}, "label_smoothing": 0.1}
+    )
 
 
 def cut(answers: Sequence[Answer], options: Mapping[str, Any]) -> Tensor:
@@ -176,7 +178,7 @@ def cut(answers: Sequence[Answer], options: Mapping[str, Any]) -> Tensor:
 
 
 @pytest.mark.parametrize("shift", [False, True])
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
 def test_micro_batches_change_only_what_is_not_separable(name, shift):
     answers = draw_answers(LENGTHS)
     options = with_tokens(alone(name, bco_shift=shift), answers)
@@ -188,7 +190,7 @@ def test_micro_batches_change_only_what_is_not_separable(name, shift):
         assert abs(parts.item() - whole.item()) > 1e-6
 
 
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
 def test_slopes_of_the_whole_batch_make_a_linear_loss_with_the_same_gradient(name):
     answers = draw_answers(LENGTHS)
     options = with_tokens(alone(name, bco_shift=True), answers)
@@ -200,7 +202,7 @@ def test_slopes_of_the_whole_batch_make_a_linear_loss_with_the_same_gradient(nam
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
 def test_the_order_of_pairs_does_not_matter(name):
     answers = draw_answers(LENGTHS)
     options = with_tokens(alone(name, bco_shift=True), answers)
@@ -208,7 +210,7 @@ def test_the_order_of_pairs_does_not_matter(name):
     assert_same(lockstep_loss(shuffled, options), lockstep_loss(answers, options), answers)
 
 
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
 def test_the_scale_multiplies_the_loss_and_not_the_metrics(name):
     """But the mean over chosen tokens stays what it is: the scale only says how many pairs there are."""
     answers = draw_answers(LENGTHS)
@@ -222,7 +224,7 @@ def test_the_scale_multiplies_the_loss_and_not_the_metrics(name):
     assert metrics == others
 
 
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
 def test_float32_is_as_good_as_float32_can_be(name):
     """Sums of thousands of tokens must not lose what two of them differ by."""
     answers = draw_answers((4000, 3000, 1, 2), spread=0.2)
@@ -243,7 +245,7 @@ def extreme(chosen: float, rejected: float) -> list[Answer]:
     return [Answer(v.requires_grad_(), -500 - v.detach(), ones, -ones) for v in values]
 
 
-KINDS_AND_DIVERGENCES = [(name, "reverse_kl") for name in PARTS] + [
+KINDS_AND_DIVERGENCES = [(name, "reverse_kl") for name in PREFERENCE_LOSSES] + [
     (name, divergence) for name in SCORED for divergence in ("forward_kl", "js", "alpha")
 ]
 
@@ -258,7 +260,7 @@ def test_extreme_log_probs_give_finite_losses_and_gradients(name, divergence, lo
         assert torch.isfinite(gradient.float()).all()
 
 
-@pytest.mark.parametrize("name", [*PARTS, "kto"])
+@pytest.mark.parametrize("name", [*PREFERENCE_LOSSES, "kto"])
 def test_a_micro_batch_that_runs_along_gives_zero_with_a_graph(name):
     kind, options = ("kto", {}) if name == "kto" else ("preference", alone(name) | {"num_chosen_tokens": 7})
     logprobs = torch.tensor([-3.0], requires_grad=True)
@@ -320,7 +322,7 @@ def test_parts_are_measured_when_there_are_several():
     assert both["loss_sft"] == pytest.approx(2 * (4.5 + 6.0) / 5)
 
 
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
 def test_only_losses_with_a_reference_read_one(name):
     answers = draw_answers(LENGTHS)
     options = with_tokens(alone(name), answers)
@@ -397,7 +399,7 @@ def test_metrics_of_kto():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [*PARTS, "kto"])
+@pytest.mark.parametrize("name", [*PREFERENCE_LOSSES, "kto"])
 def test_on_a_gpu_nothing_waits_and_everything_repeats(name):
     answers = draw_answers([500, 300, 1, 4] * 40)
     kind, options = ("kto", {}) if name == "kto" else ("preference", with_tokens(alone(name), answers))

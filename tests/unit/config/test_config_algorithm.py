@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from lockstep.algorithms.losses import LOSSES
-from lockstep.algorithms.options import PARTS
+from lockstep.algorithms.options import check_options
 from lockstep.config import ConfigError, DpoConfig, KtoConfig, RunConfig, SftConfig, parse_config
-from lockstep.config.algorithm import KINDS, LOSS_PARTS, REFERENCE_FREE, SHORT_KINDS
+from lockstep.config.algorithm import KINDS, PREFERENCE_LOSSES, SHORT_KINDS, PreferenceLoss
+from lockstep.config.reinforcement import SHORT_GRPO
 from lockstep.config.template import ALGORITHMS, starter_yaml
-from lockstep.train.options import check_algorithm, label_options, pair_options
+from lockstep.train.options import label_options, pair_options, policy_options
 
 MINIMAL = "model: org/model\ndata: {train: train.jsonl}\n"
 
@@ -183,27 +184,29 @@ def test_labels_without_a_distance_may_have_any_reference():
     ],
 )
 def test_what_a_loss_finds_wrong_is_said_by_its_key(given, message):
-    with pytest.raises(ConfigError) as caught:
-        check_algorithm(parse(given))
-    assert str(caught.value).startswith(message)
+    assert re.match(rf"run.yaml:\d+: {re.escape(message)}", explain(given))
+
+
+def dpo_with(loss: str) -> str:
+    return f"kind: dpo; loss: {loss}" + ("; label_smoothing: 0.1" if loss == "exo_pair" else "")
 
 
 # --- agreement with the losses --------------------------------------------------------------------------------------
 
 
 def test_the_names_of_losses_are_those_that_there_are():
-    assert set(LOSS_PARTS) == set(PARTS)
-    assert {name for name, part in PARTS.items() if not part.reference} == REFERENCE_FREE
-    for name in LOSS_PARTS:
-        options = pair_options(algorithm_of(f"kind: dpo; loss: {name}"))
-        assert LOSSES["preference"].needs_reference(options) == algorithm_of(f"kind: dpo; loss: {name}").needs_reference
+    assert set(get_args(PreferenceLoss)) == set(PREFERENCE_LOSSES)
+    for name in PREFERENCE_LOSSES:
+        algorithm = algorithm_of(dpo_with(name))
+        assert LOSSES["preference"].needs_reference(pair_options(algorithm)) == algorithm.needs_reference
 
 
 def test_every_default_passes_the_checks_of_the_losses():
-    for name in LOSS_PARTS:
-        check_algorithm(parse(f"kind: dpo; loss: {name}; label_smoothing: {0.1 if name == 'exo_pair' else 0}"))
-    for kind in [*KINDS, *SHORT_KINDS]:
-        check_algorithm(parse(whole(kind)))
+    for name in PREFERENCE_LOSSES:
+        check_options("preference", pair_options(algorithm_of(dpo_with(name))))
+    check_options("kto", label_options(algorithm_of("kind: kto")))
+    for kind in ("grpo", *SHORT_GRPO):
+        check_options("policy_gradient", policy_options(algorithm_of(whole(kind))))
 
 
 def test_settings_reach_the_loss():

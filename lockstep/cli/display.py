@@ -70,7 +70,7 @@ def data_progress() -> Iterator[Callable[[Any], None]]:
         task = bar.add_task("reading data", total=None, rows=0)
 
         def show(progress: Any) -> None:
-            label = f"{progress.phase} {progress.part}"
+            label = f"{progress.phase} {progress.split}"
             bar.update(task, completed=progress.done_bytes, total=progress.total_bytes, rows=progress.rows)
             bar.update(task, description=label)
 

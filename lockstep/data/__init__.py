@@ -3,12 +3,12 @@
 Must not know torch, transformers or ranks; the tokenizer is passed in.
 """
 
+from lockstep.data.chat_template import Tokenizer
 from lockstep.data.columns import Rows
 from lockstep.data.dataset import CompiledData, CompileProgress, compile_data, mix_rows, split_rows
 from lockstep.data.order import Batches, epoch_order, fill_batches
 from lockstep.data.report import DataReport, FileReport
-from lockstep.data.sources.files import DataError
-from lockstep.data.turns import Tokenizer
+from lockstep.data.sources.rows import DataError
 
 __all__ = [
     "Batches",

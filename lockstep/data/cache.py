@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.data import DataConfig, SourceConfig
+from lockstep.data.chat_template import Template, Tokenizer
 from lockstep.data.lock import Holder, Lock, Watch, break_lock, read_holder, try_lock
-from lockstep.data.sources.files import DataError, SourceFile, digest_file
-from lockstep.data.turns import Template, Tokenizer
+from lockstep.data.sources.files import digest_file
+from lockstep.data.sources.rows import DataError, SourceFile
 
 _READING = ("format", "columns", "roles", "input_template", "output_template", "converter")
 _COMPILING = ("train_on", "max_length", "truncate", "on_bad_row", "template_options")

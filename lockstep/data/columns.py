@@ -17,7 +17,7 @@ from typing import IO, Any, cast, overload
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.data.sources.files import SourceFile
+from lockstep.data.sources.rows import SourceFile
 from lockstep.types import Completion, Datum
 
 Indices = npt.NDArray[np.int64]

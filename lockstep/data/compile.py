@@ -18,13 +18,15 @@ from typing import IO, Any, Literal
 import numpy as np
 
 from lockstep.config.data import DataConfig, SourceConfig
+from lockstep.data.chat_template import Template, Tokenizer, load_template
 from lockstep.data.columns import Column, Writer, pack_block
 from lockstep.data.encoder import Encoded, Encoder
 from lockstep.data.formats.reader import KINDS, RowReader, recognise_format
 from lockstep.data.pool import Pool
+from lockstep.data.rendering import Rendered, render
 from lockstep.data.report import FileReport
-from lockstep.data.sources.files import DataError, RawRow, SourceFile, find_files, parse_raw, read_raw
-from lockstep.data.turns import Rendered, Template, Tokenizer, load_template, render
+from lockstep.data.sources.files import find_files, parse_raw, read_raw
+from lockstep.data.sources.rows import DataError, RawRow, SourceFile
 
 _SHOWN_CHARACTERS = 1000
 _MOST_ROWS = 512

@@ -15,13 +15,13 @@ import numpy as np
 
 from lockstep.config.data import PARTS, DataConfig
 from lockstep.data.cache import Entry, Patience, cache_folder, digest_tokenizer, fingerprint, obtain
+from lockstep.data.chat_template import Template, Tokenizer, load_template
 from lockstep.data.columns import Columns, Rows
 from lockstep.data.compile import SKIPPED_FILE, Compiling, Done, Kind, PartFile, compile_part, list_files, mixed_kinds
 from lockstep.data.lock import Holder
 from lockstep.data.order import Indices, hashed_order
 from lockstep.data.report import DataReport, FileReport, count_duplicates, find_leaks, from_manifest
-from lockstep.data.sources.files import DataError
-from lockstep.data.turns import Template, Tokenizer, load_template
+from lockstep.data.sources.rows import DataError
 
 # They keep what is held out, and what a weight chooses, independent of every epoch's order.
 _SPLIT_STREAM = 0x53504C4954  # "SPLIT"
@@ -32,7 +32,7 @@ _MIX_STREAM = 0x4D4958  # "MIX"
 class CompileProgress:
     """How far a part is. `done_bytes` is an estimate; `phase` says what happens, also whom it waits for."""
 
-    part: str
+    split: str
     rows: int
     done_bytes: int
     total_bytes: int
@@ -154,7 +154,7 @@ def _open_part(name: str, files: Sequence[PartFile], entry: Entry) -> _Part:
     named = [file.file for file in files]
     columns = Columns(entry.path, manifest["num_rows"], manifest["width"], manifest["digest"], named)
     reports = tuple(
-        from_manifest(values, part=name, weight=file.source.weight)
+        from_manifest(values, split=name, weight=file.source.weight)
         for values, file in zip(manifest["reports"], files, strict=True)
     )
     return _Part(

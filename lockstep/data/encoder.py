@@ -15,9 +15,9 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.data.chat_template import special_texts
-from lockstep.data.sources.files import DataError
-from lockstep.data.turns import Rendered, Span, Tokenizer, Variant
+from lockstep.data.chat_template import Tokenizer, special_texts
+from lockstep.data.rendering import Rendered, Span, Variant
+from lockstep.data.sources.rows import DataError
 from lockstep.types import Completion, Datum
 
 Ints = npt.NDArray[Any]

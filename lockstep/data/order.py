@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.config import BatchConfig
-from lockstep.data.sources.files import DataError
+from lockstep.data.sources.rows import DataError
 from lockstep.types import Datum
 
 Indices = npt.NDArray[np.int64]

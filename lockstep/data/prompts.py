@@ -17,10 +17,17 @@ import numpy.typing as npt
 
 from lockstep.config.data import DataConfig, SourceConfig
 from lockstep.data.chat_template import Template, Tokenizer, load_template
-from lockstep.data.formats.conversation import Conversation
-from lockstep.data.formats.messages import TurnNames, describe_keys, read_tools, read_turns, rename_keys
+from lockstep.data.formats.conversation import (
+    Conversation,
+    TurnNames,
+    describe_keys,
+    read_tools,
+    read_turns,
+    rename_keys,
+)
 from lockstep.data.formats.reader import convert
-from lockstep.data.sources.files import DataError, Row, find_files, parse_raw, read_raw
+from lockstep.data.sources.files import find_files, parse_raw, read_raw
+from lockstep.data.sources.rows import DataError, Row
 
 _TURNS = ("messages", "conversations")
 _PROMPTS = ("prompt", "question", "instruction", "input")

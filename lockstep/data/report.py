@@ -42,7 +42,7 @@ class FileReport:
     """
 
     path: str
-    part: str
+    split: str
     format: str
     weight: float = 1.0
     num_rows: int = 0
@@ -92,7 +92,7 @@ class FileReport:
 
 
 def from_manifest(values: dict[str, Any], **now: Any) -> FileReport:
-    """A report as an entry keeps it, with what only this configuration knows (part, weight)."""
+    """A report as an entry keeps it, with what only this configuration knows (split, weight)."""
     known = {item.name for item in fields(FileReport)}
     return FileReport(**{name: value for name, value in {**values, **now}.items() if name in known})
 
@@ -101,7 +101,7 @@ def from_manifest(values: dict[str, Any], **now: Any) -> FileReport:
 class Leak:
     """Held-out rows whose prompt is also trained on: how many, and the first of them."""
 
-    part: str
+    split: str
     num_rows: int
     origins: list[str]
 
@@ -166,7 +166,7 @@ class DataReport:
         for leak in self.leaked:
             shown = ", ".join(leak.origins) + (", ..." if leak.num_rows > len(leak.origins) else "")
             found.append(
-                f"{leak.num_rows:,} {leak.part} rows have a prompt that is also trained on ({shown}), so their loss "
+                f"{leak.num_rows:,} {leak.split} rows have a prompt that is also trained on ({shown}), so their loss "
                 "says little about new prompts: remove them from one side"
             )
         return [*found, *self.notes]
@@ -177,12 +177,12 @@ def count_duplicates(train: Rows) -> int:
     return len(keys) - len(np.unique(keys))
 
 
-def find_leak(part: str, held_out: Rows, train: Rows) -> Leak | None:
+def find_leak(split: str, held_out: Rows, train: Rows) -> Leak | None:
     places = np.flatnonzero(np.isin(held_out.column("prompt_keys"), train.column("prompt_keys")))
     if len(places) == 0:
         return None
-    return Leak(part, len(places), [held_out.origin(int(place)) for place in places[:_NUM_SHOWN]])
+    return Leak(split, len(places), [held_out.origin(int(place)) for place in places[:_NUM_SHOWN]])
 
 
 def find_leaks(train: Rows, held_out: Sequence[tuple[str, Rows]]) -> tuple[Leak, ...]:
-    return tuple(leak for part, rows in held_out if (leak := find_leak(part, rows, train)) is not None)
+    return tuple(leak for split, rows in held_out if (leak := find_leak(split, rows, train)) is not None)

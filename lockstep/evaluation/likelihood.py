@@ -19,8 +19,8 @@ from lockstep.config import DataConfig
 from lockstep.data.chat_template import Template
 from lockstep.data.encoder import Encoder
 from lockstep.data.formats.conversation import Content
-from lockstep.data.sources.files import DataError
-from lockstep.data.turns import render
+from lockstep.data.rendering import render
+from lockstep.data.sources.rows import DataError
 from lockstep.model.load import DTYPES
 from lockstep.model.policy import Policy
 from lockstep.types import Completion, Datum, LossSpec

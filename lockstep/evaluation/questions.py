@@ -13,7 +13,8 @@ from typing import Any
 from lockstep.config.data import SourceConfig
 from lockstep.data.formats.conversation import SYSTEM_ROLES, Content, Conversation, Pair, Passage
 from lockstep.data.formats.reader import RowReader, recognise_format
-from lockstep.data.sources.files import DataError, RawRow, Row, SourceFile, find_files, parse_raw, read_raw
+from lockstep.data.sources.files import find_files, parse_raw, read_raw
+from lockstep.data.sources.rows import DataError, RawRow, Row, SourceFile
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,17 @@
-"""The page of `lockstep data`: the datasheet as one HTML file that needs nothing else."""
+"""The page of `lockstep data`: one HTML file that needs nothing else."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING
 
-from lockstep.datasheet import Bar, Example, Sheet, Token, describe
 from lockstep.reports.page import page
+
+if TYPE_CHECKING:
+    from lockstep.data.inspect import DataSheet, HistogramBar, ShownRow, ShownToken
+    from lockstep.data.report import FileReport
 
 _STYLE = """
 .bars { display: grid; grid-template-columns: max-content 1fr max-content; gap: 3px 12px; align-items: center }
@@ -30,16 +33,16 @@ _STYLE = """
 """
 
 
-def sheet_page(sheet: Sheet) -> str:
+def data_page(sheet: DataSheet) -> str:
     parts = [
         _warnings(sheet.warnings),
-        _facts(describe(sheet)),
+        _facts(sheet.facts()),
         "<h2>Files</h2>" + _files(sheet.files),
         "<h2>Length of training rows, in tokens</h2>" + _bars(sheet.histogram),
         "<h2>Rows as they are learned</h2>",
         '<p class="key text"><span class="l">learned</span><span>context</span><span><b>special token</b></span> '
         "Hover over a token to see its number.</p>",
-        *map(_example, sheet.examples),
+        *map(_row, sheet.examples),
     ]
     return page(f"{sheet.name}: data", "\n".join(parts), style=_STYLE)
 
@@ -49,28 +52,28 @@ def _warnings(warnings: Sequence[str]) -> str:
     return f'<ul class="warnings">{items}</ul>' if warnings else ""
 
 
-def _facts(facts: dict[str, Any]) -> str:
-    rows = "".join(f"<tr><th>{escape(key)}</th><td>{escape(str(value))}</td></tr>" for key, value in facts.items())
+def _facts(facts: dict[str, str]) -> str:
+    rows = "".join(f"<tr><th>{escape(key)}</th><td>{escape(value)}</td></tr>" for key, value in facts.items())
     return f'<table class="facts">{rows}</table>'
 
 
-def _files(files: Sequence[dict[str, Any]]) -> str:
-    names = ("file", "part", "format", "rows", "tokens", "learned", "prompts cut", "answers cut", "dropped", "skipped")
+def _files(files: Sequence[FileReport]) -> str:
+    names = ("file", "split", "format", "rows", "tokens", "learned", "prompts cut", "answers cut", "dropped", "skipped")
     head = "".join(f"<th>{name}</th>" for name in names)
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(map(_file, files))}</tbody></table>"
     return f'<div class="scroll">{table}</div>'
 
 
-def _file(file: dict[str, Any]) -> str:
-    texts = [file["path"], file["part"], file["format"]]
-    share = file["num_supervised"] / max(file["num_tokens"], 1)
-    numbers = [f"{file['num_rows']:,}", f"{file['num_tokens']:,}", f"{share:.0%}"]
-    numbers += [f"{file[key]:,}" for key in ("prompts_cut", "answers_cut", "dropped", "skipped")]
-    cells = [f"<td>{escape(str(text))}</td>" for text in texts] + [f'<td class="number">{n}</td>' for n in numbers]
+def _file(file: FileReport) -> str:
+    texts = [file.path, file.split, file.format]
+    share = file.num_supervised / max(file.num_tokens, 1)
+    numbers = [f"{file.num_rows:,}", f"{file.num_tokens:,}", f"{share:.0%}"]
+    numbers += [f"{n:,}" for n in (file.prompts_cut, file.answers_cut, file.dropped, file.skipped)]
+    cells = [f"<td>{escape(text)}</td>" for text in texts] + [f'<td class="number">{n}</td>' for n in numbers]
     return f"<tr>{''.join(cells)}</tr>"
 
 
-def _bars(bars: Sequence[Bar]) -> str:
+def _bars(bars: Sequence[HistogramBar]) -> str:
     most = max(bar.rows for bar in bars)
     cells = []
     for bar in bars:
@@ -81,19 +84,19 @@ def _bars(bars: Sequence[Bar]) -> str:
     return f'<div class="bars">{"".join(cells)}</div>'
 
 
-def _example(example: Example) -> str:
-    facts = f"{example.num_tokens:,} tokens, {example.num_learned:,} learned"
+def _row(row: ShownRow) -> str:
+    counts = f"{row.num_tokens:,} tokens, {row.num_learned:,} learned"
     versions = "".join(
         f"<div>{f'<h4>{escape(name)}</h4>' if name else ''}{_text(tokens)}</div>"
-        for name, tokens in zip(example.names, example.versions)
+        for name, tokens in zip(row.names, row.versions)
     )
     return (
-        f'<article class="row"><header><strong>{escape(example.why)}</strong> <small>{escape(example.origin)} · {facts}'
+        f'<article class="row"><header><strong>{escape(row.why)}</strong> <small>{escape(row.origin)} · {counts}'
         f'</small></header><div class="versions">{versions}</div></article>'
     )
 
 
-def _text(tokens: Sequence[Token]) -> str:
+def _text(tokens: Sequence[ShownToken]) -> str:
     parts = []
     for learned, group in groupby(tokens, key=lambda token: token.learned):
         inside = "".join(_token(token) for token in group)
@@ -101,6 +104,6 @@ def _text(tokens: Sequence[Token]) -> str:
     return f'<p class="text">{"".join(parts)}</p>'
 
 
-def _token(token: Token) -> str:
+def _token(token: ShownToken) -> str:
     tag = "b" if token.special else "s"
     return f'<{tag} title="{" ".join(map(str, token.ids))}">{escape(token.text)}</{tag}>'

@@ -14,7 +14,7 @@ from lockstep.config import ConfigError, GrpoConfig, RunConfig
 from lockstep.config.data import SourceConfig
 from lockstep.data.order import Batches
 from lockstep.data.prompts import PromptReader, Prompts
-from lockstep.data.sources.files import Row
+from lockstep.data.sources.rows import Row
 from lockstep.rollouts.environments.reasoning import is_task, make_rows
 from lockstep.rollouts.rewards.loading import ENVIRONMENT, load_environment, load_reward
 from lockstep.rollouts.rewards.pool import RewardPool

@@ -127,7 +127,7 @@ def prepare_rows(
 
 def prepare_data(config: RunConfig, tokenizer: Any, run: RunDir, num_ranks: int) -> CompiledData:
     def show(progress: Any) -> None:
-        run.write_status(phase=f"{progress.phase} {progress.part}: {progress.rows:,} rows")
+        run.write_status(phase=f"{progress.phase} {progress.split}: {progress.rows:,} rows")
 
     data = compile_data(config.data, tokenizer, seed=config.seed, timeout_s=config.launch.timeout_s, on_progress=show)
     for message in [*data.report.warnings(), *row_warnings(config, data)]:

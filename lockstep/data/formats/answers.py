@@ -15,11 +15,9 @@ from lockstep.data.formats.conversation import (
     Conversation,
     Message,
     Passage,
+    TurnNames,
     check_messages,
     find_answers,
-)
-from lockstep.data.formats.messages import (
-    TurnNames,
     read_answer,
     read_optional,
     read_prompt,
@@ -27,7 +25,7 @@ from lockstep.data.formats.messages import (
     read_tools,
     read_turns,
 )
-from lockstep.data.sources.files import DataError, Row, json_type
+from lockstep.data.sources.rows import DataError, Row, json_type
 
 TURNS_KEYS = ("messages", "conversations", "conversation")
 # Names that are clear enough where a row has no other words for a question or an answer.

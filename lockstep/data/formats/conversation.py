@@ -1,16 +1,13 @@
-"""What a row says: a conversation for a chat template, plain text, or two answers to one prompt.
-
-The types that readers make and renderers take, and the rules that every conversation keeps.
-Must not know row formats, tokenizers, templates or where the rows are stored.
-"""
+"""What a row says: conversations, passages and pairs; and its fields and messages, read and checked one at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.data.sources.files import DataError
+from lockstep.data.sources.rows import DataError, Row, json_type
 
 Message = Mapping[str, Any]
 
@@ -84,3 +81,263 @@ def check_answer(origin: str, message: Message, name: str) -> None:
     texts = (message.get(key) for key in ("content", "reasoning_content", "thinking"))
     if not message.get("tool_calls") and not any(isinstance(text, str) and text.strip() for text in texts):
         raise DataError(f"{origin}: nothing to learn in {name}: the answer is empty: write it or remove the row")
+
+
+_LABELS = {"true": True, "false": False, "1": True, "0": False}
+
+
+def read_string(row: Row, key: str) -> str:
+    value = row.fields[key]
+    if not isinstance(value, str):
+        raise DataError(f"{row.origin}: {key!r} is {json_type(value)}: it must be a string")
+    return value
+
+
+def read_optional(row: Row, key: str) -> str:
+    """Empty where the field is absent, null or blank."""
+    if row.fields.get(key) is None:
+        return ""
+    value = read_string(row, key)
+    return value if value.strip() else ""
+
+
+def read_prompt(row: Row, key: str) -> str:
+    value = read_string(row, key)
+    if not value.strip():
+        raise DataError(f'{row.origin}: {key!r} is empty: write a prompt, or use rows with only "text"')
+    return value
+
+
+def read_answer(row: Row, key: str) -> str:
+    value = read_string(row, key)
+    if not value.strip():
+        raise DataError(f"{row.origin}: nothing to learn: {key!r} is empty: write the answer or remove the row")
+    return value
+
+
+def parse_label(value: Any) -> bool | None:
+    """None where the value is no judgement: a class number or a word."""
+    if isinstance(value, str):
+        return _LABELS.get(value.strip().lower())
+    if isinstance(value, (bool, int, float)) and value in (0, 1):
+        return bool(value)
+    return None
+
+
+def read_tools(row: Row) -> list[Any] | None:
+    """Tool descriptions in OpenAI's shape, which is what chat templates are written for."""
+    tools = row.fields.get("tools")
+    if isinstance(tools, str):
+        tools = _parse_tools(row.origin, tools)
+    if tools is not None and not isinstance(tools, list):
+        raise DataError(f"{row.origin}: 'tools' is {json_type(tools)}: it must be an array of tool descriptions")
+    return [_read_tool(row.origin, tool, number) for number, tool in enumerate(tools or [], start=1)] or None
+
+
+def parse_json(text: str) -> Any:
+    """JSON inside a string of a row. Raises ValueError, also for half a character: no tokenizer takes one."""
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("too many brackets") from error
+    if "\\u" in text:
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
+def _parse_tools(origin: str, text: str) -> Any:
+    if not text.strip():
+        return None
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise DataError(f"{origin}: 'tools' is a string and not JSON ({error}): write an array of tools") from error
+
+
+def _read_tool(origin: str, tool: Any, number: int) -> dict[str, Any]:
+    if not isinstance(tool, dict):
+        raise DataError(f"{origin}: tool {number} of 'tools' is {json_type(tool)}: it must be an object")
+    if "function" not in tool and isinstance(tool.get("name"), str) and "type" not in tool:
+        return {"type": "function", "function": tool}
+    return tool
+
+
+def describe_keys(fields: Mapping[str, Any] | Iterable[str]) -> str:
+    return ", ".join(f'"{key}"' for key in fields) or "none"
+
+
+# What a turn's keys are called, so what `data.columns` may rename inside a turn.
+TURN_KEYS = ("role", "content", "from", "value", "tool_calls", "weight")
+FUNCTION_CALL = "function_call"
+_TAGS: dict[str, str] = {
+    **dict.fromkeys(("human", "user", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "bot", "model", "chatgpt", "bing", "bard"), "assistant"),
+    **dict.fromkeys(("observation", "tool", "function_response"), "tool"),
+    "system": "system",
+    "function_call": FUNCTION_CALL,
+}
+_CALL_REMEDY = 'write {"name": ..., "arguments": {...}}, or a list of these'
+
+
+@dataclass(frozen=True, slots=True)
+class TurnNames:
+    """What a source calls things: `roles` by its own tag, `columns` by our key."""
+
+    roles: Mapping[str, str] = field(default_factory=dict)
+    columns: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for tag, role in self.roles.items():
+            if role not in (*ROLES, FUNCTION_CALL):
+                raise DataError(
+                    f"data.roles: {tag!r} is to be {role!r}, which is no role: use one of "
+                    f"{', '.join((*ROLES, FUNCTION_CALL))}"
+                )
+
+
+def rename_keys(fields: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    """The fields by our names. A renamed field hides one that already has that name."""
+    if not any(column in fields for column in columns.values()):
+        return dict(fields)
+    taken = set(columns.values())
+    kept = {key: value for key, value in fields.items() if key not in taken}
+    return kept | {name: fields[column] for name, column in columns.items() if column in fields}
+
+
+def turn_style(turns: Any, names: TurnNames) -> str | None:
+    """messages or sharegpt, from the first turn; None where that says nothing."""
+    if not isinstance(turns, list) or not turns or not isinstance(turns[0], dict):
+        return None
+    turn = rename_keys(turns[0], names.columns)
+    if "role" in turn:
+        return "messages"
+    return "sharegpt" if "from" in turn else None
+
+
+def read_turns(row: Row, key: str, names: TurnNames, *, may_be_empty: bool = False) -> tuple[Message, ...]:
+    turns = row.fields[key]
+    if not isinstance(turns, list):
+        raise DataError(f"{row.origin}: {key!r} is {json_type(turns)}: it must be an array of messages")
+    if not turns and not may_be_empty:
+        raise DataError(f"{row.origin}: {key!r} is empty: add messages or remove the row")
+    style = turn_style(turns, names) or "messages"
+    return tuple(
+        read_turn(turn, names, style, f"{row.origin}: message {number} of {key!r}")
+        for number, turn in enumerate(turns, start=1)
+    )
+
+
+def read_turn(turn: Any, names: TurnNames, style: str, where: str) -> Message:
+    """`style` is what turn_style says; `where` begins every error."""
+    role_key, content_key = ("from", "value") if style == "sharegpt" else ("role", "content")
+    expected = f'"{role_key}" and "{content_key}"'
+    if not isinstance(turn, dict):
+        raise DataError(f"{where} is {json_type(turn)}: it must be an object with {expected}")
+    turn = rename_keys(turn, names.columns)
+    if role_key not in turn:
+        raise DataError(
+            f'{where} has no "{role_key}", only {describe_keys(turn)}: name the keys {expected}, or set data.columns'
+        )
+    role = _read_role(turn[role_key], names, style, where)
+    if style == "sharegpt":
+        turn = {ours: turn[key] for ours, key in (("content", "value"), ("weight", "weight")) if key in turn}
+    if role == FUNCTION_CALL:
+        calls = _parse_function_call(turn.get("content"), where)
+        return _clean_message({**turn, "role": "assistant", "content": None, "tool_calls": calls}, where, content_key)
+    return _clean_message({**turn, "role": role}, where, content_key)
+
+
+def _read_role(tag: Any, names: TurnNames, style: str, where: str) -> str:
+    if not isinstance(tag, str):
+        raise DataError(f"{where}: its role is {json_type(tag)}: it must be a string")
+    if tag in names.roles:
+        return names.roles[tag]
+    if style == "messages":
+        if tag not in ROLES:
+            raise DataError(f"{where} has the unknown role {tag!r}: use one of {', '.join(ROLES)}, or set data.roles")
+        return tag
+    role = _TAGS.get(tag.lower())
+    if role is None:
+        raise DataError(
+            f"{where} has the unknown tag {tag!r}: say in data.roles what it is, for example {{{tag}: assistant}}"
+        )
+    return role
+
+
+def _clean_message(turn: dict[str, Any], where: str, content_key: str) -> Message:
+    """Without nulls: in a table every message has every key, and templates ask whether a key is there."""
+    message = {key: value for key, value in turn.items() if value is not None}
+    if "weight" in message:
+        message["weight"] = _read_weight(message["weight"], where)
+    legacy_call = message.pop("function_call", None)
+    calls = message.pop("tool_calls", None) or ([legacy_call] if legacy_call else [])
+    if not isinstance(calls, list):
+        raise DataError(f"{where}: its tool_calls are {json_type(calls)}: they must be an array")
+    if calls:
+        message["tool_calls"] = [_read_call(call, f"{where}: tool call {n}") for n, call in enumerate(calls, start=1)]
+    message["content"] = _read_content(turn, where, content_key, may_be_null=bool(calls))
+    return message
+
+
+def _read_content(turn: Mapping[str, Any], where: str, key: str, *, may_be_null: bool) -> str | None:
+    content = turn.get("content")
+    if isinstance(content, list):
+        return "".join(_read_part(part, f"{where}: part {n} of its {key}") for n, part in enumerate(content, start=1))
+    if isinstance(content, str) or (content is None and may_be_null):
+        return content
+    found = json_type(content) if "content" in turn else "missing"
+    raise DataError(f"{where}: its {key} is {found}: it must be a string")
+
+
+def _read_part(part: Any, where: str) -> str:
+    if not isinstance(part, dict):
+        raise DataError(f'{where} is {json_type(part)}: it must be {{"type": "text", "text": ...}}')
+    if part.get("type") != "text":
+        raise DataError(f"{where} has the type {part.get('type')!r}: only text is supported: remove the row")
+    if not isinstance(part.get("text"), str):
+        raise DataError(f"{where}: its text is {json_type(part.get('text'))}: it must be a string")
+    return str(part["text"])
+
+
+def _read_weight(weight: Any, where: str) -> int:
+    if weight not in (0, 1):
+        raise DataError(f"{where} has weight {weight!r}: it must be 0 or 1")
+    return int(weight)
+
+
+def _read_call(call: Any, where: str) -> dict[str, Any]:
+    if not isinstance(call, dict):
+        raise DataError(f"{where} is {json_type(call)}: it must be an object with a function")
+    wrapped = call if call.get("function") is not None else {"function": call}
+    function = wrapped["function"]
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise DataError(
+            f'{where} has no function with a "name": write {{"function": {{"name": ..., "arguments": ...}}}}'
+        )
+    arguments = function.get("arguments")
+    function = function | {"arguments": {} if arguments is None else _as_object(arguments)}
+    kept = {key: value for key, value in wrapped.items() if value is not None}
+    return {"type": "function", **kept, "function": function}
+
+
+def _as_object(arguments: Any) -> Any:
+    """OpenAI writes arguments as a string of JSON; templates that write JSON themselves would quote it twice."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        parsed = parse_json(arguments)
+    except ValueError:
+        return arguments
+    return parsed if isinstance(parsed, dict) else arguments
+
+
+def _parse_function_call(value: Any, where: str) -> list[Any]:
+    """What stands in a function_call turn. The calls themselves are checked with all others."""
+    try:
+        parsed = parse_json(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise DataError(f"{where} is a function call and not JSON ({error}): {_CALL_REMEDY}") from error
+    calls = parsed if isinstance(parsed, list) else [parsed]
+    if not calls or not all(isinstance(call, dict) and {"name", "arguments"} <= call.keys() for call in calls):
+        raise DataError(f'{where} is a function call without "name" and "arguments": {_CALL_REMEDY}')
+    return calls

@@ -19,8 +19,13 @@ from lockstep.data.formats.answers import (
     no_template,
     read_instruction,
 )
-from lockstep.data.formats.conversation import Conversation, Message, Pair, Passage, check_answer, check_messages
-from lockstep.data.formats.messages import (
+from lockstep.data.formats.conversation import (
+    Conversation,
+    Message,
+    Pair,
+    Passage,
+    check_answer,
+    check_messages,
     parse_label,
     read_answer,
     read_prompt,
@@ -29,7 +34,7 @@ from lockstep.data.formats.messages import (
     read_turns,
     turn_style,
 )
-from lockstep.data.sources.files import DataError, Row, json_type
+from lockstep.data.sources.rows import DataError, Row, json_type
 
 LABEL_KEYS = ("kto_tag", "label")
 PROMPT_KEYS = ("prompt", "question", "instruction", *TURNS_KEYS)

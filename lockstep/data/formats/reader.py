@@ -29,10 +29,19 @@ from lockstep.data.formats.answers import (
     read_text,
     unread_words,
 )
-from lockstep.data.formats.conversation import Content, Conversation, Passage
-from lockstep.data.formats.messages import TURN_KEYS, TurnNames, describe_keys, parse_label, rename_keys, turn_style
+from lockstep.data.formats.conversation import (
+    TURN_KEYS,
+    Content,
+    Conversation,
+    Passage,
+    TurnNames,
+    describe_keys,
+    parse_label,
+    rename_keys,
+    turn_style,
+)
 from lockstep.data.formats.preference import find_label_key, find_prompt_key, read_labelled, read_pair
-from lockstep.data.sources.files import DataError, Row
+from lockstep.data.sources.rows import DataError, Row
 
 Converter = Callable[[dict[str, Any]], dict[str, Any] | None]
 _PIECE = re.compile(r"\{\{|\}\}|\{([^{}]+)\}|[{}]|[^{}]+")

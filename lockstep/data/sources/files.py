@@ -23,20 +23,8 @@ from typing import Any
 
 from lockstep.config.data import SUFFIXES, SourceConfig, is_local
 from lockstep.data.sources.json_rows import holds_array, parse_json_line, read_json_array, read_json_lines
-from lockstep.data.sources.rows import DataError, Kind, RawRow, Row, SourceFile, json_type
+from lockstep.data.sources.rows import DataError, Kind, RawRow, Row, SourceFile
 from lockstep.data.sources.table_rows import count_arrow_rows, read_arrow, read_csv, read_parquet
-
-__all__ = [
-    "DataError",
-    "RawRow",
-    "Row",
-    "SourceFile",
-    "digest_file",
-    "find_files",
-    "json_type",
-    "parse_raw",
-    "read_raw",
-]
 
 _KIND_OF_SUFFIX: dict[str, Kind] = {
     ".jsonl": "jsonl",

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from lockstep.config.data import SourceConfig
-from lockstep.data.sources.files import DataError, Row, find_files, parse_raw, read_raw
+from lockstep.data.sources.files import find_files, parse_raw, read_raw
+from lockstep.data.sources.rows import DataError, Row
 
 
 def write(path: Path, content: str | bytes) -> Path:

@@ -6,10 +6,11 @@ from typing import Any
 
 from data_tokenizers import CHATML, LLAMA3, MISTRAL
 
+from lockstep.data.chat_template import load_template
 from lockstep.data.encoder import Encoded, Encoder
 from lockstep.data.formats.conversation import Conversation, Passage
-from lockstep.data.sources.files import DataError
-from lockstep.data.turns import load_template, render
+from lockstep.data.rendering import render
+from lockstep.data.sources.rows import DataError
 
 ENDS = {CHATML: "<|im_end|>", LLAMA3: "<|eot_id|>", MISTRAL: "</s>"}
 NAMES = {CHATML: "chatml", LLAMA3: "llama3", MISTRAL: "mistral"}

@@ -223,7 +223,7 @@ def test_progress_is_told(cache: Path, tmp_path: Path) -> None:
     told: list[CompileProgress] = []
     config = DataConfig(train=[a, b], validation=b)
     compile_data(config, build_tokenizer(CHATML), seed=0, on_progress=told.append)
-    train = [progress for progress in told if progress.part == "train"]
+    train = [progress for progress in told if progress.split == "train"]
     assert [progress.rows for progress in train] == [0, 4, 6, 10]
     assert [progress.phase for progress in train] == ["reading"] + ["tokenising"] * 3
     sizes = [os.path.getsize(path) for path in (a, b)]
@@ -232,4 +232,4 @@ def test_progress_is_told(cache: Path, tmp_path: Path) -> None:
     assert done == sorted(done)
     assert done[-1] >= sizes[0]
     assert done[-1] <= sum(sizes)
-    assert [progress.part for progress in told][-1] == "validation"
+    assert [progress.split for progress in told][-1] == "validation"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lockstep.config.data import SourceConfig
 from lockstep.data.formats.conversation import Content, Conversation, Message
 from lockstep.data.formats.reader import RowReader, recognise_format
-from lockstep.data.sources.files import DataError, Row
+from lockstep.data.sources.rows import DataError, Row
 
 SYSTEM, USER, ASSISTANT = ({"role": role, "content": role[0]} for role in ("system", "user", "assistant"))
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}

@@ -15,7 +15,7 @@ import pytest
 from lockstep.config.data import SourceConfig
 from lockstep.data.formats.conversation import Content, Conversation, Passage
 from lockstep.data.formats.reader import RowReader, load_converter, recognise_format
-from lockstep.data.sources.files import DataError, Row
+from lockstep.data.sources.rows import DataError, Row
 
 
 def open_rows(source: SourceConfig, fields: dict[str, Any], *, has_template: bool = False) -> RowReader:

@@ -47,7 +47,7 @@ def test_files_keep_their_order_and_formats(tmp_path: Path, monkeypatch: pytest.
     assert origins(data.train) == [f"a.jsonl:{i}" for i in range(1, 6)] + ["b.jsonl:1", "b.jsonl:2"]
     assert origins(data.validation) == ["c.jsonl:1"]
     files = data.report.files
-    assert [(f.part, f.format, f.num_rows) for f in files] == [
+    assert [(f.split, f.format, f.num_rows) for f in files] == [
         ("train", "prompt_completion", 5),
         ("train", "text", 2),
         ("validation", "alpaca", 1),
@@ -207,7 +207,7 @@ def test_repeated_rows_and_leaks_are_found(tmp_path: Path) -> None:
     assert report.duplicates == 2
     assert report.leaks == 4
     (leak,) = report.leaked
-    assert (leak.part, leak.num_rows) == ("validation", 4)
+    assert (leak.split, leak.num_rows) == ("validation", 4)
     assert [origin.rsplit("/", 1)[-1] for origin in leak.origins] == [f"b.jsonl:{i}" for i in range(1, 5)]
     repeated, leaked = report.warnings()
     assert repeated == "2 of 7 training rows repeat an earlier row: remove them"

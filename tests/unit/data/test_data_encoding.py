@@ -8,8 +8,8 @@ from data_tokenizers import CHATML, LLAMA3, MISTRAL, build_tokenizer
 
 from lockstep.data.encoder import Encoded, Encoder
 from lockstep.data.formats.conversation import Conversation, Pair, Passage
-from lockstep.data.sources.files import DataError
-from lockstep.data.turns import render
+from lockstep.data.rendering import render
+from lockstep.data.sources.rows import DataError
 
 
 @pytest.fixture(params=[CHATML, LLAMA3, MISTRAL], ids=NAMES.get)

@@ -12,7 +12,7 @@ import pytest
 from lockstep.config.data import SourceConfig
 from lockstep.data.formats.conversation import Content, Conversation, Pair, Passage
 from lockstep.data.formats.reader import KINDS, RowReader, recognise_format
-from lockstep.data.sources.files import DataError, Row
+from lockstep.data.sources.rows import DataError, Row
 
 USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 HUMAN, GPT = {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}

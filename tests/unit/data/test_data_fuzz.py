@@ -13,10 +13,11 @@ from data_tokenizers import TEMPLATE_SPECIAL, build_character_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.data.chat_template import load_template
 from lockstep.data.encoder import Encoder
 from lockstep.data.formats.conversation import Conversation
-from lockstep.data.sources.files import DataError
-from lockstep.data.turns import load_template, render
+from lockstep.data.rendering import render
+from lockstep.data.sources.rows import DataError
 
 Written = list[tuple[str, bool]]  # text, and whether it is learned
 SPECIAL = re.compile("|".join(map(re.escape, sorted(TEMPLATE_SPECIAL, key=len, reverse=True))))

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from data_tokenizers import TEMPLATES, build_word_tokenizer
 
+from lockstep.data.chat_template import load_template
 from lockstep.data.encoder import Encoded, Encoder
 from lockstep.data.formats.conversation import Conversation
-from lockstep.data.sources.files import DataError
-from lockstep.data.turns import load_template, render
+from lockstep.data.rendering import render
+from lockstep.data.sources.rows import DataError
 
 Mask = list[tuple[str, bool]]
 SYSTEM = {"role": "system", "content": "Brief."}

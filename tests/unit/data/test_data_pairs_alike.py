@@ -11,11 +11,12 @@ from data_rows import read
 from data_tokenizers import CHATML, build_tokenizer
 
 from lockstep.config import DataConfig
+from lockstep.data.chat_template import load_template
 from lockstep.data.dataset import compile_data
 from lockstep.data.encoder import Encoded, Encoder
 from lockstep.data.formats.conversation import Pair
-from lockstep.data.sources.files import DataError
-from lockstep.data.turns import load_template, render
+from lockstep.data.rendering import render
+from lockstep.data.sources.rows import DataError
 
 
 def encode(chosen: str, rejected: str, *, max_length: int = 100, truncate: str = "prompt_left") -> Encoded | DataError:

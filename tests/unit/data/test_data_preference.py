@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lockstep.config.data import SourceConfig
 from lockstep.data.formats.conversation import Conversation, Pair, Passage
 from lockstep.data.formats.reader import RowReader, recognise_format
-from lockstep.data.sources.files import DataError, Row
+from lockstep.data.sources.rows import DataError, Row
 
 USER, GOOD, BAD = (
     {"role": role, "content": text} for role, text in (("user", "q"), ("assistant", "g"), ("assistant", "b"))

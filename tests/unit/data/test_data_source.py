@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from lockstep.config.data import SourceConfig
 from lockstep.data.sources import json_rows
 from lockstep.data.sources import rows as text_files
-from lockstep.data.sources.files import DataError, Row, find_files, parse_raw, read_raw
+from lockstep.data.sources.files import find_files, parse_raw, read_raw
+from lockstep.data.sources.rows import DataError, Row
 
 
 def test_lines_keep_their_numbers_across_blank_ones(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from data_files import refusal, write
 
 from lockstep.config.data import SourceConfig
 from lockstep.data.sources import files as hub
-from lockstep.data.sources.files import DataError, Row, digest_file, find_files, parse_raw, read_raw
+from lockstep.data.sources.files import digest_file, find_files, parse_raw, read_raw
+from lockstep.data.sources.rows import DataError, Row
 
 
 def found(path: Path | str, folder: Path, **settings: Any) -> list[str]:

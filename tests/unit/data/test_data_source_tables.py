@@ -8,7 +8,8 @@ import pytest
 from data_files import read, refusal, write, write_table
 
 from lockstep.config.data import SourceConfig
-from lockstep.data.sources.files import DataError, find_files, parse_raw, read_raw
+from lockstep.data.sources.files import find_files, parse_raw, read_raw
+from lockstep.data.sources.rows import DataError
 
 
 def test_csv_records_have_the_line_where_they_start(tmp_path: Path) -> None:

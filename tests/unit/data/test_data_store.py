@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.data.columns import COLUMNS, Columns, Rows, Writer, pack_block
-from lockstep.data.sources.files import SourceFile
+from lockstep.data.sources.rows import SourceFile
 from lockstep.types import Completion, Datum
 
 FILES = [SourceFile("a.jsonl", Path("a.jsonl"), "jsonl"), SourceFile("b.parquet", Path("b.parquet"), "parquet")]

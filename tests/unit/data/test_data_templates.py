@@ -9,8 +9,9 @@ import pytest
 from data_rows import ENDS, NAMES, all_tokens, chat, encode, encode_content, learned, read
 from data_tokenizers import CHATML, LLAMA3, MISTRAL, build_tokenizer
 
-from lockstep.data.sources.files import DataError
-from lockstep.data.turns import load_template, render
+from lockstep.data.chat_template import load_template
+from lockstep.data.rendering import render
+from lockstep.data.sources.rows import DataError
 
 
 @pytest.fixture(params=[CHATML, LLAMA3, MISTRAL], ids=NAMES.get)

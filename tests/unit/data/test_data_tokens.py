@@ -13,9 +13,9 @@ from data_rows import ENDS, NAMES, all_tokens, chat, encode, learned
 from data_tokenizers import CHATML, LLAMA3, MISTRAL, build_metaspace_tokenizer, build_tokenizer
 from transformers import AutoTokenizer
 
+from lockstep.data.chat_template import Template, load_template
 from lockstep.data.encoder import Encoder
-from lockstep.data.sources.files import DataError
-from lockstep.data.turns import Template, load_template
+from lockstep.data.sources.rows import DataError
 
 ANSWERS = [
     "Paris is the capital.",

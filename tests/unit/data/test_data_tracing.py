@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.data.tracing import Tracer
+from lockstep.data.chat_template import Tracer
 
 MESSAGES = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}, {"role": "user", "content": "R"}]
 

@@ -10,10 +10,11 @@ import pytest
 from data_rows import chat, read
 from data_tokenizers import CHATML, LLAMA3, build_tokenizer
 
+from lockstep.data.chat_template import load_template
 from lockstep.data.encoder import Encoded, Encoder, fit
 from lockstep.data.formats.conversation import Pair, Passage
-from lockstep.data.sources.files import DataError
-from lockstep.data.turns import load_template, render
+from lockstep.data.rendering import render
+from lockstep.data.sources.rows import DataError
 
 BOS = 7
 

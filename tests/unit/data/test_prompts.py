@@ -11,7 +11,7 @@ import tiny
 
 from lockstep.config import DataConfig
 from lockstep.data.prompts import PromptReader, Prompts
-from lockstep.data.sources.files import DataError, Row
+from lockstep.data.sources.rows import DataError, Row
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:

@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.config import DataConfig
 from lockstep.data.formats.conversation import Conversation, Passage
-from lockstep.data.sources.files import DataError
+from lockstep.data.sources.rows import DataError
 from lockstep.evaluation.questions import (
     Choice,
     ChosenRow,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,17 @@ import pytest
 import tiny
 from rich.console import Console
 
+from lockstep.cli.data import print_sheet
 from lockstep.config import load_config
 from lockstep.data import compile_data
-from lockstep.datasheet import Choice, Sheet, gather, print_sheet, split_tokens
-from lockstep.reports.data import sheet_page
+from lockstep.data.inspect import DataSheet, RowSelection, inspect_data, split_tokens
+from lockstep.reports.data import data_page
 
 
-def make_sheet(folder: Path, model: Path, choice: Choice = Choice(), **data: Any) -> Sheet:  # noqa: B008
+def make_sheet(folder: Path, model: Path, selection: RowSelection = RowSelection(), **data: Any) -> DataSheet:  # noqa: B008
     config = load_config(tiny.write_config(folder, model, data=data))
-    return gather(config, compile_data(config.data, tiny.build_tokenizer(), seed=0), tiny.build_tokenizer(), choice)
+    tokenizer = tiny.build_tokenizer()
+    return inspect_data(config, compile_data(config.data, tokenizer, seed=0), tokenizer, selection)
 
 
 def write(path: Path, *rows: dict[str, Any]) -> str:
@@ -27,7 +30,7 @@ def write(path: Path, *rows: dict[str, Any]) -> str:
     return str(path)
 
 
-def printed(sheet: Sheet, *, colours: bool) -> str:
+def printed(sheet: DataSheet, *, colours: bool) -> str:
     console = Console(
         file=io.StringIO(), force_terminal=colours, width=200, color_system="truecolor" if colours else None
     )
@@ -38,14 +41,14 @@ def printed(sheet: Sheet, *, colours: bool) -> str:
 def test_the_facts_are_those_of_the_data(tmp_path: Path, tiny_model: Path) -> None:
     sheet = make_sheet(tmp_path, tiny_model, validation_fraction=0.25)
     facts = sheet.summary
-    assert (facts["train_rows"], facts["validation_rows"], facts["test_rows"]) == (36, 12, 0)
-    assert facts["steps_per_epoch"] == 9
+    assert (facts.train_rows, facts.validation_rows, facts.test_rows) == (36, 12, 0)
+    assert facts.steps_per_epoch == 9
     assert sum(bar.rows for bar in sheet.histogram) == 36
     assert sheet.lengths["shortest"] <= sheet.lengths["median"] <= sheet.lengths["longest"]
     assert sheet.histogram[-1].first <= sheet.lengths["longest"] <= sheet.histogram[-1].last
-    assert 0 < facts["supervised_share"] < 1
-    assert 0 < facts["packing_efficiency"] <= 1 <= facts["padding_would_cost"]
-    assert json.loads(json.dumps(sheet.as_json()))["summary"] == facts
+    assert 0 < facts.supervised_share < 1
+    assert 0 < facts.packing_efficiency <= 1 <= facts.padding_would_cost
+    assert json.loads(json.dumps(sheet.as_json()))["summary"] == asdict(facts)
 
 
 def test_rows_are_shown_as_they_are_learned(tmp_path: Path, tiny_model: Path) -> None:
@@ -54,7 +57,7 @@ def test_rows_are_shown_as_they_are_learned(tmp_path: Path, tiny_model: Path) ->
         {"prompt": "one?", "completion": "été 日本"},
         {"prompt": "a longer question?", "completion": "a longer answer"},
     )
-    sheet = make_sheet(tmp_path, tiny_model, Choice(rows=("rows.jsonl:1",), random=0), train=train)
+    sheet = make_sheet(tmp_path, tiny_model, RowSelection(rows=("rows.jsonl:1",), random=0), train=train)
     chosen, longest, shortest = sheet.examples
     assert [e.why for e in sheet.examples] == ["chosen", "longest", "shortest"]
     assert longest.origin.endswith("rows.jsonl:2")
@@ -77,7 +80,7 @@ def test_rows_are_shown_as_they_are_learned(tmp_path: Path, tiny_model: Path) ->
 
 def test_a_pair_shows_both_answers(tmp_path: Path, tiny_model: Path) -> None:
     train = write(tmp_path / "p.jsonl", {"prompt": "q", "chosen": "good", "rejected": "bad"})
-    (example,) = make_sheet(tmp_path, tiny_model, Choice(longest=1, shortest=0, random=0), train=train).examples
+    (example,) = make_sheet(tmp_path, tiny_model, RowSelection(longest=1, shortest=0, random=0), train=train).examples
     assert example.names == ("chosen", "rejected")
     learned = ["".join(t.text for t in version if t.learned) for version in example.versions]
     assert learned == ["good<|im_end|>", "bad<|im_end|>"]
@@ -85,13 +88,13 @@ def test_a_pair_shows_both_answers(tmp_path: Path, tiny_model: Path) -> None:
 
 def test_a_label_is_shown(tmp_path: Path, tiny_model: Path) -> None:
     train = write(tmp_path / "k.jsonl", {"prompt": "q", "completion": "bad", "label": False})
-    (example,) = make_sheet(tmp_path, tiny_model, Choice(longest=1, shortest=0, random=0), train=train).examples
+    (example,) = make_sheet(tmp_path, tiny_model, RowSelection(longest=1, shortest=0, random=0), train=train).examples
     assert example.names == ("not liked",)
 
 
 def test_the_page_escapes_and_needs_nothing_else(tmp_path: Path, tiny_model: Path) -> None:
     train = write(tmp_path / "r.jsonl", {"prompt": "<script>x</script>", "completion": "a & b"})
-    page = sheet_page(make_sheet(tmp_path, tiny_model, train=train))
+    page = data_page(make_sheet(tmp_path, tiny_model, train=train))
     assert "<script" not in page
     assert "src=" not in page
     assert 'class="l"' in page
@@ -99,9 +102,9 @@ def test_the_page_escapes_and_needs_nothing_else(tmp_path: Path, tiny_model: Pat
 
 
 def test_a_row_that_is_not_there(tmp_path: Path, tiny_model: Path) -> None:
-    for name, words in (("99", "there are 48 training rows"), ("other.jsonl:1", "no row came from there")):
-        with pytest.raises(ValueError, match=words):
-            make_sheet(tmp_path, tiny_model, Choice(rows=(name,)))
+    for name, message in (("99", "there are 48 training rows"), ("other.jsonl:1", "no row came from there")):
+        with pytest.raises(ValueError, match=message):
+            make_sheet(tmp_path, tiny_model, RowSelection(rows=(name,)))
 
 
 def test_tokens_of_half_a_character_are_put_together() -> None:

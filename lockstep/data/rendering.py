@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from lockstep.data.chat_template import Template, Tokenizer, load_template
+from lockstep.data.chat_template import Piece, Template, Trace
 from lockstep.data.formats.conversation import Content, Conversation, Message, Pair, Passage
-from lockstep.data.sources.files import DataError
-from lockstep.data.tracing import Piece, Trace
+from lockstep.data.sources.rows import DataError
 
 # Stand for an answer whose header is sought: they must not begin alike.
 _STAND_INS = ("alpha", "beta")
@@ -244,9 +243,6 @@ def _changing(conversation: Conversation, index: int, template: Template, what: 
         "is rendered, so the tokens to learn are not certain: set data.chat_template to a Jinja file that renders each "
         "turn alike wherever it stands, or keep one answer per row"
     )
-
-
-__all__ = ["Rendered", "Span", "Template", "Tokenizer", "Variant", "load_template", "render"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ Must not know other chunks, nor where the columns go.
 from __future__ import annotations
 
 import json
-import os
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+import signal
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from math import ceil
@@ -22,11 +22,13 @@ from lockstep.data.chat_template import Template, Tokenizer, load_template
 from lockstep.data.columns import Column, Writer, pack_block
 from lockstep.data.encoder import Encoded, Encoder
 from lockstep.data.formats.reader import KINDS, RowReader, recognise_format
-from lockstep.data.pool import Pool
 from lockstep.data.rendering import Rendered, render
 from lockstep.data.report import FileReport
 from lockstep.data.sources.files import find_files, parse_raw, read_raw
 from lockstep.data.sources.rows import DataError, RawRow, SourceFile
+from lockstep.processes.pool import PoolStartFailed, WorkerPool
+from lockstep.processes.tree import num_cores
+from lockstep.processes.worker import WorkerDied, WorkerError, WorkerFailed, WorkerTimedOut
 
 _SHOWN_CHARACTERS = 1000
 _MOST_ROWS = 512
@@ -247,8 +249,7 @@ def choose_procs(setting: int | Literal["auto"], num_bytes: int) -> int:
         return setting
     if num_bytes < _SMALL_BYTES:
         return 1
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, ceil(num_bytes / _BYTES_PER_PROCESS))
+    return min(num_cores(), ceil(num_bytes / _BYTES_PER_PROCESS))
 
 
 def _choose_way(
@@ -257,11 +258,38 @@ def _choose_way(
     procs = choose_procs(setting, num_bytes)
     if procs > 1:
         try:
-            return stack.enter_context(Pool(compiling, procs, timeout_s=timeout_s)).map
+            pool = WorkerPool("data", compiling, procs, timeout_s=timeout_s, start_timeout_s=timeout_s)
+            stack.callback(pool.close)
+            return lambda chunks: compile_in_pool(pool, chunks)
         except (pickle.PicklingError, TypeError, AttributeError):
             pass  # a tokenizer that only this process has
     compile_one = compiling.prepare()
     return lambda chunks: map(compile_one, chunks)
+
+
+def compile_in_pool(pool: WorkerPool, chunks: Iterable[Chunk]) -> Iterator[CompiledChunk]:
+    """In order of the chunks. A WorkerError says what to do."""
+    try:
+        yield from pool.map(chunks)
+    except WorkerError as error:
+        raise WorkerError(error.worker, f"a process that compiles rows {_describe_failure(error, pool)}") from error
+
+
+def _describe_failure(error: WorkerError, pool: WorkerPool) -> str:
+    if isinstance(error, PoolStartFailed):
+        error = error.cause
+    alone = "data.procs 1 compiles without processes"
+    if isinstance(error, WorkerTimedOut):
+        waited = f"has given no answer for {pool.timeout_s:g} s"
+        return f"{waited}: if a converter of yours waits for something, let it not; {alone}"
+    if isinstance(error, WorkerFailed):
+        return f"failed: {error.kind}: {error.reason}"
+    code = error.exit_code if isinstance(error, WorkerDied) else None
+    if code == -signal.SIGKILL:
+        return "was killed, most likely for want of memory: use fewer data.procs, or free some memory"
+    if code is not None and code < 0:
+        return f"ended by {signal.Signals(-code).name}: {alone}"
+    return f"ended with code {code}; what it wrote is above: {alone}"
 
 
 class _Files:

@@ -1,4 +1,1 @@
-"""Processes that answer calls: start one, send to it, get its answer before a deadline, on this machine or on Ray.
-
-Must not know what is asked of them.
-"""
+"""The one way to start, call, watch and end processes, on this machine or on Ray: deadlines, frames, tensors."""

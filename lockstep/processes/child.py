@@ -1,12 +1,11 @@
-"""The loop inside a worker: methods one after the other, in the order of arrival, and other work while none waits.
+"""Inside a worker: methods run one after the other in order of arrival, and other work while no request waits.
 
-Must not know how messages travel, nor what the methods do.
+`main` is the process of a LocalWorker; an actor of Ray runs the same Serving.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import importlib
 import os
@@ -20,28 +19,28 @@ from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from lockstep.processes.frames import Frame, FrameError, Request, pack_result, read_frame, receive_into, send_all
+from lockstep.processes.frames import FrameError, Request, pack_result, read_frame, receive_into, send_all
+from lockstep.processes.tree import die_with_parent
 from lockstep.processes.worker import Reply
 
 if TYPE_CHECKING:
     from torch import Tensor
-
 
 Result = Reply | dict[str, Any] | None
 Method = Callable[[dict[str, Any], "dict[str, Tensor]"], "Result | Future[Reply]"]
 
 
 class Handler(Protocol):
-    """What an entry makes of its settings. All but `immediate` runs on the serving thread."""
+    """Made by an entry from its settings. All but `immediate` runs on the serving thread."""
 
     @property
     def methods(self) -> Mapping[str, Method]:
-        """A method may return a Future: its reply is sent when that ends, and the next method begins at once."""
+        """A method may return a Future: its reply is sent when it is done, and the next method starts at once."""
         ...
 
     @property
     def immediate(self) -> Mapping[str, Method]:
-        """Answered on the thread that reads, also while a method runs."""
+        """Answered on the reading thread, also while a method runs."""
         ...
 
     def has_work(self) -> bool: ...
@@ -54,45 +53,45 @@ class Handler(Protocol):
 
 
 class Serving:
-    """`send` takes the number of a request and what was made of it; it is called from several threads."""
+    """`send` takes the number of a request and its result; it is called from several threads."""
 
     def __init__(self, name: str, send: Callable[[int, Reply | BaseException], None]) -> None:
         self._name, self._send = name, send
         self._inbox: SimpleQueue[Request | None] = SimpleQueue()
         self._handler: Handler | None = None
-        self._ends = False
+        self._ending = False
 
     def receive(self, request: Request) -> None:
-        """Called by the thread that reads."""
+        """Called by the reading thread."""
         if self._handler is not None and request.method in self._handler.immediate:
             self._answer(request, self._handler.immediate)
         else:
             self._inbox.put(request)
 
     def end(self) -> None:
-        """After the method that runs now; those that wait are not begun."""
-        self._ends = True
+        """After the method that runs now; waiting requests are not started."""
+        self._ending = True
         self._inbox.put(None)
 
     def run(self, entry: str, settings: dict[str, Any]) -> None:
-        """Make the handler, then serve until the end. A handler that could not be made answers with the reason."""
+        """Make the handler, then serve until the end. If it cannot be made, every request fails with the reason."""
         try:
             handler = load_entry(entry)(settings)
         except Exception as error:
             self._refuse_all(error)
             return
         self._handler = handler
-        every = {**handler.methods, **handler.immediate}  # an immediate one may have come before the handler was there
-        while not self._ends:
+        methods = {**handler.methods, **handler.immediate}  # an immediate one may arrive before the handler is there
+        while not self._ending:
             request = self._next(handler)
             if request is not None:
-                self._answer(request, every)
-            elif not self._ends:
+                self._answer(request, methods)
+            elif not self._ending:
                 handler.work()
         handler.close()
 
     def _next(self, handler: Handler) -> Request | None:
-        """None: there is time for a piece of work, or this is the end."""
+        """None: no request waits while there is work, or this is the end."""
         if not handler.has_work():
             return self._inbox.get()
         try:
@@ -101,7 +100,7 @@ class Serving:
             return None
 
     def _refuse_all(self, error: Exception) -> None:
-        while not self._ends:
+        while not self._ending:
             request = self._inbox.get()
             if request is not None:
                 self._send(request.number, error)
@@ -127,26 +126,36 @@ def as_reply(result: Result) -> Reply:
 def _result_of(future: Future[Reply]) -> Reply | BaseException:
     try:
         return as_reply(future.result())
-    except BaseException as error:  # also of a future that was cancelled
+    except BaseException as error:  # a cancelled future raises CancelledError
         return error
 
 
 def load_entry(entry: str) -> Callable[[dict[str, Any]], Handler]:
     module, _, name = entry.partition(":")
     try:
-        return getattr(importlib.import_module(module), name)
+        start: Callable[[dict[str, Any]], Handler] = getattr(importlib.import_module(module), name)
     except AttributeError:
         raise ValueError(f"{module} has no {name!r}: an entry is written as package.module:function") from None
+    return start
 
 
-_PR_SET_PDEATHSIG = 1
+def serve_until_end(serving: Serving, entry: str, settings: dict[str, Any]) -> None:
+    """Returns after an orderly end; whatever else happens ends the process."""
+    try:
+        serving.run(entry, settings)
+    except SystemExit as error:
+        leave(error.code if isinstance(error.code, int) else int(error.code is not None))
+    except BaseException:
+        traceback.print_exc()
+        leave(1)
 
 
 def main(arguments: list[str]) -> None:
     name, descriptor, parent = arguments[0], int(arguments[1]), int(arguments[2])
-    _die_with(parent)
+    if not die_with_parent(parent):
+        leave(0)
     faulthandler.enable()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever started this, and will end it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
     connection = socket.socket(fileno=descriptor)
     start = read_frame(lambda buffer: receive_into(connection, buffer)).header
     lock = threading.Lock()
@@ -157,18 +166,12 @@ def main(arguments: list[str]) -> None:
             with lock:
                 send_all(connection, packed)
         except OSError:
-            leave(0)  # nobody is there to hear it
+            leave(0)  # the parent is gone
 
     serving = Serving(name, send)
     threading.Thread(target=_read, args=(connection, serving), name="requests", daemon=True).start()
     send(start["number"], Reply({"pid": os.getpid()}))
-    try:
-        serving.run(start["entry"], start["settings"])
-    except SystemExit as error:
-        leave(error.code if isinstance(error.code, int) else int(error.code is not None))
-    except BaseException:
-        traceback.print_exc()
-        leave(1)
+    serve_until_end(serving, start["entry"], start["settings"])
     leave(0)
 
 
@@ -176,10 +179,10 @@ def _read(connection: socket.socket, serving: Serving) -> None:
     try:
         while True:
             frame = read_frame(lambda buffer: receive_into(connection, buffer))
-            if _asks_to_end(frame):
-                serving.end()
-            else:
+            if "method" in frame.header:
                 serving.receive(Request.from_frame(frame))
+            else:
+                serving.end()
     except (EOFError, OSError):
         leave(0)  # the parent is gone
     except FrameError as error:
@@ -190,20 +193,8 @@ def _read(connection: socket.socket, serving: Serving) -> None:
         leave(1)
 
 
-def _asks_to_end(frame: Frame) -> bool:
-    return "method" not in frame.header
-
-
-def _die_with(parent: int) -> None:
-    """Where the kernel offers it. It looks at the thread that started this process, so that one must stay."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the line above
-        leave(0)
-
-
 def leave(code: int) -> NoReturn:
-    """Without waiting for threads or collectives, which may wait forever."""
+    """Without waiting for threads or collectives, which may never end."""
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,7 +1,7 @@
 """A worker as a process of this machine, over a Unix socket.
 
-Three threads belong to each: one sends, one receives, one looks at deadlines and at the process, so that neither a
-full socket nor a stopped process can hold up whoever calls. Must not know what is asked.
+Each has three threads: one sends, one receives, one watches deadlines and the process, so that neither a full socket
+nor a stopped process can block the caller.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from lockstep.processes.frames import FrameError, pack, pack_message, read_frame, read_result, receive_into, send_all
-from lockstep.processes.worker import PendingCalls, Reply, WorkerDied, WorkerTimedOut
+from lockstep.processes.tree import describe_exit
+from lockstep.processes.worker import TICK_S, PendingCalls, Reply, WorkerDied, WorkerTimedOut
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_TICK_S = 0.1  # how late a deadline may be
 _REAP_S = 3.0  # a process whose connection has ended is about to end itself
 _LOG_TAIL_BYTES = 4096
 _LOG_TAIL_LINES = 12
@@ -35,7 +35,7 @@ _Packed = tuple[int, list[bytes | memoryview]]
 
 
 class LocalWorker:
-    """Made by `spawn`. `log_path` is None where the process writes to where this one does."""
+    """Made by `spawn`. `log_path` None: the process shares our stdout and stderr."""
 
     def __init__(
         self, name: str, process: subprocess.Popen[bytes], connection: socket.socket, log_path: Path | None
@@ -59,8 +59,9 @@ class LocalWorker:
         log_path: Path | None = None,
         start_timeout_s: float = 60.0,
     ) -> LocalWorker:
-        """Start a process and return once it is connected. `entry` ("package.module:function") is called in it
-        afterwards with `settings`, which are JSON; what goes wrong there fails the first call. `env` adds to ours.
+        """Start a process, in a session of its own, and return once it is connected. `entry`
+        ("package.module:function") is then called in it with `settings`, which are JSON; an error there fails every
+        call. `env` adds to our environment.
         """
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with there:
@@ -99,7 +100,7 @@ class LocalWorker:
         return not self._gone.is_set() and self._process.poll() is None
 
     def kill(self) -> None:
-        self._end("was killed by whoever started it", grace_s=None)
+        self._end("was killed by its owner", grace_s=None)
 
     def close(self, grace_s: float = 5.0) -> None:
         self._end("has been closed", grace_s)
@@ -119,9 +120,15 @@ class LocalWorker:
             self._outbox.put((-1, pack({"end": True})))
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(grace_s)
-        self._process.kill()
-        self._process.wait()
+        self._kill_session()
         self._gone.wait(_REAP_S)  # the threads have let go of the connection
+
+    def _kill_session(self) -> None:
+        """The process and what it has started."""
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
     # --- the three threads ------------------------------------------------------------------------------------------
 
@@ -133,7 +140,7 @@ class LocalWorker:
             try:
                 send_all(self._connection, packed)
             except OSError:
-                return  # the process is gone, which the others have noticed
+                return  # the process is gone, which the other threads have noticed
 
     def _receive(self) -> None:
         reason = ""
@@ -146,34 +153,28 @@ class LocalWorker:
             pass
         except (FrameError, LookupError, TypeError) as error:
             reason = f"{self.name} sent what cannot be read, and was killed: {error}"
-            self._process.kill()
+            self._kill_session()
         self._settle(reason)
 
     def _watch(self) -> None:
-        while not self._gone.wait(_TICK_S):
+        while not self._gone.wait(TICK_S):
             self._pending.expire()
             if self._process.poll() is not None:
-                # A process of its own may hold the other end open; what has arrived can still be read.
+                # A child of it may hold the other end open; what has arrived can still be read.
                 with contextlib.suppress(OSError):
                     self._connection.shutdown(socket.SHUT_RDWR)
 
     def _settle(self, reason: str) -> None:
-        """The connection has ended: so does the process, and every call learns why."""
-        try:
+        """The connection has ended: end the process too, and fail every call with the reason."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_REAP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._pending.fail_all(WorkerDied(self.name, (reason or self._describe_end()) + self._log_tail()))
+        self._kill_session()
+        code = self._process.returncode
+        message = (reason or describe_exit(self.name, code)) + self._log_tail()
+        self._pending.fail_all(WorkerDied(self.name, message, code))
         self._outbox.put(None)
         self._connection.close()
         self._gone.set()
-
-    def _describe_end(self) -> str:
-        code = self._process.returncode
-        if code is not None and code < 0:
-            return f"{self.name} was ended by signal {-code} ({signal.Signals(-code).name})"
-        return f"{self.name} ended with exit code {code}"
 
     def _log_tail(self) -> str:
         if self._log_path is None:
@@ -191,7 +192,7 @@ class LocalWorker:
 def _starting_thread(pid: int) -> ThreadPoolExecutor:
     """Linux ends a child with the thread that started it, so one thread that stays starts them all.
 
-    One per process: what was forked has none of the threads.
+    One per process: a fork has none of the threads.
     """
     return ThreadPoolExecutor(1, thread_name_prefix="start-workers")
 
@@ -211,4 +212,5 @@ def _start(name: str, connection: socket.socket, env: dict[str, str], log_path: 
             stderr=output and subprocess.STDOUT,
             pass_fds=[connection.fileno()],
             env=environment,
+            start_new_session=True,
         )

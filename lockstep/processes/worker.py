@@ -1,7 +1,4 @@
-"""What a worker is to whoever started it: calls that always end, with an answer or with a reason.
-
-Must not know where workers run.
-"""
+"""A worker as its owner sees it: calls that always end, with an answer or with a reason."""
 
 from __future__ import annotations
 
@@ -16,17 +13,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
+TICK_S = 0.1  # how late a deadline may be noticed
+
 
 @dataclass(frozen=True)
 class Reply:
-    """`body` is plain JSON; arrays of numbers travel beside it."""
+    """`body` is JSON, but that its values may be bytes, which arrive as a memoryview. Tensors travel beside it."""
 
     body: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
 
 class WorkerError(RuntimeError):
-    """`worker` is the name of the one it is about."""
+    """`worker` is the name of the worker it is about."""
 
     def __init__(self, worker: str, message: str) -> None:
         super().__init__(message)
@@ -34,7 +33,11 @@ class WorkerError(RuntimeError):
 
 
 class WorkerDied(WorkerError):
-    """The process has ended, or its connection has. It answers nothing any more."""
+    """The process or its connection has ended. `exit_code`, where known, is negative for a signal."""
+
+    def __init__(self, worker: str, message: str, exit_code: int | None = None) -> None:
+        super().__init__(worker, message)
+        self.exit_code = exit_code
 
 
 class WorkerTimedOut(WorkerError):
@@ -65,21 +68,21 @@ class Worker(Protocol):
         *,
         timeout_s: float,
     ) -> Future[Reply]:
-        """Ask, from any thread; calls are begun in the order in which they were made. What does not fit into a message
-        is a ValueError here; everything else ends the future: Reply, WorkerFailed, WorkerTimedOut, WorkerDied.
+        """From any thread; methods run in the order of the calls. What does not fit into a message is a ValueError
+        here; everything else ends the future: Reply, WorkerFailed, WorkerTimedOut or WorkerDied.
 
-        `tensors` must not be changed before the future ends. Its callbacks must be short: they hold up other answers.
+        `tensors` must not change before the future ends. Its callbacks must be short: they delay other answers.
         """
         ...
 
     def is_alive(self) -> bool: ...
 
     def kill(self) -> None:
-        """At once. Returns when the process is gone; calls under way end with WorkerDied."""
+        """At once, with all it has started in its session. Returns when it is gone; open calls end with WorkerDied."""
         ...
 
     def close(self, grace_s: float = 5.0) -> None:
-        """Ask it to end, and kill it when it has not after `grace_s`."""
+        """Ask it to end, and kill it if it has not after `grace_s`."""
         ...
 
 
@@ -102,13 +105,13 @@ class PendingCalls:
         self._end: WorkerError | None = None
 
     def number(self) -> int:
-        """One that no other call of this worker has."""
+        """Unique among the calls of this worker."""
         return next(self._numbers)
 
     def begin(self, number: int, method: str, timeout_s: float) -> Future[Reply]:
         """Its deadline runs from now. Where the worker is gone, the future has failed already."""
         call = _Call(method, timeout_s, time.monotonic() + timeout_s)
-        call.future.set_running_or_notify_cancel()  # nobody can take back what was sent
+        call.future.set_running_or_notify_cancel()  # what was sent cannot be cancelled
         with self._lock:
             end = self._end
             if end is None:
@@ -126,7 +129,7 @@ class PendingCalls:
             return self._calls[number].method if number in self._calls else "a call"
 
     def finish(self, number: int, result: Reply | Exception) -> None:
-        """An answer that comes after its deadline is dropped."""
+        """An answer after its deadline is dropped."""
         with self._lock:
             call = self._calls.pop(number, None)
         if call is None:
@@ -137,7 +140,7 @@ class PendingCalls:
             call.future.set_exception(result)
 
     def fail_all(self, error: WorkerError) -> None:
-        """Those under way, and all that are begun later. The first reason stays."""
+        """Open calls and all later ones. The first reason stays."""
         with self._lock:
             self._end = self._end or error
             error, calls, self._calls = self._end, self._calls, {}
@@ -145,7 +148,7 @@ class PendingCalls:
             call.future.set_exception(error)
 
     def expire(self) -> None:
-        """End those whose deadline has passed."""
+        """End the calls whose deadline has passed."""
         now = time.monotonic()
         with self._lock:
             overdue = [number for number, call in self._calls.items() if call.deadline <= now]

@@ -274,7 +274,7 @@ def test_a_stopped_worker_holds_nobody_up_and_can_be_killed(spawn: Spawn) -> Non
             call.result(SOON)
     waiting = worker.call("ping", timeout_s=60)
     worker.kill()
-    with pytest.raises(WorkerDied, match="was killed by whoever started it"):
+    with pytest.raises(WorkerDied, match="was killed by its owner"):
         waiting.result(SOON)
     assert not worker.is_alive()
 

@@ -54,7 +54,7 @@ def test_what_is_packed_is_read_again(header: dict[str, object], parts: list[byt
     assert [bytes(part) for part in frame.parts] == parts
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("dtype", [getattr(torch, name) for name in DTYPES], ids=DTYPES)
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (3, 5)], ids=str)
 def test_every_kind_and_shape_of_tensor_arrives_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     sent = torch.randint(0, 2, (torch.Size(shape).numel() * dtype.itemsize,), dtype=torch.uint8)
@@ -75,8 +75,8 @@ def test_a_tensor_that_does_not_lie_in_a_row_arrives_as_it_reads() -> None:
     ("tensor", "words"),
     [
         ([1.0], "not a tensor"),
-        (torch.ones(3).to_sparse(), "no numbers in a row"),
-        (torch.ones(3, device="meta"), "no numbers in a row"),
+        (torch.ones(3).to_sparse(), "no dense memory"),
+        (torch.ones(3, device="meta"), "no dense memory"),
         (torch.ones(3, dtype=torch.complex64), "cannot be sent: convert it"),
     ],
 )
@@ -99,7 +99,7 @@ def test_what_json_cannot_hold_and_what_is_too_large_is_refused(monkeypatch: pyt
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (lying({"sizes": []}, num_header=1 << 31, total=(1 << 31) + 4), "a header of .*: the most are"),
+        (lying({"sizes": []}, num_header=1 << 31, total=(1 << 31) + 4), "a header of .*: the limit is"),
         (lying({"sizes": []}, num_header=200), "with a header of 200"),
         (lying({"sizes": []}, total=1 << 62), "a frame of 4,611"),
         (lying({"sizes": [16]}), "should take 16 bytes and take 0"),
@@ -107,9 +107,9 @@ def test_what_json_cannot_hold_and_what_is_too_large_is_refused(monkeypatch: pyt
         (lying({"sizes": [16, -16]}), "not a list of numbers"),
         (lying({"sizes": 3}), "not a list of numbers"),
         (lying({"sizes": [True]}, bytes(16)), "not a list of numbers"),
-        (lying({}), "not what was agreed on"),
-        (lying([1, 2]), "not what was agreed on"),
-        (lying(b"\x80\x04K\x01."), "not what was agreed on"),
+        (lying({}), "unexpected content"),
+        (lying([1, 2]), "unexpected content"),
+        (lying(b"\x80\x04K\x01."), "unexpected content"),
         (lying({"sizes": [16]}, bytes(16))[:-1], "ends 1 bytes early"),
         (lying({"sizes": []}) + b"more", "4 bytes follow"),
     ],

@@ -1,0 +1,171 @@
+"""A pool of local workers that run one task: results in order, little of it in flight, a deadline for each item."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+from lockstep.processes.child import Method
+from lockstep.processes.local import LocalWorker
+from lockstep.processes.worker import Reply, WorkerDied, WorkerError, WorkerTimedOut
+
+_IN_FLIGHT_PER_PROCESS = 2
+# The processes themselves fill the cores.
+_ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"}
+
+
+class Task(Protocol):
+    """Prepared once in each process, then called with each item. Pickled, as are items and results."""
+
+    def prepare(self) -> Callable[[Any], Any]: ...
+
+
+class PoolStartFailed(WorkerError):
+    """A process did not start, or its task could not be prepared. `cause` is what happened to the worker."""
+
+    def __init__(self, cause: WorkerError) -> None:
+        super().__init__(cause.worker, str(cause))
+        self.cause = cause
+
+
+class WorkerPool:
+    """Processes are started when they are needed, and again after one was lost: the item it had fails alone.
+
+    `name` is for messages; `timeout_s` is for one item, `start_timeout_s` for the start and the task's `prepare`.
+    Leaving the `with` block ends them all.
+    """
+
+    def __init__(
+        self, name: str, task: Task, num_processes: int, *, timeout_s: float, start_timeout_s: float = 120.0
+    ) -> None:
+        pickled = pickle.dumps(task)
+        self.timeout_s = timeout_s
+        self._slots = [_Slot(f"{name} {n}", pickled, start_timeout_s) for n in range(num_processes)]
+        self._idle: SimpleQueue[_Slot] = SimpleQueue()
+        for slot in self._slots:
+            self._idle.put(slot)
+        self._threads = ThreadPoolExecutor(num_processes, thread_name_prefix=name)
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start a first process: what is wrong with the task shows now, as PoolStartFailed."""
+        self._slots[0].start()
+
+    def submit(self, item: Any) -> Future[Any]:
+        """The future fails with WorkerFailed, WorkerTimedOut, WorkerDied or PoolStartFailed."""
+        return self._threads.submit(self._run, item)
+
+    def map(self, items: Iterable[Any]) -> Iterator[Any]:
+        """Results in order. An error of `items` itself comes after the results of all items before it."""
+        source, in_flight = iter(items), deque[Future[Any]]()
+        failure: Exception | None = None
+        while True:
+            try:
+                item = next(source)
+            except StopIteration:
+                break
+            except Exception as error:
+                failure = error
+                break
+            in_flight.append(self.submit(item))
+            if len(in_flight) >= len(self._slots) * _IN_FLIGHT_PER_PROCESS:
+                yield in_flight.popleft().result()
+        while in_flight:
+            yield in_flight.popleft().result()
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """At once; items in flight fail."""
+        for slot in self._slots:
+            slot.close()  # also wakes the thread that waits for its answer
+        self._threads.shutdown(cancel_futures=True)
+
+    def _run(self, item: Any) -> Any:
+        slot = self._idle.get()
+        try:
+            return slot.run(item, self.timeout_s)
+        finally:
+            self._idle.put(slot)
+
+
+class _Slot:
+    """One process of the pool, or the place for it. Used by one thread at a time, but for `close`."""
+
+    def __init__(self, name: str, task: bytes, start_timeout_s: float) -> None:
+        self._name, self._task, self._start_timeout_s = name, task, start_timeout_s
+        self._worker: LocalWorker | None = None
+        self._closed = False
+
+    def start(self) -> LocalWorker:
+        if self._worker is not None:
+            return self._worker
+        entry, timeout_s = "lockstep.processes.pool:serve_task", self._start_timeout_s
+        try:
+            self._worker = LocalWorker.spawn(self._name, entry, {}, env=_ONE_THREAD, start_timeout_s=timeout_s)
+            if self._closed:  # while it started
+                self._worker.kill()
+            self._worker.call("prepare", {"task": self._task}, timeout_s=timeout_s).result()
+        except WorkerError as error:
+            self._end()
+            raise PoolStartFailed(error) from error
+        return self._worker
+
+    def run(self, item: Any, timeout_s: float) -> Any:
+        body = {"item": pickle.dumps(item, protocol=5)}
+        try:
+            return pickle.loads(self.start().call("run", body, timeout_s=timeout_s).result().body["result"])
+        except (WorkerDied, WorkerTimedOut):
+            self._end()  # one that hangs, too
+            raise
+
+    def close(self) -> None:
+        self._closed = True
+        if self._worker is not None:
+            self._worker.kill()
+
+    def _end(self) -> None:
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.kill()
+
+
+class TaskServer:
+    """Inside the process."""
+
+    def __init__(self) -> None:
+        self._call: Callable[[Any], Any] | None = None
+        self.methods: Mapping[str, Method] = {"prepare": self._prepare, "run": self._run}
+        self.immediate: Mapping[str, Method] = {}
+
+    def has_work(self) -> bool:
+        return False
+
+    def work(self) -> None:
+        raise AssertionError("there is no other work")
+
+    def close(self) -> None: ...
+
+    def _prepare(self, body: dict[str, Any], tensors: dict[str, Any]) -> None:
+        self._call = pickle.loads(body["task"]).prepare()
+
+    def _run(self, body: dict[str, Any], tensors: dict[str, Any]) -> Reply:
+        assert self._call is not None, "prepare comes first"
+        result = self._call(pickle.loads(body["item"]))
+        return Reply({"result": pickle.dumps(result, protocol=5)})
+
+
+def serve_task(settings: dict[str, Any]) -> TaskServer:
+    """The entry of every process. What a task prints must not mix with the output of the command: it goes to stderr."""
+    os.dup2(2, 1)
+    return TaskServer()

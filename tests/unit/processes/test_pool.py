@@ -1,0 +1,168 @@
+"""A pool of processes: results in order, errors reported, no process left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from lockstep.processes.pool import PoolStartFailed, WorkerPool
+from lockstep.processes.tree import start_time
+from lockstep.processes.worker import WorkerDied, WorkerFailed, WorkerTimedOut
+
+
+@dataclass(frozen=True)
+class Square:
+    """Squares numbers; other items ask for faults."""
+
+    offset: int = 0
+
+    def prepare(self) -> Callable[[Any], Any]:
+        return self.work
+
+    def work(self, item: Any) -> Any:
+        match item:
+            case "pid":
+                return os.getpid()
+            case "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "exit":
+                sys.exit(3)
+            case "fail":
+                raise KeyError("no such thing")
+            case "hang":
+                time.sleep(600)
+            case "print":
+                print("to the terminal", flush=True)
+                return sys.stdin.read()
+            case bytes():
+                return item
+        time.sleep(0.02 * (item % 3))
+        return item * item + self.offset
+
+
+def is_running(pid: int) -> bool:
+    return bool(start_time(pid))
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    """For tests in which nothing goes wrong."""
+    with WorkerPool("square", Square(1), 2, timeout_s=60) as pool:
+        yield pool
+
+
+def test_results_come_in_order(pool: WorkerPool) -> None:
+    assert list(pool.map(range(20))) == [n * n + 1 for n in range(20)]
+    assert list(pool.map([])) == []
+
+
+def test_little_is_under_way_at_once(pool: WorkerPool) -> None:
+    taken = []
+
+    def items() -> Iterator[int]:
+        for n in range(30):
+            taken.append(n)
+            yield n
+
+    for done, _ in enumerate(pool.map(items())):
+        assert len(taken) <= done + 4
+
+
+def test_large_items_and_results_do_not_block_each_other(pool: WorkerPool) -> None:
+    blobs = [bytes([n]) * 2**20 for n in range(8)]
+    assert list(pool.map(blobs)) == blobs
+
+
+def test_an_error_of_the_items_comes_after_what_was_before_it(pool: WorkerPool) -> None:
+    def items() -> Iterator[int]:
+        yield from range(3)
+        raise ValueError("cannot be read on")
+
+    results = pool.map(items())
+    assert [next(results) for _ in range(3)] == [1, 2, 5]
+    with pytest.raises(ValueError, match="read on"):
+        next(results)
+
+
+def test_output_and_input_of_the_work_stay_apart(capfd: pytest.CaptureFixture[str]) -> None:
+    with WorkerPool("square", Square(), 1, timeout_s=60) as pool:
+        assert list(pool.map(["print", 2])) == ["", 4]
+    assert capfd.readouterr().err == "to the terminal\n"
+
+
+@pytest.mark.parametrize(
+    ("item", "error", "words"),
+    [
+        ("die", WorkerDied, r"square 0 was ended by signal 9 \(SIGKILL\)"),
+        ("exit", WorkerDied, "square 0 ended with exit code 3"),
+        ("fail", WorkerFailed, "square 0: run failed: 'no such thing'"),
+        ("hang", WorkerTimedOut, r"square 0 gave no answer to run within 0\.5 s"),
+    ],
+)
+def test_a_process_that_fails_fails_one_item_and_the_next_has_another(item: str, error: type, words: str) -> None:
+    with WorkerPool("square", Square(), 1, timeout_s=60) as pool:
+        pids = [pool.submit("pid").result()]
+        pool.timeout_s = 0.5 if item == "hang" else 60
+        failed = pool.submit(item)
+        with pytest.raises(error, match=words):
+            failed.result()
+        pool.timeout_s = 60
+        pids.append(pool.submit("pid").result())
+        assert (pids[0] == pids[1]) == (item == "fail")
+    assert not any(is_running(pid) for pid in pids)
+
+
+@dataclass(frozen=True)
+class Broken:
+    def prepare(self) -> Callable[[Any], Any]:
+        raise ValueError("there is no such tokenizer")
+
+
+def test_a_task_that_cannot_be_prepared_is_reported_at_the_start_and_for_every_item() -> None:
+    with WorkerPool("broken", Broken(), 1, timeout_s=60) as pool:
+        with pytest.raises(PoolStartFailed, match="there is no such tokenizer") as caught:
+            pool.start()
+        assert isinstance(caught.value.cause, WorkerFailed)
+        with pytest.raises(PoolStartFailed, match="there is no such tokenizer"):
+            pool.submit(1).result()
+
+
+@dataclass(frozen=True)
+class StartsAnother:
+    """A child that would outlive the process, had it not been in its session."""
+
+    def prepare(self) -> Callable[[Any], Any]:
+        return lambda _: subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
+
+
+def test_what_a_process_has_started_ends_with_it() -> None:
+    with WorkerPool("parent", StartsAnother(), 1, timeout_s=60) as pool:
+        pid = pool.submit(None).result()
+        assert is_running(pid)
+    deadline = time.monotonic() + 60
+    while is_running(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_an_interrupt_leaves_no_process_behind() -> None:
+    pids: list[int] = []
+
+    def interrupted() -> None:
+        with WorkerPool("square", Square(), 2, timeout_s=60) as pool:
+            pids.extend(pool.map(["pid", "pid"]))
+            for _ in pool.map(range(100)):
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert len(set(pids)) >= 1
+    assert not any(is_running(pid) for pid in pids)

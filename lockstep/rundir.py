@@ -2,7 +2,6 @@
 
 One owner writes (rank 0 of the run, or the launcher once every worker is gone); everybody else reads.
 Small files are replaced atomically; a checkpoint exists once its folder carries its final name.
-Must not know torch or what is inside a checkpoint.
 """
 
 from __future__ import annotations
@@ -137,9 +136,10 @@ class RunDir:
 
     def status(self) -> dict[str, Any]:
         try:
-            return json.loads((self.path / "status.json").read_text())
+            status: dict[str, Any] = json.loads((self.path / "status.json").read_text())
         except (FileNotFoundError, json.JSONDecodeError):  # not yet, or lost in a power cut
             return {"state": "unknown"}
+        return status
 
     def write_status(self, **fields: Any) -> None:
         """Merge fields into status.json, atomically. The owner only."""
@@ -151,7 +151,7 @@ class RunDir:
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-            self.sweep()  # on a full disk, a checkpoint that cannot be finished gives way to the word that it is full
+            self.sweep()  # on a full disk, an unfinished checkpoint makes room for the status that says so
             write_atomically(self.path / "status.json", text, durable=False)
 
     def log_metrics(self, record: Mapping[str, Any]) -> None:
@@ -196,14 +196,14 @@ class RunDir:
             write_atomically(self.logs / f"rank-{rank}.error.json", json.dumps(record))
 
     def failures(self) -> list[dict[str, Any]]:
-        found = []
+        records: list[dict[str, Any]] = []
         for path in self.logs.glob("rank-*.error.json"):
             with contextlib.suppress(OSError, json.JSONDecodeError):
-                found.append(json.loads(path.read_text()))
-        return sorted(found, key=lambda f: f["time"])
+                records.append(json.loads(path.read_text()))
+        return sorted(records, key=lambda record: record["time"])
 
     def clear_failures(self, rank: int | None = None) -> None:
-        """Of every rank, or of one: a rank that starts must not erase what another has just said."""
+        """Of every rank, or of one: a rank that starts must not erase what another has just recorded."""
         for path in self.logs.glob(f"rank-{'*' if rank is None else rank}.error.json"):
             path.unlink(missing_ok=True)
 
@@ -241,12 +241,12 @@ class RunDir:
 
     def list_checkpoints(self) -> list[Checkpoint]:
         """Committed checkpoints in step order, by their manifests; digests are not checked here."""
-        found = []
+        committed = []
         for step, path in self._checkpoint_folders():
             with contextlib.suppress(OSError, ValueError, KeyError):
                 manifest = _read_manifest(path)
-                found.append(Checkpoint(path, step, manifest["extra"], manifest.get("validation_loss")))
-        return found
+                committed.append(Checkpoint(path, step, manifest["extra"], manifest.get("validation_loss")))
+        return committed
 
     def latest_checkpoint(self) -> Checkpoint | None:
         """The newest checkpoint whose every file has its digest; damaged ones are passed over.
@@ -283,11 +283,13 @@ class RunDir:
         """Delete what the keep rule does not name. The owner only."""
         if not self.owner:
             return
-        found = self.list_checkpoints()
-        keep = {c.step for c in found[-keep_last:]}
-        scored = sorted((c for c in found if c.validation_loss is not None), key=lambda c: (c.validation_loss, c.step))
+        committed = self.list_checkpoints()
+        keep = {c.step for c in committed[-keep_last:]}
+        scored = sorted(
+            (c for c in committed if c.validation_loss is not None), key=lambda c: (c.validation_loss, c.step)
+        )
         keep |= {c.step for c in scored[:keep_best]}
-        for checkpoint in found:
+        for checkpoint in committed:
             if checkpoint.step not in keep:
                 # Renamed first, so that a kill in the middle never leaves half a checkpoint under a valid name.
                 doomed = checkpoint.path.with_name(f"deleting-{checkpoint.path.name}")
@@ -320,7 +322,7 @@ def damage(checkpoint: Path) -> str | None:
 
 
 def _read_manifest(checkpoint: Path) -> dict[str, Any]:
-    manifest = json.loads((checkpoint / MANIFEST).read_text())
+    manifest: dict[str, Any] = json.loads((checkpoint / MANIFEST).read_text())
     expected = manifest.pop("sha256", None) if isinstance(manifest, dict) else None
     if expected is None or _digest_json(manifest) != expected:
         raise ValueError("does not match its digest")

@@ -1,8 +1,9 @@
 """The run configuration: one YAML file, frozen, validated once at the door."""
 
 from lockstep.config.algorithm import AlgorithmConfig, DpoConfig, KtoConfig, SftConfig
-from lockstep.config.cluster import LaunchConfig, PoolConfig, settle_pool
 from lockstep.config.data import DataConfig, SourceConfig
+from lockstep.config.grpo import GrpoConfig, RewardConfig, RolloutsConfig
+from lockstep.config.launch import LaunchConfig, PoolConfig, resolve_pool
 from lockstep.config.loading import (
     check_config,
     known_keys,
@@ -13,7 +14,7 @@ from lockstep.config.loading import (
     validate_config,
 )
 from lockstep.config.parallel import Degrees, ParallelConfig
-from lockstep.config.reinforcement import GrpoConfig, RewardConfig, RolloutsConfig
+from lockstep.config.schema import ConfigError
 from lockstep.config.sections import (
     BatchConfig,
     CheckpointConfig,
@@ -24,7 +25,6 @@ from lockstep.config.sections import (
     OptimConfig,
     RunConfig,
 )
-from lockstep.config.yamltree import ConfigError
 
 __all__ = [
     "AlgorithmConfig",
@@ -54,7 +54,7 @@ __all__ = [
     "load_config",
     "parse_config",
     "resolve_config",
+    "resolve_pool",
     "sections_of",
-    "settle_pool",
     "validate_config",
 ]

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from lockstep.config.reinforcement import SHORT_GRPO, GrpoConfig, as_rewards
+from lockstep.config.grpo import SHORT_GRPO, GrpoConfig, as_rewards
 from lockstep.config.renames import rename_keys
-from lockstep.config.section import PositiveInt, Section
+from lockstep.config.schema import NonNegative, Positive, PositiveInt, Section, Share
 
 PreferenceLoss = Literal[
     "sigmoid",
@@ -112,9 +112,6 @@ SHORT_KINDS: dict[str, dict[str, Any]] = {
 # Settings that only one loss reads: beside any other they would do nothing, and say nothing.
 _OF_ONE_LOSS = {"margin": "simpo", "cpo_alpha": "cpo", "discopop_tau": "discopop", "bco_shift": "bco_pair"}
 ReferenceKind = Literal["adapter_off", "precomputed", "copy", "none"]
-Positive = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class SftConfig(Section):
@@ -127,7 +124,7 @@ class SftConfig(Section):
 
 
 class _ReferencedConfig(Section):
-    """What algorithms have in common that compare the model in training with a reference."""
+    """What the algorithms share that compare the model in training with a reference."""
 
     kind: Literal["dpo", "kto"]
     loss: Any
@@ -245,9 +242,9 @@ class KtoConfig(_ReferencedConfig):
     loss: Literal["kto", "apo_zero_unpaired"] = "kto"
     """kto compares with an estimate of how far the model is from its reference; apo_zero_unpaired does not."""
     desirable_weight: Positive = 1.0
-    """What a good answer counts."""
+    """Weight of a good answer."""
     undesirable_weight: Positive = 1.0
-    """What a bad answer counts. Raise it, or desirable_weight, where one label is much rarer than the other."""
+    """Weight of a bad answer. Raise it, or desirable_weight, where one label is much rarer than the other."""
 
     @model_validator(mode="after")
     def _applies(self) -> Self:

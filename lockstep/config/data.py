@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from lockstep.config.section import PositiveInt, Section
+from lockstep.config.schema import PositiveInt, Section
 
 Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "preference", "unpaired"]
 PARTS = ("train", "validation", "test")
@@ -58,7 +58,7 @@ def _as_sources(value: Any) -> Any:
 
 
 Sources = Annotated[tuple[SourceConfig, ...], BeforeValidator(_as_sources)]
-Share = Annotated[float, Field(ge=0, lt=1)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class DataConfig(Section):
@@ -68,9 +68,9 @@ class DataConfig(Section):
     """Held-out rows, named like train."""
     test: Sources = ()
     """Rows for `lockstep eval` after the run, named like train. Never looked at in training."""
-    validation_fraction: Share = 0.0
+    validation_fraction: Fraction = 0.0
     """Share of the training rows held out when no validation file is given."""
-    test_fraction: Share = 0.0
+    test_fraction: Fraction = 0.0
     """Share of the training rows set aside for `lockstep eval` when no test file is given."""
     format: Format = "auto"
     """auto: recognised from the first row of each file."""

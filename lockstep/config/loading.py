@@ -1,7 +1,7 @@
 """From a YAML file to a RunConfig: shorthands, paths, overrides, validation, and errors with their place.
 
-Defaults < YAML < `key.path=value`. Relative paths in the file are relative to the file, those in overrides
-to the working directory.
+Defaults < YAML < `key.path=value`. Relative paths in the file are relative to the file, those in overrides to the
+working directory.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pydantic import BaseModel, ValidationError
 from lockstep.config.algorithm import KINDS, SHORT_KINDS, expand_algorithm
 from lockstep.config.data import PARTS, is_local
 from lockstep.config.renames import RENAMED_KEYS, rename_keys
+from lockstep.config.schema import ConfigError
 from lockstep.config.sections import RunConfig
-from lockstep.config.yamltree import ConfigError, apply_override, lines_of_keys, merge, place_of, refuse_repeated_keys
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -39,9 +39,9 @@ def parse_config(
     text: str, *, source: str = "<config>", directory: Path | None = None, overrides: Sequence[str] = ()
 ) -> RunConfig:
     try:
-        refuse_repeated_keys(yaml.compose(text), source)
+        _refuse_repeated_keys(yaml.compose(text), source)
         tree = yaml.safe_load(text)
-        places = {key: f"{source}:{line}" for key, line in lines_of_keys(yaml.compose(text)).items()}
+        places = {key: f"{source}:{line}" for key, line in _lines_of_keys(yaml.compose(text)).items()}
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{source}:{mark.line + 1}" if mark else source
@@ -65,12 +65,12 @@ def resolve_config(
     tree = copy.deepcopy(tree)
     places = dict(places or {})
     for key in [key for key, value in tree.items() if value is None and key != "lora"]:
-        raise ConfigError(f"{place_of(source, places, key)}: {key} is empty: give it a value, or leave it out")
+        raise ConfigError(f"{_place_of(source, places, key)}: {key} is empty: give it a value, or leave it out")
     _expand_short_forms(tree)
     _resolve_paths(tree, directory or Path.cwd())
     changes: dict[str, Any] = {}
     for override in overrides:
-        apply_override(changes, override)
+        _apply_override(changes, override)
     _expand_short_forms(changes)
     _resolve_paths(changes, Path.cwd())
     _use_current_names(tree, source, places)
@@ -80,7 +80,7 @@ def resolve_config(
             places.setdefault(".".join(parts[:depth]), f"override {override!r}")
         places[".".join(parts)] = f"override {override!r}"
     _use_current_names(changes, source, places)
-    merge(tree, changes)
+    _merge(tree, changes)
     return validate_config(tree, source=source, places=places)
 
 
@@ -93,7 +93,7 @@ def validate_config(
         try:
             tree["algorithm"] = expand_algorithm(tree["algorithm"])
         except ValueError as error:
-            raise ConfigError(f"{place_of(source, places, 'algorithm.loss')}: {error}") from error
+            raise ConfigError(f"{_place_of(source, places, 'algorithm.loss')}: {error}") from error
     _refuse_unknown_keys(tree, RunConfig, "", source, places)
     try:
         return RunConfig.model_validate(tree)
@@ -159,9 +159,9 @@ def _refuse_unknown_keys(
         info = section.model_fields.get(str(key))
         if info is None:
             raise ConfigError(
-                f"{place_of(source, places, dotted)}: unknown key {dotted!r}; {_suggest(dotted, section, prefix)}"
+                f"{_place_of(source, places, dotted)}: unknown key {dotted!r}; {_suggest(dotted, section, prefix)}"
             )
-        place = place_of(source, places, f"{dotted}.kind")
+        place = _place_of(source, places, f"{dotted}.kind")
         child, entry = _section_of(dotted, info.annotation, value, place), _entry_of(info.annotation)
         if child is not None and isinstance(value, Mapping):
             _refuse_unknown_keys(value, child, dotted + ".", source, places)
@@ -201,7 +201,7 @@ def _explain(error: ValidationError, source: str, places: Mapping[str, str]) -> 
         dotted = ".".join(parts)
         if problem["type"] == "missing":
             missing = ".".join(str(p) for p in problem["loc"])
-            seen.setdefault(missing, f"{place_of(source, places, dotted)}: {missing} is missing")
+            seen.setdefault(missing, f"{_place_of(source, places, dotted)}: {missing} is missing")
             continue
         message = problem["msg"].removeprefix("Value error, ")
         given = problem.get("input")
@@ -213,7 +213,7 @@ def _explain(error: ValidationError, source: str, places: Mapping[str, str]) -> 
         if dotted in seen:
             seen[dotted] = seen[dotted].replace(shown, "") + f", or: {message}{shown}"
         else:
-            seen[dotted] = f"{place_of(source, places, dotted)}: {text}"
+            seen[dotted] = f"{_place_of(source, places, dotted)}: {text}"
     return "; ".join(seen.values())
 
 
@@ -235,11 +235,11 @@ def _use_current_names(tree: dict[str, Any], source: str, places: dict[str, str]
     if not isinstance(algorithm, dict):
         return
     try:
-        tree["algorithm"] = rename_keys(algorithm, lambda key: place_of(source, places, key))
+        tree["algorithm"] = rename_keys(algorithm, lambda key: _place_of(source, places, key))
     except ValueError as error:
-        raise ConfigError(f"{place_of(source, places, str(error).split()[0])}: {error}") from error
+        raise ConfigError(f"{_place_of(source, places, str(error).split()[0])}: {error}") from error
     for old in RENAMED_KEYS.keys() & algorithm.keys():
-        places[f"algorithm.{RENAMED_KEYS[old]}"] = place_of(source, places, f"algorithm.{old}")
+        places[f"algorithm.{RENAMED_KEYS[old]}"] = _place_of(source, places, f"algorithm.{old}")
 
 
 def _resolve_paths(tree: dict[str, Any], directory: Path) -> None:
@@ -284,3 +284,61 @@ def _resolve_sources(value: Any, directory: Path) -> Any:
 
 def _absolute(path: str, directory: Path) -> str:
     return str((directory / Path(path).expanduser()).resolve())
+
+
+# --- YAML trees -------------------------------------------------------------------------------------------------------
+
+
+def _place_of(source: str, places: Mapping[str, str], dotted: str) -> str:
+    parts = dotted.split(".")
+    while parts:
+        place = places.get(".".join(parts))
+        if place is not None:
+            return place
+        parts.pop()
+    return source
+
+
+def _refuse_repeated_keys(node: yaml.Node | None, source: str) -> None:
+    if isinstance(node, yaml.MappingNode):
+        seen: dict[str, int] = {}
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if key.value in seen:
+                raise ConfigError(f"{source}:{line}: {key.value} was already given in line {seen[key.value]}")
+            seen[key.value] = line
+            _refuse_repeated_keys(value, source)
+
+
+def _lines_of_keys(node: yaml.Node | None, prefix: str = "") -> dict[str, int]:
+    lines: dict[str, int] = {}
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            dotted = f"{prefix}{key.value}"
+            lines[dotted] = key.start_mark.line + 1
+            lines.update(_lines_of_keys(value, dotted + "."))
+    return lines
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    key, equals, raw = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"override {override!r} is not of the form key.path=value")
+    try:
+        value = yaml.safe_load(raw)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {override!r}: the value is not valid YAML") from error
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        tree = tree.setdefault(parent, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"override {override!r}: {parent} was already given a plain value")
+    tree[leaf] = value
+
+
+def _merge(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    for key, value in changes.items():
+        if isinstance(value, Mapping) and isinstance(tree.get(key), dict):
+            _merge(tree[key], value)
+        else:
+            tree[key] = value

@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from lockstep.config.section import PositiveInt, Section
-from lockstep.config.yamltree import ConfigError
+from lockstep.config.schema import ConfigError, PositiveInt, Section
 
 Degree = PositiveInt | Literal["auto"]
 # From the axis whose ranks talk least to the one whose ranks talk most: neighbours in rank share a machine.

@@ -1,7 +1,6 @@
-"""The sections of a run's configuration, frozen: names, types, defaults, and what does not go together.
+"""RunConfig and its plain sections, frozen: names, types, defaults, and what does not go together.
 
 The text under each field is its description in `lockstep init` and docs/configuration.md.
-Must not know files, torch, nor what the settings do.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, model_validator
 
-from lockstep.config.algorithm import AlgorithmConfig, GrpoConfig, SftConfig
-from lockstep.config.cluster import LaunchConfig, PoolConfig, check_pools
+from lockstep.config.algorithm import AlgorithmConfig, SftConfig
 from lockstep.config.data import DataConfig
+from lockstep.config.grpo import GrpoConfig, RolloutsConfig, check_rollouts, with_importance_weighting
+from lockstep.config.launch import LaunchConfig, PoolConfig, check_pools
 from lockstep.config.parallel import ParallelConfig
-from lockstep.config.reinforcement import RolloutsConfig, check_rollouts, with_importance_weighting
-from lockstep.config.section import NonNegativeInt, PositiveInt, Section
+from lockstep.config.schema import NonNegativeInt, PositiveInt, Section
 
 
 class ModelConfig(Section):
@@ -160,7 +159,7 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _settled(cls, tree: Any) -> Any:
+    def _fill_defaults(cls, tree: Any) -> Any:
         return with_importance_weighting(tree)
 
     @model_validator(mode="after")
@@ -199,7 +198,7 @@ class RunConfig(Section):
 
 
 def _check_algorithm(config: RunConfig) -> None:
-    """What an algorithm asks of the other sections."""
+    """What an algorithm requires of the other sections."""
     algorithm = config.algorithm
     if isinstance(algorithm, SftConfig):
         return

@@ -16,8 +16,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from lockstep.config import ConfigError, RunConfig, settle_pool
-from lockstep.config.cluster import ROOM_VARIABLE
+from lockstep.config import ConfigError, RunConfig, resolve_pool
+from lockstep.config.launch import ROOM_VARIABLE
 from lockstep.launch.launcher import Resources, RunHandle
 from lockstep.launch.local import MARK_VARIABLE, LocalLauncher, end_gently
 from lockstep.launch.ray_cluster import Interrupted, Reservation, joined, reserve
@@ -123,10 +123,10 @@ def _room(config: RunConfig, name: str, interrupted: Callable[[], bool]) -> Iter
         return True
 
     if name == "training":
-        pool = settle_pool(config.cluster, name, launch.procs, launch.device)
+        pool = resolve_pool(config.cluster, name, launch.procs, launch.device)
     else:
         device = launch.device if rollouts.device == "auto" else rollouts.device
-        pool = settle_pool(config.cluster, name, rollouts.engines, device)
+        pool = resolve_pool(config.cluster, name, rollouts.engines, device)
     room = reserve(pool, launch.placement_timeout_s, interrupted, is_possible)
     try:
         yield room

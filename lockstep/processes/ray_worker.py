@@ -23,7 +23,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from lockstep.config.cluster import ROOM_VARIABLE
+from lockstep.config.launch import ROOM_VARIABLE
 from lockstep.processes.child import Serving, leave
 from lockstep.processes.frames import FrameError, Request, pack_message, pack_result, read_result, unpack
 from lockstep.processes.worker import PendingCalls, Reply, WorkerDied, WorkerTimedOut

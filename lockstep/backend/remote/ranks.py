@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config import PoolConfig
-from lockstep.config.cluster import Strategy
+from lockstep.config.launch import Strategy
 from lockstep.launch.ray_cluster import reserve
 from lockstep.processes.local import LocalWorker
 from lockstep.processes.ray_worker import RayWorker, import_ray

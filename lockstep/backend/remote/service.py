@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 from lockstep.backend.remote import wire
 from lockstep.backend.remote.ranks import SPAWN, RemoteRanks, RemoteReservation, TrainingFailed
 from lockstep.config import LoraConfig, ModelConfig, ParallelConfig
-from lockstep.config.cluster import Strategy
+from lockstep.config.launch import Strategy
 from lockstep.model.load import check_model_source
 from lockstep.processes.worker import Reply
 from lockstep.types import Datum, Logprobs, LossResult, LossSpec, OptimResult, OptimStep

@@ -11,7 +11,7 @@ from lockstep.algorithms.losses import LOSSES
 from lockstep.algorithms.options import check_options
 from lockstep.config import ConfigError, DpoConfig, KtoConfig, RunConfig, SftConfig, parse_config
 from lockstep.config.algorithm import KINDS, PREFERENCE_LOSSES, SHORT_KINDS, PreferenceLoss
-from lockstep.config.reinforcement import SHORT_GRPO
+from lockstep.config.grpo import SHORT_GRPO
 from lockstep.config.template import ALGORITHMS, starter_yaml
 from lockstep.train.options import label_options, pair_options, policy_options
 

@@ -8,7 +8,7 @@ from test_config_algorithm import algorithm_of, explain, parse
 from lockstep.algorithms.advantages import AGGREGATIONS, BASELINES
 from lockstep.algorithms.options import IMPORTANCE_WEIGHTINGS, KL_ESTIMATES, OBJECTIVES, RATIOS, PolicyGradientOptions
 from lockstep.config import GrpoConfig, RunConfig
-from lockstep.config.reinforcement import SHORT_GRPO
+from lockstep.config.grpo import SHORT_GRPO
 from lockstep.train.options import policy_options
 
 GRPO = "kind: grpo; reward: exact"
@@ -129,7 +129,7 @@ def test_without_engines_the_processes_that_train_sample_in_turns():
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["rollouts.max_staleness=2"], "rollouts.max_staleness 2 needs engines that sample while others learn"),
+        (["rollouts.max_staleness=2"], "rollouts.max_staleness 2 needs engines that sample while others train"),
         (["rollouts.engines=-1"], "rollouts.engines: Input should be greater than or equal to 0"),
         (["rollouts.max_staleness=-1"], "rollouts.max_staleness: Input should be greater than or equal to 0"),
         (["rollouts.deadline_s=0"], "rollouts.deadline_s: Input should be greater than 0"),

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.config import ConfigError, PoolConfig, RunConfig, parse_config, settle_pool
+from lockstep.config import ConfigError, PoolConfig, RunConfig, parse_config, resolve_pool
 from lockstep.launch.placement import Node, bundle_of, explain, num_fitting
 from lockstep.launch.ray_ranks import RankHost, carried_environment
 
@@ -21,7 +21,7 @@ ONE = {"CPU": 1.0}
 
 def make_pool(**settings: Any) -> PoolConfig:
     given = PoolConfig.model_validate({"pool": "training", **settings})
-    return settle_pool((given,), "training", given.procs or 1, "cpu")
+    return resolve_pool((given,), "training", given.procs or 1, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -99,8 +99,8 @@ def test_contradictions(text: str, message: str) -> None:
 
 def test_a_pool_takes_its_number_and_gpus_from_the_other_sections() -> None:
     config = settings("launch: {kind: ray, procs: 3, device: cuda}\ncluster: [{pool: training, cpus: 4}]")
-    assert settle_pool(config.cluster, "training", config.launch.procs, config.launch.device).gpus == 1.0
-    without = settle_pool((), "rollouts", 2, "cpu")
+    assert resolve_pool(config.cluster, "training", config.launch.procs, config.launch.device).gpus == 1.0
+    without = resolve_pool((), "rollouts", 2, "cpu")
     assert (without.procs, without.cpus, without.gpus, without.strategy) == (2, 1.0, 0.0, "PACK")
     assert config == parse_config(config.to_yaml()), "the resolved copy says the same"
 

@@ -1,7 +1,4 @@
-"""Where the processes of a run are: on this machine or on a Ray cluster, and what each of them has there.
-
-Must not know Ray nor how processes are started.
-"""
+"""The launch and cluster sections: where the processes of a run are, and which resources each of them has."""
 
 from __future__ import annotations
 
@@ -9,9 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from lockstep.config.section import NonNegativeInt, PositiveInt, Section
+from lockstep.config.schema import NonNegativeInt, PositiveInt, Section
 
-# Room on a cluster that the launcher has reserved for the processes that a rank starts, told in its environment.
+# In the environment of a rank: what the launcher has reserved on the cluster for the processes that the rank starts.
 ROOM_VARIABLE = "LOCKSTEP_RESERVED_ROOM"
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 
@@ -32,12 +29,12 @@ class LaunchConfig(Section):
     """For ray: the cluster to join: auto (the one this machine belongs to), HOST:PORT, or ray://HOST:PORT. null: start
     one on this machine, for this run alone."""
     placement_timeout_s: Annotated[float, Field(gt=0)] = 120.0
-    """For ray: how long to wait for room on the cluster."""
+    """For ray: how long to wait for free resources on the cluster."""
     heartbeat_s: Annotated[float, Field(ge=5)] = 30.0
-    """For ray: a rank whose node gives no sign of life for so long is lost."""
+    """For ray: a rank whose node sends no heartbeat for so long is lost."""
     min_procs: PositiveInt | None = None
-    """For ray: where there is no room for procs ranks, go on with fewer, but not with fewer than these. Default: never
-    with fewer."""
+    """For ray: where the cluster has no resources for procs ranks, go on with fewer, but at least with this many.
+    Default: never with fewer."""
 
     @model_validator(mode="after")
     def _fits_the_kind(self) -> LaunchConfig:
@@ -51,7 +48,7 @@ class LaunchConfig(Section):
 
 
 class PoolConfig(Section):
-    """Some processes that need the same, and where they may be beside each other."""
+    """Processes with the same needs, and how they are placed on nodes."""
 
     pool: Literal["training", "rollouts"]
     """Whose resources these are: the ranks that train, or the engines that sample."""
@@ -68,27 +65,27 @@ class PoolConfig(Section):
 
 
 def check_pools(launch: LaunchConfig, pools: tuple[PoolConfig, ...], num_engines: int) -> None:
-    """Raises ValueError for what contradicts the other sections."""
+    """Raise ValueError where pools contradict the other sections."""
     if pools and launch.kind != "ray":
         raise ValueError("cluster is for launch.kind ray: set it, or remove cluster")
     for name, expected, key in (
         ("training", launch.procs, "launch.procs"),
         ("rollouts", num_engines, "rollouts.engines"),
     ):
-        found = [pool for pool in pools if pool.pool == name]
-        if len(found) > 1:
-            raise ValueError(f"cluster has {len(found)} pools for {name}: give one")
-        if found and expected == 0:
+        named = [pool for pool in pools if pool.pool == name]
+        if len(named) > 1:
+            raise ValueError(f"cluster has {len(named)} pools for {name}: give one")
+        if named and expected == 0:
             raise ValueError(f"cluster has a pool for {name}, and {key} is 0: raise it, or remove the pool")
-        if found and found[0].procs not in (None, expected):
+        if named and named[0].procs not in (None, expected):
             raise ValueError(
-                f"cluster gives {name} {found[0].procs} procs, and {key} is {expected}: give the same number, or "
+                f"cluster gives {name} {named[0].procs} procs, and {key} is {expected}: give the same number, or "
                 "leave procs out of the pool"
             )
 
 
-def settle_pool(pools: tuple[PoolConfig, ...], name: str, num_procs: int, device: str) -> PoolConfig:
+def resolve_pool(pools: tuple[PoolConfig, ...], name: str, num_procs: int, device: str) -> PoolConfig:
     """The pool with every number in its place, also where the configuration does not name it."""
-    given = next((pool for pool in pools if pool.pool == name), None) or PoolConfig.model_validate({"pool": name})
-    gpus = float(device == "cuda") if given.gpus is None else given.gpus
-    return given.model_copy(update={"procs": num_procs, "gpus": gpus})
+    pool = next((pool for pool in pools if pool.pool == name), None) or PoolConfig.model_validate({"pool": name})
+    gpus = float(device == "cuda") if pool.gpus is None else pool.gpus
+    return pool.model_copy(update={"procs": num_procs, "gpus": gpus})

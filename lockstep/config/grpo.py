@@ -8,11 +8,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from lockstep.config.renames import rename_keys
-from lockstep.config.section import NonNegativeInt, PositiveInt, Section
+from lockstep.config.schema import NonNegative, NonNegativeInt, Positive, PositiveInt, Section, Share
 
-Positive = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
 # Kinds that are short for grpo with the settings of a paper.
 SHORT_GRPO: dict[str, dict[str, Any]] = {
     "dr_grpo": {"kind": "grpo", "advantage": "dr_grpo", "aggregation": "fixed"},
@@ -25,12 +22,12 @@ SHORT_GRPO: dict[str, dict[str, Any]] = {
 
 
 class RewardConfig(Section):
-    """One reward, and what it counts."""
+    """One reward and its weight."""
 
     name: str
     """exact, numeric, regex, format, length, reasoning_gym, environment, or module:function of yours."""
     weight: float = 1.0
-    """What it counts in the sum of all rewards. 0: measured, and not learned."""
+    """Its weight in the sum of all rewards. 0: measured, and not learned from."""
     options: dict[str, Any] = Field(default={})
     """Settings of this reward. For example {pattern: "#### (.*)"}."""
 
@@ -54,7 +51,7 @@ class GrpoConfig(Section):
     """How an answer is scored: the name of a reward, a list, a mapping with weights like {numeric: 1.0, format: 0.2},
     or entries with options."""
     environment: str | None = None
-    """Who answers back, for several turns or tools: calculator, or module:class of yours. null: one turn."""
+    """What replies to the model, for several turns or tools: calculator, or module:class of yours. null: one turn."""
     max_turns: PositiveInt = 4
     """Of an episode with an environment."""
     group_size: Annotated[int, Field(ge=1)] = 8
@@ -76,9 +73,9 @@ class GrpoConfig(Section):
     the mean of the others. reinforce++: the whole batch; reinforce++_baseline: the group's mean over the batch's
     spread."""
     zero_std_groups: Literal["keep", "drop", "refill"] = "keep"
-    """Groups whose answers all earned the same, and teach nothing. refill: take the next prompts in their place."""
+    """Groups whose answers all have the same reward, and no gradient. refill: take the next prompts in their place."""
     max_refills: PositiveInt = 4
-    """Times its own size that a step may take next prompts instead of flat ones. Then it goes on with fewer groups."""
+    """Times its own size that a step may take next prompts instead of those. Then it goes on with fewer groups."""
     overlong: Literal["keep", "mask"] = "keep"
     """Answers cut at max_tokens. mask: not learned from."""
     ratio: Literal["token", "sequence"] = "token"
@@ -97,22 +94,23 @@ class GrpoConfig(Section):
     kl: Literal["k1", "k2", "k3"] = "k3"
     """How the distance from the reference is estimated."""
     kl_coefficient: NonNegative = 0.0
-    """What it counts. 0: there is no reference."""
+    """Its weight. 0: there is no reference."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where it counts: added to the loss, or taken from the reward of an answer."""
+    """Where it is applied: added to the loss, or subtracted from the reward of an answer."""
     entropy_coefficient: float = 0.0
-    """What the entropy of the model's choices counts for; it then has to be computed."""
+    """Weight of the entropy of the model's choices; anything but 0 makes the step compute it."""
     importance_weighting: Literal["none", "token", "sequence"] = "none"
-    """Weigh tokens, or answers, by trainer over sampler where the two differ. With rollouts.max_staleness, unless it is
-    given, token."""
+    """Weigh tokens, or answers, by the ratio of trainer to sampler probability. Default with rollouts.max_staleness:
+    token."""
     importance_cap: Positive = 2.0
-    """At most this much."""
+    """The largest such weight."""
     max_sampler_trainer_logprob_diff: Positive | None = 0.2
-    """Stop the run when sampler and trainer differ by more than this in a token's log-prob, on average. null: never."""
+    """Stop the run when the log-probs of sampler and trainer differ by more than this per token, on average. null:
+    never."""
     num_updates: PositiveInt = 1
-    """Times that a step learns from its samples."""
+    """Passes of a step over its samples."""
     minibatches: PositiveInt = 1
-    """Optimizer steps that each of these is cut into, by prompts."""
+    """Optimizer steps that each pass is split into, by prompts."""
     reference: Literal["auto", "adapter_off", "copy", "none"] = "auto"
     """Where the reference's log-probs come from. adapter_off: the model without its LoRA adapters. copy: a frozen copy
     of the weights. auto: the cheapest that is right."""
@@ -123,7 +121,7 @@ class GrpoConfig(Section):
     reward_procs: PositiveInt = 2
     """Processes that score answers."""
     reward_timeout_s: Positive = 10.0
-    """What one answer's scores may take. One that takes longer taints its answer, which is left out and counted."""
+    """What one answer's scores may take. An answer that takes longer is left out and counted."""
     keep_samples: NonNegativeInt = 100
     """The newest steps whose answers are kept in samples/."""
 
@@ -180,10 +178,10 @@ class GrpoConfig(Section):
 
 
 class RolloutsConfig(Section):
-    """Who samples, and how far sampling may be ahead of learning."""
+    """Which processes sample, and how far sampling may run ahead of training."""
 
     engines: NonNegativeInt = 0
-    """Processes that sample, besides those that train. 0: the processes that train sample too, in turns."""
+    """Processes that sample, besides those that train. 0: the processes that train also sample, between steps."""
     endpoint: str | None = None
     """Address of a server that samples instead, like http://localhost:8000. It must see the run directory, from which
     it loads the weights of every step."""
@@ -191,9 +189,9 @@ class RolloutsConfig(Section):
     """What the server at endpoint is."""
     max_staleness: NonNegativeInt = 0
     """Optimizer steps that the weights behind any sampled token may be older than those that learn from it, at most.
-    0: sampling and learning take turns. More: engines sample while the others learn."""
+    0: sampling and training alternate. More: engines sample while the others train."""
     check_interval_s: Positive = 2.0
-    """How often each engine is asked whether it is well."""
+    """How often the health of each engine is checked."""
     deadline_s: Positive = 6.0
     """An engine that does not answer for so long is replaced."""
     start_timeout_s: Positive = 300.0
@@ -212,14 +210,14 @@ class RolloutsConfig(Section):
 
 
 def check_rollouts(rollouts: RolloutsConfig, algorithm: Section) -> None:
-    """What the section asks of the algorithm."""
+    """What the rollouts section requires of the algorithm."""
     if not isinstance(algorithm, GrpoConfig):
         if rollouts != RolloutsConfig():
             raise ValueError("rollouts is for algorithm grpo, which samples: remove it")
         return
     if rollouts.max_staleness and not rollouts.samples_elsewhere:
         raise ValueError(
-            f"rollouts.max_staleness {rollouts.max_staleness} needs engines that sample while others learn: set "
+            f"rollouts.max_staleness {rollouts.max_staleness} needs engines that sample while others train: set "
             "rollouts.engines, or max_staleness 0"
         )
     if rollouts.endpoint is not None:
@@ -243,7 +241,7 @@ def _check_endpoint(rollouts: RolloutsConfig, algorithm: GrpoConfig) -> None:
 
 
 def with_importance_weighting(tree: Any) -> Any:
-    """Answers of older weights are weighed by what has changed since, unless the configuration says otherwise."""
+    """The default of importance_weighting where samples may come from older weights."""
     if not isinstance(tree, Mapping):
         return tree
     rollouts, algorithm = tree.get("rollouts"), rename_keys(tree.get("algorithm"))

@@ -1,4 +1,4 @@
-"""What every section of the configuration is made of."""
+"""What the sections of the configuration are made of: their base class, kinds of numbers, and the error of them all."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run. The message says what, where and what to do."""
 
 
 class Section(BaseModel):

@@ -11,7 +11,7 @@ QUICK := not slow and not gpu and not peers
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 TWO_AT_A_TIME := -n 2 --dist loadfile
 # Tests that stop, kill and wait for processes run one at a time.
-QUICK_PARALLEL := tests/test_architecture.py tests/unit tests/loops tests/service tests/equivalence
+QUICK_PARALLEL := tests/test_architecture.py tests/docs tests/unit tests/loops tests/service tests/equivalence
 QUICK_SERIAL := tests/distributed
 
 .PHONY: demo test check sweep test-peers test-llama-stack format hooks docs site release clean
@@ -40,7 +40,7 @@ SWEEP_processes := $(addprefix tests/distributed/test_,workers.py ray_workers.py
 	two_hosts.py traffic_counts.py)
 SWEEP_deepspeed := tests/equivalence/test_zero.py $(wildcard tests/distributed/test_deepspeed*.py)
 SWEEP_service := tests/service
-SWEEP_unit := tests/unit tests/loops
+SWEEP_unit := tests/unit tests/loops tests/docs
 SWEEP_PARTS := equivalence verify faults resume processes deepspeed service unit
 
 sweep:
@@ -80,11 +80,12 @@ hooks: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python docs/reference.py
+	$(BIN)/python docs/picture.py
 
 # The documents as a site in site/, with search. Links that lead nowhere are errors.
 site: $(STAMP)
 	$(BIN)/python -m pip install --quiet -e '.[docs]'
-	$(BIN)/python -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # dist/ as it would be uploaded, proven by a training with the wheel in an environment of its own, away from the checkout.
 release: $(STAMP)

@@ -18,7 +18,7 @@ _OPENING = """\
 One YAML file describes a run. What it leaves out has the default below, and `key.path=value` on the command line wins
 over the file:
 
-```
+```sh
 lockstep train lockstep.yaml optim.learning_rate=1e-4 data.train=[a.jsonl,b.jsonl] lora=null
 ```
 

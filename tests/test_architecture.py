@@ -41,8 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "backend": BASE | CORE | {"processes"},
     "inference": BASE | {"model", "processes"},
     "rollouts": BASE | {"inference", "processes", "algorithms", "data"},
-    # evaluate(out=...) leaves a page beside its numbers, also when a program calls it.
-    "evaluation": BASE | {"data", "model", "backend", "inference", "reports"},
+    "evaluation": BASE | {"data", "model", "backend", "inference"},
     "train": BASE | {"data", "algorithms", "rollouts"},
     "verification": BASE | CORE | {"backend", "processes", "rollouts", "train"},
     "plan": BASE | {"model", "parallel"},
@@ -204,7 +203,6 @@ def test_the_command_imports_what_is_heavy_inside_functions():
         if found.top
         and found.library not in sys.stdlib_module_names
         and not (found.library == "lockstep" and found.room in {"", "cli", "launch"} | BASE)
-        and found.name != "lockstep.reports.page"
         and found.library not in ("typer", "rich")
     )
 
@@ -397,7 +395,7 @@ def test_no_machine_and_no_unfinished_business_in_the_tree():
 def readme_tree() -> list[str]:
     """Paths of the annotated tree: the first code block whose first line is lockstep/."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    block = re.search(r"```\n(lockstep/\s.*?)```", text, re.DOTALL)
+    block = re.search(r"```text\n(lockstep/\s.*?)```", text, re.DOTALL)
     assert block, "README.md has no annotated tree"
     paths, parents = [], []
     for line in block[1].splitlines():
@@ -415,6 +413,12 @@ def test_the_readme_shows_every_room_and_nothing_that_is_not_there():
     expected = {f"lockstep/{room}" + ("/" if (PACKAGE / room).is_dir() else ".py") for room in rooms() | {"cli"}}
     assert expected <= shown, f"README.md does not show {sorted(expected - shown)}"
     refuse(f"README.md shows {path}" for path in shown if not (ROOT / path).exists())
+
+
+def test_the_picture_shows_every_room():
+    picture = (ROOT / "docs" / "images" / "architecture.svg").read_text(encoding="utf-8")
+    missing = {room for room in rooms() | {"cli"} if not re.search(rf"\b{room}\b", picture)}
+    assert not missing, f"add {sorted(missing)} to docs/picture.py and run it"
 
 
 def test_links_in_the_documents_lead_somewhere():

@@ -1,6 +1,7 @@
-"""Scores of answers against their references: exact match, numbers, ROUGE, BERTScore.
+"""How good answers are beside their references: exact match, numbers, ROUGE, BERTScore.
 
-Pure functions on texts: two lists in, one dict of scores per row out, each score from 0 to 1.
+Pure functions on texts: two lists in, one dict of scores per row out, each score from 0 to 1. Loss and perplexity
+are not here: they need a model. Must not know models, files or where the texts came from.
 """
 
 from __future__ import annotations
@@ -162,6 +163,7 @@ METRICS: dict[str, Metric] = {
     "bertscore": bertscore,
 }
 LIKELIHOOD = ("loss", "perplexity")  # named beside the metrics, measured by a model
+LOWER_IS_BETTER = frozenset(LIKELIHOOD)
 _PACKAGES = {"rouge": "rouge_score", "bertscore": "bert_score"}
 
 

@@ -1,7 +1,8 @@
-"""Does every layout make the step that one rank makes? `lockstep verify`, and `verify` from Python.
+"""Verification: does every layout make the step that one rank makes? `lockstep verify`, and `verify` from Python.
 
-A reduced copy of the user's model and the first rows of the user's data → the plain loop, and real ranks for each
-layout → one comparison.
+A reduced copy of the user's model and the first rows of the user's data → the plainest loop, and real ranks for each
+layout → one comparison. A room of its own, because it stands on the backend and no run needs it. Of loops it knows
+what they make of a batch. Must not know terminals.
 """
 
 from __future__ import annotations

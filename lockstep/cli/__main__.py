@@ -1,0 +1,5 @@
+"""`python -m lockstep.cli` is the command `lockstep`."""
+
+from lockstep.cli import main
+
+main()

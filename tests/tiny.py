@@ -112,7 +112,7 @@ def write_config(folder: Path, model: Path, **changes: Any) -> Path:
 def start_lockstep(*arguments: object) -> subprocess.Popen[str]:
     """The real command in a process of its own. One thread per rank: tiny models only lose time with more."""
     return subprocess.Popen(
-        [sys.executable, "-m", "lockstep.cli", *map(str, arguments)],
+        [sys.executable, "-m", "lockstep", *map(str, arguments)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "HF_HUB_OFFLINE": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

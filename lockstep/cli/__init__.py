@@ -14,26 +14,14 @@ from lockstep.cli.options import app
 
 # isort: off
 # In the order in which --help lists the commands.
-from lockstep.cli import training, data, verification, evaluation, generation, runs, samples, scaling, service
+from lockstep.cli import train, demo, data, verify, eval, generate, runs, scale, service
 # isort: on
 
-__all__ = [
-    "app",
-    "data",
-    "evaluation",
-    "generation",
-    "main",
-    "runs",
-    "samples",
-    "scaling",
-    "service",
-    "training",
-    "verification",
-]
+__all__ = ["app", "data", "demo", "eval", "generate", "main", "runs", "scale", "service", "train", "verify"]
 
 
 def main() -> None:
-    """The entry point: what a user got wrong is one sentence, what we got wrong is a traceback."""
+    """The entry point. A user's mistake is reported in one sentence, a fault of ours with a traceback."""
     try:
         app()
     except ValueError as error:

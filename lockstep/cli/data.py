@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.cli.display import data_progress, format_count, make_console, print_facts, quieten_libraries
+from lockstep.cli.display import data_progress, make_console, print_facts, quieten_libraries
 from lockstep.cli.options import Config, Json, Overrides, app, load_settings
+from lockstep.reports.page import format_count
 
 if TYPE_CHECKING:
     from lockstep.config import RunConfig
@@ -40,7 +41,7 @@ def data(
     from lockstep.data.inspect import RowSelection, inspect_data
     from lockstep.reports.data import data_page
 
-    settings = load_settings([a for a in (config, *(overrides or ())) if a is not None], None)
+    settings = load_settings(config, overrides)
     if settings.algorithm.kind == "grpo":
         raise ValueError("grpo learns from what it samples, not from rows: lockstep train --dry-run counts its prompts")
     quieten_libraries()

@@ -1,7 +1,6 @@
 """`lockstep demo`: a small chat model before and after a few minutes of training, side by side.
 
-It types the commands a user would type and shows them; what they do is theirs. Data and configuration are those of
-examples/sft.yaml in the checkout.
+It runs the commands that a user would type, on the data and configuration of examples/sft.yaml in the checkout.
 """
 
 from __future__ import annotations
@@ -13,16 +12,18 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.cli.display import format_duration, make_console, print_facts
-from lockstep.config import ConfigError
-from lockstep.launch.signals import catch_signals
-from lockstep.rundir import RunDir
+from lockstep.cli.display import make_console, print_facts
+from lockstep.cli.options import app
+
+if TYPE_CHECKING:
+    from lockstep.rundir import RunDir
 
 HABIT = "Try it:"  # what the second line of every training answer begins with
 MAX_TOKENS = 60
@@ -30,35 +31,48 @@ _EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 class _Stopped(Exception):
-    """A command of the demo did not end well; it has said why."""
+    """A command of the demo failed; it has printed why."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__(f"exit code {exit_code}")
         self.exit_code = exit_code
 
 
-def main(directory: Path | None, procs: int = 2) -> int:
+@app.command()
+def demo(
+    directory: Annotated[
+        Path | None, typer.Option("--dir", help="Where to keep the run. Default: runs/demo-<date>-<time>.")
+    ] = None,
+    procs: Annotated[int, typer.Option(help="Processes to train on.", min=1)] = 2,
+) -> None:
+    """Train a small chat model for a few minutes, and compare its answers before and after."""
+    raise typer.Exit(run_demo(directory, procs))
+
+
+def run_demo(directory: Path | None, procs: int = 2) -> int:
     """0 if the trained model shows the new habit. `directory` becomes a run directory."""
+    from lockstep.rundir import RunDir
+
     console = make_console()
     started = time.monotonic()
     config, prompts = _find_examples()
     run = RunDir(directory or Path("runs") / f"demo-{time.strftime('%Y%m%d-%H%M%S')}")
     if run.config_path.exists():
-        raise ConfigError(f"{run.path} already holds a run: choose another --dir")
+        raise ValueError(f"{run.path} already holds a run: choose another --dir")
     try:
         before, after = _show(console, run, config, prompts, procs)
     except _Stopped as stopped:
         return stopped.exit_code
     console.print(_compare(before, after))
-    learnt = _summarise(console, run, before, after, time.monotonic() - started)
-    return 0 if learnt else 1
+    learned = _summarise(console, run, before, after, time.monotonic() - started)
+    return 0 if learned else 1
 
 
 def _find_examples() -> tuple[Path, Path]:
     config, prompts = _EXAMPLES / "sft.yaml", _EXAMPLES / "data" / "short_answers_prompts.txt"
     for file in (config, prompts):
         if not file.is_file():
-            raise ConfigError(f"the demo needs {file}, which comes with the repository: run it from a checkout")
+            raise ValueError(f"the demo needs {file}, which comes with the repository: run it from a checkout")
     return config, prompts
 
 
@@ -73,14 +87,14 @@ def _show(
     console.print(f"  {model}", highlight=False, soft_wrap=True)
     folder = run.path / "demo"
     folder.mkdir(parents=True, exist_ok=True)
-    asking = ["--prompts", str(prompts), "--max-tokens", str(MAX_TOKENS)]
+    sampling = ["--prompts", str(prompts), "--max-tokens", str(MAX_TOKENS)]
     _title(console, "2/4", "what it answers now")
-    _command(console, ["generate", str(model), *asking, "--out", str(folder / "before.jsonl")])
+    _command(console, ["generate", str(model), *sampling, "--out", str(folder / "before.jsonl")])
     _title(console, "3/4", f"a few minutes of training on {procs} process{'es' if procs > 1 else ''}")
     settings = [f"model={model}", "name=demo", f"launch.device={_choose_device(procs)}"]
     _command(console, ["train", str(config), *settings, "--procs", str(procs), "--run-dir", str(run.path)])
     _title(console, "4/4", "what it answers after training")
-    _command(console, ["generate", str(run.path), *asking, "--out", str(folder / "after.jsonl")])
+    _command(console, ["generate", str(run.path), *sampling, "--out", str(folder / "after.jsonl")])
     return _read_answers(folder / "before.jsonl"), _read_answers(folder / "after.jsonl")
 
 
@@ -95,10 +109,12 @@ def _choose_device(procs: int) -> str:
 
 
 def _command(console: Console, arguments: Sequence[str]) -> None:
-    """Run one of our own commands on this terminal; signals that are meant for us are its business until it ends."""
+    """Run one of our own commands on this terminal; it receives the signals sent to us until it ends."""
+    from lockstep.launch.signals import catch_signals
+
     console.print(f"  [dim]$ lockstep {shlex.join(arguments)}[/]", highlight=False, markup=True, soft_wrap=True)
     with catch_signals() as received:
-        process = subprocess.Popen([sys.executable, "-m", "lockstep.cli", *arguments])
+        process = subprocess.Popen([sys.executable, "-m", "lockstep", *arguments])
         num_forwarded = 0
         while process.poll() is None:
             for number in received[num_forwarded:]:
@@ -145,8 +161,9 @@ def _summarise(
     after: Sequence[dict[str, Any]],
     seconds: float,
 ) -> bool:
-    """Where everything lies, what it came to, what to do next. False if no answer shows the habit."""
+    """Print the results, where they are and what to do next. False if no answer shows the habit."""
     from lockstep.reports.curves import plot_runs
+    from lockstep.reports.page import format_duration
 
     validation = [float(r["loss"]) for r in run.metrics() if r.get("split") == "validation"]
     counts = [sum(has_habit(row["completion"]) for row in rows) for rows in (before, after)]

@@ -1,7 +1,4 @@
-"""Terminal views of runs: the live display, the closing summary, the table of runs.
-
-Reads run directories, writes to a rich console; never starts, stops or changes a run.
-"""
+"""Terminal views that commands share: the live display of a run, its summary, tables, progress bars."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -22,8 +19,11 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.config import RunConfig
-from lockstep.rundir import FINISHED_STATES, RunDir
+from lockstep.reports.page import format_count, format_duration
+
+if TYPE_CHECKING:
+    from lockstep.config import RunConfig
+    from lockstep.rundir import RunDir
 
 T = TypeVar("T")
 # What a line about validation leaves out: the rest are scores. Rewards and log-probs are in the file, and in plots.
@@ -50,6 +50,10 @@ def make_console(stderr: bool = False) -> Console:
     """Lines in a file or pipe are not folded."""
     console = Console(stderr=stderr)
     return console if console.is_terminal else Console(stderr=stderr, width=200, no_color=True)
+
+
+def borderless_table() -> Table:
+    return Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
 
 
 def track_progress(items: Iterable[T], label: str, total: int) -> Iterator[T]:
@@ -171,6 +175,8 @@ class RunDisplay:
         return lines
 
     def _print_plain(self, final: bool = False) -> None:
+        from lockstep.rundir import FINISHED_STATES
+
         first = not self._train
         lines = self._refresh()
         phase = str(self.status.get("phase") or "")
@@ -412,7 +418,7 @@ def _print_pairs(console: Console, rows: Mapping[str, str]) -> None:
 
 
 def runs_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
+    table = borderless_table()
     table.add_column("run", no_wrap=True, overflow="ellipsis")
     table.add_column("state", no_wrap=True)
     for name in ("step", "loss", "validation", "tokens/s", "age"):
@@ -429,21 +435,3 @@ def runs_table(rows: Sequence[Mapping[str, Any]]) -> Table:
             format_duration(row["age_s"]),
         )
     return table
-
-
-def format_count(value: float) -> str:
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:.3g}{unit}" if value < 999.5 * size else f"{value / size:.0f}{unit}"
-    return f"{value:.0f}"
-
-
-def format_duration(seconds: float) -> str:
-    whole = max(round(seconds), 0)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 48 * 3600:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"

@@ -1,7 +1,4 @@
-"""What commands have in common: the application, their options, how a configuration is found.
-
-Imported by every command module: nothing heavy at module level.
-"""
+"""What commands share: the application, common options, and finding the configuration."""
 
 from __future__ import annotations
 
@@ -24,27 +21,33 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-Json = Annotated[bool, typer.Option("--json", help="Machine-readable output on stdout; all else goes to stderr.")]
-Config = Annotated[str | None, typer.Argument(metavar="CONFIG", help="The YAML file; lockstep.yaml if none is named.")]
+Json = Annotated[
+    bool, typer.Option("--json", help="Machine-readable output on stdout; everything else goes to stderr.")
+]
+Config = Annotated[str | None, typer.Argument(metavar="CONFIG", help="The YAML file. Default: lockstep.yaml.")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY.PATH=VALUE", help="Settings that win over the file.")
+    list[str] | None, typer.Argument(metavar="KEY.PATH=VALUE", help="Settings that override the file.")
 ]
 Source = Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run directory, a model folder or a Hub id.")]
 MaxTokens = Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)]
-Temperature = Annotated[float, typer.Option(help="0 always takes the likeliest token.", min=0.0)]
+Temperature = Annotated[float, typer.Option(help="0 always takes the most likely token.", min=0.0)]
 
 
-def load_settings(given: Sequence[str], procs: int | None) -> RunConfig:
+def load_settings(config: str | None, overrides: Sequence[str] | None, procs: int | None = None) -> RunConfig:
+    """CONFIG may be left out, and is then lockstep.yaml; the first override then stands in its place."""
     from lockstep.config import ConfigError, check_config, load_config
     from lockstep.config.data import PARTS
 
-    named = bool(given) and ("=" not in given[0] or Path(given[0]).is_file())
-    path, overrides = (Path(given[0]), list(given[1:])) if named else (DEFAULT_CONFIG, list(given))
-    if not named and not path.is_file():
+    path, changes = DEFAULT_CONFIG, list(overrides or ())
+    if config is not None and ("=" not in config or Path(config).is_file()):
+        path = Path(config)
+    elif config is not None:
+        changes.insert(0, config)
+    if path is DEFAULT_CONFIG and not path.is_file():
         raise ConfigError(f"no configuration: name a YAML file, or write {DEFAULT_CONFIG} with 'lockstep init'")
     if procs is not None:
-        overrides.append(f"launch.procs={procs}")
-    settings = check_config(load_config(path, overrides))
+        changes.append(f"launch.procs={procs}")
+    settings = check_config(load_config(path, changes))
     for part in PARTS:
         for source in getattr(settings.data, part):
             if source.path.startswith("/") and "*" not in source.path and not Path(source.path).exists():

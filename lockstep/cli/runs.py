@@ -1,4 +1,4 @@
-"""Commands on runs that are there: runs, plot, export."""
+"""Commands on existing runs: runs, samples, plot, export."""
 
 from __future__ import annotations
 
@@ -8,33 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
+from lockstep.cli.display import make_console, print_facts, quieten_libraries, runs_table
 from lockstep.cli.options import Json, app
 
 if TYPE_CHECKING:
     from lockstep.rundir import RunDir
-
-
-@app.command()
-def export(
-    run: Annotated[Path, typer.Argument(help="A run directory.")],
-    to: Annotated[Path | None, typer.Option(help="Where to write. Default: inside the run directory.")] = None,
-    adapter: Annotated[
-        bool, typer.Option("--adapter", help="Only the LoRA adapter, not merged into the model.")
-    ] = False,
-    step: Annotated[int | None, typer.Option(help="Which checkpoint. Default: the latest.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Write a run's model in the Hugging Face layout."""
-    from lockstep.cli.display import make_console, print_facts, quieten_libraries
-    from lockstep.model.export import export_run
-
-    quieten_libraries()
-    facts = export_run(run, to, adapter=adapter, step=step)
-    if as_json:
-        typer.echo(json.dumps(facts, default=str))
-    else:
-        print_facts(make_console(), facts)
 
 
 @app.command()
@@ -43,7 +24,6 @@ def runs(
     as_json: Json = False,
 ) -> None:
     """List runs, newest first."""
-    from lockstep.cli.display import make_console, runs_table
     from lockstep.rundir import find_runs
 
     if not folder.is_dir():
@@ -64,7 +44,7 @@ def _run_row(run: RunDir) -> dict[str, Any]:
     status = run.status()
     state = str(status.get("state"))
     if state not in FINISHED_STATES and read_handle(run.path) is not None and not is_running(run.path):
-        state = "lost"  # its processes are gone and nobody was there to say so
+        state = "lost"  # its processes ended without a last status
     keys = ("step", "total_steps", "loss", "validation_loss", "tokens_per_s")
     since = status.get("started_at") or run.config_path.stat().st_mtime
     row = {"name": run.path.resolve().name, "run_dir": str(run.path), "state": state}
@@ -72,12 +52,86 @@ def _run_row(run: RunDir) -> dict[str, Any]:
 
 
 @app.command()
+def samples(
+    run: Annotated[Path, typer.Argument(help="A run directory.")],
+    step: Annotated[int | None, typer.Option(help="The step. Default: the latest one kept.")] = None,
+    best: Annotated[bool, typer.Option("--best", help="The answers with the highest rewards first.")] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="The answers with the lowest rewards first.")] = False,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="How many answers.")] = 8,
+    as_json: Json = False,
+) -> None:
+    """Show answers that a grpo run sampled, with their rewards."""
+    if best and worst:
+        raise ValueError("give either --best or --worst, not both")
+    rows = _read_samples(run, step)
+    if best or worst:
+        known = [row for row in rows if row["reward"] is not None]
+        rows = sorted(known, key=lambda row: row["reward"], reverse=best)
+    if as_json:
+        for row in rows[:limit]:
+            typer.echo(json.dumps(row, ensure_ascii=False))
+        return
+    _print_samples(make_console(), rows[:limit], len(rows))
+
+
+def _read_samples(run: Path, step: int | None) -> list[dict[str, Any]]:
+    from lockstep.rundir import RunDir, read_jsonl
+
+    RunDir(run).config()  # raises where this is not a run directory
+    files = {int(path.stem.removeprefix("step-")): path for path in (run / "samples").glob("step-*.jsonl")}
+    if not files:
+        raise ValueError(f"{run} has no samples: only runs of kind grpo sample, and they keep algorithm.keep_samples")
+    wanted = max(files) if step is None else step
+    if wanted not in files:
+        raise ValueError(f"{run} has no samples of step {wanted}: it has those of {min(files)} to {max(files)}")
+    return list(read_jsonl(files[wanted]))
+
+
+def _print_samples(console: Console, rows: list[dict[str, Any]], total: int) -> None:
+    for row in rows:
+        reward = "tainted" if row["reward"] is None else f"{row['reward']:.3f}"
+        parts = "  ".join(f"{name} {value:.3g}" for name, value in row["scores"].items())
+        advantage = "" if row["advantage"] is None else f"  advantage {row['advantage']:+.2f}"
+        head = f"step {row['step']}  {Path(row['origin']).name}  sample {row['sample']}  reward {reward}"
+        notes = f"  ({parts}){advantage}" + ("  cut" if row["cut"] else "")
+        console.print(Text.assemble((head, "bold"), (notes, "dim")), soft_wrap=True)
+        expected = "" if row["reference"] is None else f"   [{row['reference']}]"
+        console.print(Text.assemble(("  asked  ", "dim"), str(row["prompt"]), (expected, "dim")), soft_wrap=True)
+        for turn in row["turns"]:
+            console.print(Text.assemble(("  said   ", "dim"), turn), soft_wrap=True)
+        if row["problem"]:
+            console.print(Text.assemble(("  problem  ", "red"), row["problem"]), soft_wrap=True)
+    console.print(Text(f"{len(rows)} of {total} answers", style="dim"))
+
+
+@app.command()
 def plot(
     run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN", help="One or several run directories.")],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where to write the PNG and the HTML page.")] = Path("plots"),
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where to write the PNG and HTML files.")] = Path("plots"),
 ) -> None:
     """Draw the curves of one or several runs into a PNG and a self-contained HTML page."""
     from lockstep.reports.curves import plot_runs
 
     for path in plot_runs(run_dirs, out):
         typer.echo(path)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="A run directory.")],
+    to: Annotated[Path | None, typer.Option(help="Where to write. Default: inside the run directory.")] = None,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Only the LoRA adapter, not merged into the model.")
+    ] = False,
+    step: Annotated[int | None, typer.Option(help="Which checkpoint. Default: the latest.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a run's model in the Hugging Face layout."""
+    from lockstep.model.export import export_run
+
+    quieten_libraries()
+    facts = export_run(run, to, adapter=adapter, step=step)
+    if as_json:
+        typer.echo(json.dumps(facts, default=str))
+    else:
+        print_facts(make_console(), facts)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lockstep.cli.options import Config, Json, Overrides, app
+from lockstep.cli.display import make_console, runs_table
+from lockstep.cli.options import Config, Json, Overrides, app, load_settings
 
 if TYPE_CHECKING:
     from lockstep.service.client import Client
@@ -23,31 +24,37 @@ _DEFAULT_DIR = Path("~/.local/share/lockstep")
 
 @app.command()
 def serve(
-    host: Annotated[str, typer.Option(help="Other addresses than loopback need --token-file.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535)] = 8322,
-    data_dir: Annotated[Path, typer.Option(metavar="DIR", help="Jobs, data sets and the database.")] = _DEFAULT_DIR,
+    host: Annotated[str, typer.Option(help="Addresses other than loopback need --token-file.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 picks a free port.", min=0, max=65535)] = 8322,
+    data_dir: Annotated[
+        Path, typer.Option(metavar="DIR", help="Where jobs, data sets and the database are kept.")
+    ] = _DEFAULT_DIR,
     database: Annotated[
-        str | None, typer.Option(metavar="URL", help="Or $LOCKSTEP_DATABASE. Default: SQLite in the data directory.")
+        str | None, typer.Option(metavar="URL", help="Also $LOCKSTEP_DATABASE. Default: SQLite in the data directory.")
     ] = None,
-    procs: Annotated[int | None, typer.Option(help="Processes for all jobs. Default: GPUs, else cores.", min=1)] = None,
-    max_jobs: Annotated[int | None, typer.Option(help="Jobs at once. Default: as many as fit.", min=1)] = None,
+    procs: Annotated[
+        int | None, typer.Option(help="Processes for all jobs together. Default: one per GPU, or per core.", min=1)
+    ] = None,
+    max_jobs: Annotated[int | None, typer.Option(help="Jobs at a time. Default: as many as fit.", min=1)] = None,
     token_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Who may do what; see lockstep token.")
+        Path | None, typer.Option(metavar="FILE", help="Tokens and their roles; see lockstep token.")
     ] = None,
-    allow_path: Annotated[list[Path] | None, typer.Option(metavar="DIR", help="Jobs may read here, too.")] = None,
+    allow_path: Annotated[
+        list[Path] | None, typer.Option(metavar="DIR", help="Jobs may also read here. Can be repeated.")
+    ] = None,
     allow_code: Annotated[
         bool, typer.Option("--allow-code", help="Let jobs run trust_remote_code and converters.")
     ] = False,
-    max_upload_mb: Annotated[int, typer.Option(help="Largest data set.", min=1)] = 1024,
-    max_datasets: Annotated[int, typer.Option(help="How many data sets there may be.", min=1)] = 1000,
+    max_upload_mb: Annotated[int, typer.Option(help="Largest upload, in MB.", min=1)] = 1024,
+    max_datasets: Annotated[int, typer.Option(help="Most data sets kept.", min=1)] = 1000,
 ) -> None:
-    """Serve training jobs over HTTP, with a page to watch them."""
+    """Serve training jobs over HTTP, with a dashboard."""
     import os
 
     from lockstep.service.server import run_server
     from lockstep.service.settings import ServiceSettings
 
-    from_environment = os.environ.pop("LOCKSTEP_DATABASE", None)  # it may hold a password, which no job needs
+    from_environment = os.environ.pop("LOCKSTEP_DATABASE", None)  # it may hold a password: jobs must not inherit it
     run_server(
         ServiceSettings(
             data_dir=data_dir,
@@ -69,21 +76,24 @@ def serve(
 def submit(
     config: Config = None,
     overrides: Overrides = None,
-    job_id: Annotated[str | None, typer.Option("--id", help="Submitting the same id again gives the same job.")] = None,
-    name: Annotated[str | None, typer.Option(help="For people. Default: the configuration's name.")] = None,
-    priority: Annotated[int, typer.Option(help="Higher ones start first.")] = 0,
-    max_restarts: Annotated[int, typer.Option(help="Go on from the last checkpoint so often.", min=0)] = 0,
-    upload: Annotated[bool, typer.Option(help="Send local JSONL files of the data section along.")] = True,
+    job_id: Annotated[
+        str | None, typer.Option("--id", help="Submitting the same id again returns the same job.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="A name to display. Default: the configuration's name.")] = None,
+    priority: Annotated[int, typer.Option(help="Jobs with a higher priority start first.")] = 0,
+    max_restarts: Annotated[
+        int, typer.Option(help="How often a failed job resumes from its last checkpoint.", min=0)
+    ] = 0,
+    upload: Annotated[bool, typer.Option(help="Upload the local JSONL files of the data section.")] = True,
     server: Server = None,
     as_json: Json = False,
 ) -> None:
-    """Queue a configuration on a service."""
-    from lockstep.cli.options import load_settings
+    """Submit a configuration to a service as a job."""
     from lockstep.service.client import Client
     from lockstep.service.schemas import JobRequest
     from lockstep.service.submission import prepare_config
 
-    settings = load_settings([a for a in (config, *(overrides or ())) if a is not None], None)
+    settings = load_settings(config, overrides)
     with Client(server) as client:
         tree = prepare_config(settings, client if upload else None, lambda text: typer.echo(text, err=True))
         job = client.submit(JobRequest(id=job_id, name=name, config=tree, priority=priority, max_restarts=max_restarts))
@@ -95,7 +105,7 @@ def submit(
 
 @app.command()
 def jobs(
-    state: Annotated[str | None, typer.Option(help="Only those: queued, running, completed, ...")] = None,
+    state: Annotated[str | None, typer.Option(help="Only jobs in this state: queued, running, completed, ...")] = None,
     limit: Annotated[int, typer.Option(min=1, max=1000)] = 50,
     server: Server = None,
     as_json: Json = False,
@@ -109,17 +119,15 @@ def jobs(
     if state is not None and state not in get_args(JobState):
         raise ValueError(f"there is no state {state!r}: choose one of {', '.join(get_args(JobState))}")
     with Client(server) as client:
-        found = client.jobs(state, limit=limit)  # type: ignore[arg-type]
+        listing = client.jobs(state, limit=limit)  # type: ignore[arg-type]
     if as_json:
-        typer.echo(found.model_dump_json())
-    elif not found.jobs:
+        typer.echo(listing.model_dump_json())
+    elif not listing.jobs:
         typer.echo("no jobs")
     else:
-        from lockstep.cli.display import make_console, runs_table
-
-        make_console().print(runs_table([_row(job) for job in found.jobs]))
-        if found.total > len(found.jobs):
-            typer.echo(f"{found.total - len(found.jobs)} more: --limit shows them")
+        make_console().print(runs_table([_row(job) for job in listing.jobs]))
+        if listing.total > len(listing.jobs):
+            typer.echo(f"{listing.total - len(listing.jobs)} more: --limit shows them")
 
 
 def _row(job: Any) -> dict[str, Any]:
@@ -139,9 +147,9 @@ def _row(job: Any) -> dict[str, Any]:
 @app.command()
 def logs(
     job: JobId,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")] = False,
-    tail: Annotated[int | None, typer.Option(help="Only the last lines.", min=1)] = None,
-    rank: Annotated[str | None, typer.Option(help="Of this rank, or 'launcher'. Default: 0.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing until the job has ended.")] = False,
+    tail: Annotated[int | None, typer.Option(help="Only the last N lines.", min=1)] = None,
+    rank: Annotated[str | None, typer.Option(help="The log of this rank, or of 'launcher'. Default: 0.")] = None,
     server: Server = None,
 ) -> None:
     """Print a job's log."""
@@ -151,10 +159,10 @@ def logs(
         for text in client.logs(job, follow=follow, tail=tail, rank=rank):
             typer.echo(text, nl=False)
         if follow:
-            raise typer.Exit(_say_end(client, job))
+            raise typer.Exit(_print_end(client, job))
 
 
-def _say_end(client: Client, job_id: str) -> int:
+def _print_end(client: Client, job_id: str) -> int:
     """The exit code of the job: 0 completed, 1 otherwise."""
     job = client.job(job_id)
     typer.echo(f"{job.id} {job.state}" + (f": {job.reason.splitlines()[0]}" if job.reason else ""), err=True)
@@ -163,7 +171,7 @@ def _say_end(client: Client, job_id: str) -> int:
 
 @app.command()
 def cancel(job: JobId, server: Server = None) -> None:
-    """End a job and all its processes."""
+    """Cancel a job: end all its processes."""
     from lockstep.service.client import Client
 
     with Client(server) as client:
@@ -175,33 +183,33 @@ def cancel(job: JobId, server: Server = None) -> None:
 @app.command()
 def artifacts(
     job: JobId,
-    download: Annotated[Path | None, typer.Option(metavar="DIR", help="Fetch them into this folder.")] = None,
+    download: Annotated[Path | None, typer.Option(metavar="DIR", help="Download them into this folder.")] = None,
     every: Annotated[
         bool, typer.Option("--all", help="Also checkpoints, logs and metrics, not only the export.")
     ] = False,
     server: Server = None,
     as_json: Json = False,
 ) -> None:
-    """List what a job has made, or fetch it."""
+    """List the files that a job has made, or download them."""
     from lockstep.service.client import Client
 
     with Client(server) as client:
-        found = [a for a in client.artifacts(job) if every or a.path.startswith("export/")]
+        files = [a for a in client.artifacts(job) if every or a.path.startswith("export/")]
         if as_json:
-            typer.echo(json.dumps([artifact.model_dump() for artifact in found]))
-        for artifact in found:
+            typer.echo(json.dumps([artifact.model_dump() for artifact in files]))
+        for artifact in files:
             if download is not None:
                 client.download(job, artifact.path, _inside(download, artifact.path))
             if not as_json:
                 typer.echo(f"{artifact.bytes:>14,}  {artifact.path}")
-    if not found:
+    if not files:
         typer.echo("nothing is exported yet" + ("" if every else ": --all shows checkpoints and logs"), err=True)
     elif download is not None:
-        typer.echo(f"wrote {len(found)} files into {download}", err=True)
+        typer.echo(f"wrote {len(files)} files into {download}", err=True)
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """What a server calls its files must not lead out of the folder."""
+    """A path that the server sends must not lead out of the folder."""
     path = (folder / name).resolve()
     if not path.is_relative_to(folder.resolve()):
         raise ValueError(f"the service names an artifact {name!r}, which is outside of {folder}")
@@ -210,12 +218,12 @@ def _inside(folder: Path, name: str) -> Path:
 
 @app.command()
 def token(
-    name: Annotated[str, typer.Argument(help="Whose token it is: jobs will belong to this name.")],
+    name: Annotated[str, typer.Argument(help="The owner: jobs submitted with the token belong to this name.")],
     role: Annotated[
-        str, typer.Option(help="read: sees all. submit: sees and changes their own. admin: all.")
+        str, typer.Option(help="read: see all jobs. submit: see and change own jobs. admin: everything.")
     ] = "submit",
 ) -> None:
-    """Make a token, and its line for the token file of 'lockstep serve'."""
+    """Create a token, and its line for the token file of 'lockstep serve'."""
     from lockstep.service.access import make_token
 
     secret, line = make_token(name, role)

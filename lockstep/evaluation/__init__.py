@@ -1,7 +1,6 @@
-"""Evaluation: how well models answer held-out rows, side by side. `lockstep eval` and `evaluate` from Python.
+"""How well models answer held-out rows, side by side: `lockstep eval`, and `evaluate` from Python.
 
 rows → questions → loss (likelihood) and answers → scores (metrics) → results.json, answers.jsonl, report.html.
-Stands on data, sampling, model and backend; must not know training loops or terminals.
 """
 
 from __future__ import annotations

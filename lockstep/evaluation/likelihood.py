@@ -1,14 +1,11 @@
-"""The loss of reference answers under a model: rendered, encoded and packed as in training, without a gradient.
-
-Must not know files, metrics on texts or where the model came from.
-"""
+"""The loss of reference answers under a model, encoded and packed as in training; of pairs, which one is likelier."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -98,8 +95,8 @@ def _measure_batch(
         logprobs = policy(micro_batch.packed).double().cpu().numpy()
         branches = [(document, branch) for document in part for branch in document.branches]
         ends = np.cumsum([len(branch.supervised) for _, branch in branches])
-        for (document, branch), found in zip(branches, np.split(logprobs, ends[:-1]), strict=True):
-            totals[document.datum][branch.completion] = -float(found @ branch.weights)
+        for (document, branch), values in zip(branches, np.split(logprobs, ends[:-1]), strict=True):
+            totals[document.datum][branch.completion] = -float(values @ branch.weights)
     return [
         tuple(_row_loss(completion, total) for completion, total in zip(datum.completions, own, strict=True))
         for datum, own in zip(batch, totals, strict=True)
@@ -108,3 +105,24 @@ def _measure_batch(
 
 def _row_loss(completion: Completion, total: float) -> RowLoss:
     return RowLoss(total, float(np.sum(completion.weights)), int(np.count_nonzero(completion.weights)))
+
+
+class PairLogprobs(NamedTuple):
+    chosen: float
+    rejected: float
+
+
+def pair_logprobs(answers: Sequence[RowLoss]) -> PairLogprobs:
+    """From the losses of both answers."""
+    chosen, rejected = answers
+    return PairLogprobs(-chosen.total, -rejected.total)
+
+
+def reward_margins(
+    policy: Sequence[PairLogprobs | None], reference: Sequence[PairLogprobs | None], beta: float
+) -> list[float | None]:
+    """How much more the preferred answer gained on the reference than the other; None where a row was not measured."""
+    return [
+        None if own is None or other is None else beta * ((own.chosen - other.chosen) - (own.rejected - other.rejected))
+        for own, other in zip(policy, reference, strict=True)
+    ]

@@ -1,7 +1,6 @@
-"""How good answers are beside their references: exact match, numbers, ROUGE, BERTScore.
+"""Scores of answers against their references: exact match, numbers, ROUGE, BERTScore.
 
-Pure functions on texts: two lists in, one dict of scores per row out, each score from 0 to 1. Loss and perplexity
-are not here: they need a model. Must not know models, files or where the texts came from.
+Pure functions on texts: two lists in, one dict of scores per row out, each score from 0 to 1.
 """
 
 from __future__ import annotations
@@ -163,7 +162,6 @@ METRICS: dict[str, Metric] = {
     "bertscore": bertscore,
 }
 LIKELIHOOD = ("loss", "perplexity")  # named beside the metrics, measured by a model
-LOWER_IS_BETTER = frozenset(LIKELIHOOD)
 _PACKAGES = {"rouge": "rouge_score", "bertscore": "bert_score"}
 
 

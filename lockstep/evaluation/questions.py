@@ -1,6 +1,6 @@
 """Rows of any source as questions with reference answers, and as content whose loss is measured.
 
-Which rows are taken is a pure function of the data, the limit and the seed. Must not know models, tokens or metrics.
+Which rows are selected is a pure function of the data, the limit and the seed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Choice:
+class RowChoice:
     """Which rows: all, the first `limit`, or `sample` of them drawn by `seed`; `origins` keeps only the rows named."""
 
     limit: int | None = None
@@ -46,24 +46,24 @@ class Choice:
     origins: Collection[str] | None = None
 
 
-def choose_rows(sources: Sequence[SourceConfig], choice: Choice) -> list[ChosenRow]:
+def choose_rows(sources: Sequence[SourceConfig], selection: RowChoice) -> list[ChosenRow]:
     """In the order of the files. Rows that are not chosen are not parsed."""
-    if choice.limit is not None and choice.sample is not None:
+    if selection.limit is not None and selection.sample is not None:
         raise ValueError("give either a limit or a sample, not both")
-    places = _walk(sources, choice.origins)
-    if choice.sample is not None:
-        places = iter(_draw(places, choice.sample, choice.seed))
+    places = _walk(sources, selection.origins)
+    if selection.sample is not None:
+        places = iter(_draw(places, selection.sample, selection.seed))
     formats: dict[tuple[str, str], str] = {}
     chosen: list[ChosenRow] = []
     for source, file, raw in places:
-        if choice.limit is not None and len(chosen) >= choice.limit:
+        if selection.limit is not None and len(chosen) >= selection.limit:
             break
         key = (source.path, file.name)
         if key not in formats:
             formats[key] = _format_of(file, source)
         chosen.append(ChosenRow(parse_raw(file, raw), source, formats[key]))
     if not chosen:
-        raise DataError("no row to evaluate: none of the rows that were asked for is in the data")
+        raise DataError("no row to evaluate: none of the requested rows is in the data")
     return chosen
 
 
@@ -93,14 +93,14 @@ def _draw(places: Iterable[_Place], count: int, seed: int) -> list[_Place]:
 def _format_of(file: SourceFile, source: SourceConfig) -> str:
     """From the first row of the file that a converter does not leave out, as in training."""
     for raw in read_raw(file):
-        found = recognise_format(parse_raw(file, raw), source)
-        if found is not None:
-            return found
+        row_format = recognise_format(parse_raw(file, raw), source)
+        if row_format is not None:
+            return row_format
     raise DataError(f"{file.name}: the converter {source.converter} leaves every row out")
 
 
 @dataclass
-class Reading:
+class RowContents:
     """Content per chosen row; None where one is left out: by the user's converter, or as an answer people disliked."""
 
     contents: list[Conversation | Passage | None] = field(default_factory=list)
@@ -109,26 +109,26 @@ class Reading:
 
 def read_contents(
     chosen: Sequence[ChosenRow], *, train_on: str, has_template: bool, system: str | None = None
-) -> Reading:
+) -> RowContents:
     """Of a preference pair, the answer that was preferred."""
     readers: dict[tuple[int, str], RowReader] = {}
-    reading = Reading()
+    contents = RowContents()
     for entry in chosen:
         key = (id(entry.source), entry.format)
         if key not in readers:
             readers[key] = RowReader(entry.source, entry.format, train_on=train_on, has_template=has_template)
         content = _good_answer(readers[key].read(entry.row))
         if content is not None and content.label is False:
-            reading.num_disliked += 1
+            contents.num_disliked += 1
             content = None
-        reading.contents.append(with_system(content, system) if content is not None and system else content)
-    return reading
+        contents.contents.append(with_system(content, system) if content is not None and system else content)
+    return contents
 
 
 def read_pairs(chosen: Sequence[ChosenRow], *, has_template: bool, system: str | None = None) -> list[Pair]:
     """Both answers of every row that `read_contents` keeps; all rows must be preference pairs."""
     readers: dict[int, RowReader] = {}
-    found = []
+    pairs = []
     for entry in chosen:
         if id(entry.source) not in readers:
             readers[id(entry.source)] = RowReader(
@@ -136,11 +136,11 @@ def read_pairs(chosen: Sequence[ChosenRow], *, has_template: bool, system: str |
             )
         pair = readers[id(entry.source)].read(entry.row)
         if isinstance(pair, Pair):
-            found.append(_told(pair, system) if system else pair)
-    return found
+            pairs.append(_pair_with_system(pair, system) if system else pair)
+    return pairs
 
 
-def _told(pair: Pair, system: str) -> Pair:
+def _pair_with_system(pair: Pair, system: str) -> Pair:
     return replace(pair, chosen=with_system(pair.chosen, system), rejected=with_system(pair.rejected, system))
 
 
@@ -149,7 +149,7 @@ def _good_answer(content: Content | None) -> Conversation | Passage | None:
 
 
 def with_system(content: Conversation | Passage, system: str) -> Conversation | Passage:
-    """The same with a system message of one's own in front; it takes the place of one that the row has."""
+    """The content with `system` as its system message, in place of one that the row has."""
     if isinstance(content, Passage):
         raise ValueError(f"{content.origin}: a system message needs a chat template, and there is none")
     first = {"role": "system", "content": system}
@@ -158,7 +158,7 @@ def with_system(content: Conversation | Passage, system: str) -> Conversation | 
     return replace(content, messages=(first, *content.messages), learned=tuple(i + 1 for i in content.learned))
 
 
-def ask(content: Conversation | Passage) -> Question:
+def make_question(content: Conversation | Passage) -> Question:
     """What comes before the last answer, and that answer."""
     if isinstance(content, Passage):
         return Question(content.origin, content.prompt, content.answer if content.prompt.strip() else None)
@@ -168,7 +168,7 @@ def ask(content: Conversation | Passage) -> Question:
     return Question(content.origin, [dict(message) for message in before], reference, content.tools)
 
 
-def refuse_unanswerable(questions: Sequence[Question], metrics: Sequence[str]) -> None:
+def check_answerable(questions: Sequence[Question], metrics: Sequence[str]) -> None:
     """Metrics on answers need a question and a text to compare with."""
     for question in questions:
         if question.reference is None:

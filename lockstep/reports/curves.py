@@ -1,14 +1,9 @@
-"""Curves of one or several runs, drawn over each other: a PNG and one HTML page that needs nothing else.
-
-Reads run directories only. The page has no script and no outside resource: it can be mailed or kept with a paper.
-"""
+"""Curves of one or several runs, drawn over each other: a PNG and one self-contained HTML page without scripts."""
 
 from __future__ import annotations
 
-import html
 import io
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +17,10 @@ from matplotlib import pyplot
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from lockstep.cli.display import format_count, format_duration
+from lockstep.reports.page import escape, format_count, format_duration, inline_svg, page
 from lockstep.rundir import RunDir
 
-# Okabe and Ito: told apart by people who do not see all colours.
+# Okabe and Ito: distinguishable with colour blindness.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444")
 STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
@@ -101,16 +96,16 @@ def plot_runs(run_dirs: Sequence[Path], out: Path) -> list[Path]:
         figure = _draw(runs)
         svg = io.StringIO()
         figure.savefig(svg, format="svg")
-        png, page = out / f"{name}.png", out / f"{name}.html"
+        picture, document = out / f"{name}.png", out / f"{name}.html"
         try:
             out.mkdir(parents=True, exist_ok=True)
-            figure.savefig(png, dpi=150)
-            page.write_text(_page(title, runs, svg.getvalue()), encoding="utf-8")
+            figure.savefig(picture, dpi=150)
+            document.write_text(_page(title, runs, svg.getvalue()), encoding="utf-8")
         except OSError as error:
             raise ValueError(f"cannot write into {out}: {error.strerror or error}") from error
         finally:
             pyplot.close(figure)
-    return [png, page]
+    return [picture, document]
 
 
 def _read_runs(run_dirs: Sequence[Path]) -> list[Curves]:
@@ -118,7 +113,7 @@ def _read_runs(run_dirs: Sequence[Path]) -> list[Curves]:
     runs = []
     for i, directory in enumerate(run_dirs):
         run = RunDir(directory)
-        run.config()  # says so when this is not a run directory
+        run.config()  # raises where this is not a run directory
         metrics = run.metrics()
         if not metrics:
             raise ValueError(f"{directory} has no metrics yet")
@@ -201,38 +196,12 @@ def _shorten(label: str, length: int = 40) -> str:
 
 # --- the page -------------------------------------------------------------------------------------------------------
 
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title} · Lockstep</title>
-<style>
- body {{ font: 14px/1.5 system-ui, sans-serif; color: #222; background: #fff }}
- body {{ max-width: 1240px; margin: 2rem auto; padding: 0 1rem }}
- h1 {{ font-size: 1.3rem; margin: 0 0 1rem }}
- svg {{ width: 100%; height: auto }}
- .scroll {{ overflow-x: auto }}
- table {{ border-collapse: collapse; width: 100%; margin-top: 1.5rem; font-variant-numeric: tabular-nums }}
- th, td {{ text-align: right; padding: .35rem .8rem; border-bottom: 1px solid #e6e6e6; white-space: nowrap }}
- th {{ color: #666; font-weight: 600 }}
- th:first-child, td:first-child, th:nth-child(2), td:nth-child(2) {{ text-align: left }}
- .key {{ display: inline-block; width: .8rem; height: .8rem; margin-right: .5rem; vertical-align: -1px }}
-</style>
-</head>
-<body>
-<h1>{title}</h1>
-{svg}
-<div class="scroll">
-<table>
-<thead><tr>{head}</tr></thead>
-<tbody>
-{rows}
-</tbody>
-</table>
-</div>
-</body>
-</html>
+_STYLE = """
+svg { width: 100%; background: #fff; border-radius: 8px }
+table { width: 100%; margin-top: 1.5rem }
+th, td { text-align: right; white-space: nowrap }
+th:first-child, td:first-child, th:nth-child(2), td:nth-child(2) { text-align: left }
+.key { display: inline-block; width: .8rem; height: .8rem; margin-right: .5rem; vertical-align: -1px }
 """
 _COLUMNS = ("run", "state", "steps", "loss", "validation loss", "best validation loss", "tokens", "tokens/s", "time")
 
@@ -240,12 +209,8 @@ _COLUMNS = ("run", "state", "steps", "loss", "validation loss", "best validation
 def _page(title: str, runs: Sequence[Curves], svg: str) -> str:
     head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
     rows = "\n".join(_row(run) for run in runs)
-    return _PAGE.format(title=html.escape(title), svg=_inline(svg), head=head, rows=rows)
-
-
-def _inline(svg: str) -> str:
-    """The picture alone: without the XML prologue and matplotlib's metadata."""
-    return re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    table = f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody></table></div>'
+    return page(title, f"{inline_svg(svg)}\n{table}", _STYLE)
 
 
 def _row(run: Curves) -> str:
@@ -253,8 +218,8 @@ def _row(run: Curves) -> str:
     step, total, best = status.get("step"), status.get("total_steps"), status.get("best_validation_loss")
     started, updated = status.get("started_at"), status.get("updated_at")
     cells = [
-        f'<span class="key" style="background:{run.colour}"></span>{html.escape(run.label)}',
-        html.escape(str(status.get("state", "unknown"))),
+        f'<span class="key" style="background:{run.colour}"></span>{escape(run.label)}',
+        escape(str(status.get("state", "unknown"))),
         "-" if step is None else f"{step}" + (f" / {total}" if total else ""),
         _loss(status.get("loss")),
         _loss(status.get("validation_loss")),

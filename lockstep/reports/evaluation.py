@@ -1,22 +1,20 @@
-"""The page of an evaluation: scores, and answers beside their references for a person to read.
-
-One HTML file that needs nothing else, made from results.json alone. A few lines of script filter the rows; without
-them the page is whole.
-"""
+"""An evaluation for a person to read, made from results.json alone: the table of scores, and the page with answers
+beside their references. A short script filters the rows; the page is complete without it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.evaluation.metrics import LOWER_IS_BETTER
-from lockstep.evaluation.table import format_score, table_of
 from lockstep.reports.page import escape, page
 from lockstep.rundir import write_atomically
 
 MOST_ROWS = 200  # all rows up to here; of more, the first so many and the worst
 WORST_ROWS = 50
+LOWER_IS_BETTER = frozenset({"loss", "perplexity"})
+_PERCENTAGES = frozenset({"exact_match", "numeric", "pair_accuracy", "reward_accuracy"})
 Row = Mapping[str, Any]
 
 _STYLE = """
@@ -33,7 +31,7 @@ _STYLE = """
 .row > header { display: flex; flex-wrap: wrap; gap: .1rem .8rem; padding: .45rem .9rem; background: var(--shade);
   border-bottom: 1px solid var(--line); font-size: .87em; color: var(--quiet) }
 .row > header span { overflow-wrap: anywhere }
-.asked { padding: .7rem .9rem; border-bottom: 1px solid var(--line) }
+.question { padding: .7rem .9rem; border-bottom: 1px solid var(--line) }
 .turn + .turn { margin-top: .5rem }
 .answers { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 290px), 1fr)); gap: 1px;
   background: var(--line) }
@@ -69,6 +67,59 @@ show();
 """
 
 
+@dataclass(frozen=True, slots=True)
+class ScoreCell:
+    """`error` is the standard error of the mean, empty where none is known."""
+
+    text: str
+    error: str = ""
+    best: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRow:
+    metric: str
+    cells: tuple[ScoreCell, ...]
+
+
+def score_rows(results: Mapping[str, Any]) -> list[ScoreRow]:
+    """One per metric, in the order requested, with a cell per model; a dash where a model has no value."""
+    models = results["models"]
+    names = dict.fromkeys(name for model in models for name in model["metrics"])
+    rows = []
+    for name in names:
+        values = [model["metrics"].get(name) for model in models]
+        shown = [format_score(name, value) for value in values]
+        known = [value for value in values if value is not None]
+        best = (min if name in LOWER_IS_BETTER else max)(known)
+        # Nothing is marked with a single model, nor where all cells read the same.
+        marks = len(known) > 1 and len(set(shown)) > 1
+        cells = [
+            ScoreCell(text, _error_text(name, model), marks and value is not None and text == format_score(name, best))
+            for text, value, model in zip(shown, values, models, strict=True)
+        ]
+        rows.append(ScoreRow(name, tuple(cells)))
+    return rows
+
+
+def format_score(name: str, value: float | None) -> str:
+    if value is None:
+        return "-"
+    if name in _PERCENTAGES:
+        return f"{100 * value:.1f} %"
+    if name == "perplexity":
+        return f"{value:.2f}" if value < 1e6 else f"{value:.2e}"
+    return f"{value:.4f}" if name == "loss" else f"{value:.3f}"
+
+
+def _error_text(name: str, model: Mapping[str, Any]) -> str:
+    error = model["standard_errors"].get(name)
+    return "" if not error else "± " + format_score(name, error)
+
+
+# --- page -----------------------------------------------------------------------------------------------------------
+
+
 def write_report(results: Mapping[str, Any], path: Path) -> None:
     # Half a surrogate pair, which JSON can hold and UTF-8 cannot, must not cost the page.
     write_atomically(path, report_page(results).encode("utf-8", "replace").decode())
@@ -94,17 +145,17 @@ def report_page(results: Mapping[str, Any]) -> str:
 
 def _scores(results: Mapping[str, Any]) -> str:
     head = "".join(f'<th class="number">{escape(model["name"])}</th>' for model in results["models"])
-    lines = []
-    for line in table_of(results):
+    rows = []
+    for row in score_rows(results):
         cells = "".join(
             f'<td class="number{" best" if cell.best else ""}">{cell.text}'
             f"{f'<small>{cell.error}</small>' if cell.error else ''}</td>"
-            for cell in line.cells
+            for cell in row.cells
         )
-        lines.append(f"<tr><td>{escape(_title(line.metric))}</td>{cells}</tr>")
+        rows.append(f"<tr><td>{escape(_title(row.metric))}</td>{cells}</tr>")
     return (
         f'<div class="scroll"><table class="scores"><thead><tr><th></th>{head}</tr></thead>'
-        f"<tbody>{''.join(lines)}</tbody></table></div>"
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
     )
 
 
@@ -152,15 +203,15 @@ def _choose(results: Mapping[str, Any]) -> list[tuple[str, Sequence[int]]]:
     return [first, (f"Of the others, the {len(worst)} with the worst {_title(key)} of {model}", worst)]
 
 
-def _value(found: Row, key: str) -> float | None:
-    return found.get("loss") if key == "loss" else found.get("scores", {}).get(key)
+def _value(entry: Row, key: str) -> float | None:
+    return entry.get("loss") if key == "loss" else entry.get("scores", {}).get(key)
 
 
 def _row(number: int, row: Row, names: Sequence[str]) -> str:
-    found = [row["models"][name] for name in names]
-    differs = len({tuple(entry.get("scores", {}).values()) for entry in found}) > 1
+    entries = [row["models"][name] for name in names]
+    differs = len({tuple(entry.get("scores", {}).values()) for entry in entries}) > 1
     boxes = [] if row["reference"] is None else [_box("Reference", row["reference"], "", "reference")]
-    boxes += [_answer(name, entry) for name, entry in zip(names, found, strict=True)]
+    boxes += [_answer(name, entry) for name, entry in zip(names, entries, strict=True)]
     return (
         f'<article class="row"{" data-differ=1" if differs else ""}><header><span>{number + 1}</span>'
         f"<span>{escape(row['origin'])}</span></header>{_question(row['question'])}"
@@ -172,25 +223,25 @@ def _question(question: str | Sequence[Mapping[str, Any]]) -> str:
     if isinstance(question, str):
         turns = [("Prompt", question)] if question.strip() else []
     else:
-        turns = [(str(message.get("role", "")).capitalize(), _said(message)) for message in question]
+        turns = [(str(message.get("role", "")).capitalize(), _message_text(message)) for message in question]
     shown = "".join(f'<div class="turn">{_named_text(name, text)}</div>' for name, text in turns)
-    return f'<div class="asked">{shown}</div>' if shown else ""
+    return f'<div class="question">{shown}</div>' if shown else ""
 
 
-def _said(message: Mapping[str, Any]) -> str:
+def _message_text(message: Mapping[str, Any]) -> str:
     content, calls = message.get("content"), message.get("tool_calls")
     parts = [content if isinstance(content, str) else "" if content is None else str(content)]
     parts += [f"calls {call.get('function', call)}" for call in calls or ()]
     return "\n".join(part for part in parts if part)
 
 
-def _answer(name: str, found: Row) -> str:
-    marks = [_mark(key, value) for key, value in found.get("scores", {}).items()]
-    if found.get("loss") is not None:
-        marks.append(f'<span class="mark">loss {format_score("loss", found["loss"])}</span>')
-    if found.get("finish_reason") == "length":
+def _answer(name: str, entry: Row) -> str:
+    marks = [_mark(key, value) for key, value in entry.get("scores", {}).items()]
+    if entry.get("loss") is not None:
+        marks.append(f'<span class="mark">loss {format_score("loss", entry["loss"])}</span>')
+    if entry.get("finish_reason") == "length":
         marks.append('<span class="mark cut">cut</span>')
-    return _box(name, found.get("text"), "".join(marks), "answer")
+    return _box(name, entry.get("text"), "".join(marks), "answer")
 
 
 def _mark(name: str, value: float) -> str:

@@ -1,13 +1,11 @@
-"""The shell of every HTML page we write: one file, no outside resource, light and dark, wide and narrow.
-
-Must not know what the pages show: it takes finished HTML, and style of the page's own.
-"""
+"""What pages and terminals share: the shell of every HTML page (one file, no outside resource), and number formats."""
 
 from __future__ import annotations
 
+import re
 from html import escape
 
-__all__ = ["escape", "page"]
+__all__ = ["escape", "format_bytes", "format_count", "format_duration", "inline_svg", "page"]
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c2024; --quiet: #5f6872; --paper: #fff; --shade: #f5f6f8; --line: #dfe3e8;
@@ -57,3 +55,33 @@ _PAGE = """<!doctype html>
 def page(title: str, body_html: str, style: str = "") -> str:
     """A whole document. `title` is text and is escaped; `body_html` is not: escape what comes from outside."""
     return _PAGE.format(title=escape(title), style=_STYLE + style, body=body_html)
+
+
+def inline_svg(document: str) -> str:
+    """The picture alone: without the XML prologue and matplotlib's metadata."""
+    return re.sub(r"<metadata>.*?</metadata>", "", document[document.index("<svg") :], flags=re.DOTALL)
+
+
+def format_count(value: float) -> str:
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.3g}{unit}" if value < 999.5 * size else f"{value / size:.0f}{unit}"
+    return f"{value:.0f}"
+
+
+def format_duration(seconds: float) -> str:
+    whole = max(round(seconds), 0)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 48 * 3600:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def format_bytes(count: float) -> str:
+    for size, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count >= size:
+            return f"{count / size:.3g} {unit}" if count < 999.5 * size else f"{count / size:.0f} {unit}"
+    return f"{count:.0f} B"

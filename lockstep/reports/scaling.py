@@ -1,28 +1,114 @@
-"""How sizes compare, for a person: the table on a terminal, the picture, one HTML page that needs nothing else.
-
-Measures nothing itself.
-"""
+"""How run sizes compare: what each size's records come to, the cells of the tables, the picture and the page."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from rich.table import Table
+import matplotlib
+from matplotlib import pyplot
 
-from lockstep.cli.display import format_count
 from lockstep.reports.curves import COLOURS, STYLE
-from lockstep.reports.page import escape, page
-from lockstep.scaling import Flow, Size
+from lockstep.reports.page import escape, format_bytes, format_count, inline_svg, page
+from lockstep.rundir import write_atomically
+
+COUNTED, LEAST = "traffic/", "traffic_least/"  # how metrics name bytes: these, then axis/kind
+
 
 UNIT = (
-    "Bytes are those that rank 0 sends in a step when the ranks of a group stand in a ring: 2 (n - 1) / n of what is "
-    "summed, (n - 1) / n of what is gathered, scattered or traded. They are counted where torch hands them to the "
-    "network; the least is worked out from the sizes of parameters and of the batch."
+    "Bytes are those that rank 0 sends in a step, assuming ring collectives: 2 (n - 1) / n of what is all-reduced, "
+    "(n - 1) / n of what is gathered, scattered or sent all-to-all. They are counted where torch hands them to the "
+    "network; the least is computed from the sizes of the parameters and of the batch."
 )
 COLUMNS = ("procs", "layout", "tokens/s", "efficiency", "step", "waiting", "sent", "least", "memory", "balance")
+FLOW_COLUMNS = ("procs", "axis", "collective", "sent", "least", "above it")
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Bytes that rank 0 sends in a step on one axis by one kind of collective; the least there could be, if known."""
+
+    axis: str
+    kind: str
+    sent_bytes: float
+    least_bytes: float | None
+
+
+@dataclass(frozen=True)
+class Size:
+    """One run, per step: means over its steps without the first, which is warm-up."""
+
+    procs: int
+    layout: str
+    tokens_per_s: float
+    step_time_s: float
+    efficiency: float
+    """Speed over that of the smallest size, divided by the ratio of their process counts."""
+    wait_s: float | None
+    """In collectives, mean over ranks; None where it is not measured (CUDA, or one rank)."""
+    memory_gib: float
+    balance: float | None
+    """Tokens of the fullest rank, over the mean."""
+    straggler: int | None
+    flows: tuple[Flow, ...]
+
+    @property
+    def sent_bytes(self) -> float:
+        return sum(flow.sent_bytes for flow in self.flows)
+
+
+def read_size(procs: int, layout: str, metrics: Sequence[Mapping[str, Any]], smallest: Size | None) -> Size:
+    """Means over a run's records; the first step is left out unless it is the only one."""
+    records = [record for record in metrics if record.get("split") == "train"]
+    records = records[1:] or records
+    if not records:
+        raise ValueError(f"the run with {procs} processes has no metrics: it made no step")
+    tokens_per_s = sum(r["tokens"] for r in records) / sum(r["step_time_s"] for r in records)
+    base = (tokens_per_s, procs) if smallest is None else (smallest.tokens_per_s, smallest.procs)
+    return Size(
+        procs,
+        layout,
+        tokens_per_s,
+        statistics.fmean(r["step_time_s"] for r in records),
+        tokens_per_s / base[0] * base[1] / procs,
+        _mean(records, "wait_s"),
+        max(r.get("memory_gib_max", r["memory_gib"]) for r in records),
+        _mean(records, "token_balance"),
+        find_straggler(records),
+        read_flows(records),
+    )
+
+
+def read_flows(records: Sequence[Mapping[str, Any]]) -> tuple[Flow, ...]:
+    names = sorted({key.removeprefix(COUNTED) for record in records for key in record if key.startswith(COUNTED)})
+    flows = []
+    for name in names:
+        axis, _, kind = name.partition("/")
+        sent = sum(record.get(COUNTED + name, 0.0) for record in records) / len(records)
+        flows.append(Flow(axis, kind, sent, _mean(records, LEAST + name)))
+    return tuple(flows)
+
+
+def find_straggler(records: Sequence[Mapping[str, Any]]) -> int | None:
+    """The rank that was the slow one in more than half of the steps: one slow step is a hiccup."""
+    named = Counter(int(record["straggler"]) for record in records if "straggler" in record)
+    if not named:
+        return None
+    rank, times = named.most_common(1)[0]
+    return rank if 2 * times > len(records) else None
+
+
+def _mean(records: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    values = [float(record[key]) for record in records if key in record]
+    return statistics.fmean(values) if values else None
+
+
+# --- tables ---------------------------------------------------------------------------------------------------------
 
 
 def size_row(size: Size) -> list[str]:
@@ -47,10 +133,24 @@ def flow_row(flow: Flow) -> list[str]:
     return [flow.axis, flow.kind.replace("_", "-"), format_bytes(flow.sent_bytes), least, ratio]
 
 
-FLOW_COLUMNS = ("procs", "axis", "collective", "sent", "least", "above it")
+class TextTable(NamedTuple):
+    """Finished cells; the first `num_left` columns are aligned to the left, the others to the right."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    num_left: int
 
 
-def warnings_of(sizes: Sequence[Size]) -> list[str]:
+def size_table(sizes: Sequence[Size]) -> TextTable:
+    return TextTable(COLUMNS, [size_row(size) for size in sizes], 2)
+
+
+def flow_table(sizes: Sequence[Size]) -> TextTable:
+    """Without rows where nothing was sent."""
+    return TextTable(FLOW_COLUMNS, [[str(size.procs), *flow_row(flow)] for size in sizes for flow in size.flows], 3)
+
+
+def straggler_warnings(sizes: Sequence[Size]) -> list[str]:
     return [
         f"with {size.procs} processes, rank {size.straggler} computes clearly longer than the others in most steps: "
         "look at what else runs on its machine or device"
@@ -59,36 +159,11 @@ def warnings_of(sizes: Sequence[Size]) -> list[str]:
     ]
 
 
-def tables(sizes: Sequence[Size]) -> list[Table]:
-    found = [_table(COLUMNS, [size_row(size) for size in sizes], {0, 1})]
-    flows = [[str(size.procs), *flow_row(flow)] for size in sizes for flow in size.flows]
-    return [*found, _table(FLOW_COLUMNS, flows, {0, 1, 2})] if flows else found
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: set[int]) -> Table:
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i in left else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def format_bytes(count: float) -> str:
-    for size, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if count >= size:
-            return f"{count / size:.3g} {unit}" if count < 999.5 * size else f"{count / size:.0f} {unit}"
-    return f"{count:.0f} B"
-
-
 # --- picture --------------------------------------------------------------------------------------------------------
 
 
 def draw(sizes: Sequence[Size], picture: Path) -> list[str]:
     """Write all panels as one PNG; returns each as SVG, so that a page can put them where there is room."""
-    import matplotlib
-    from matplotlib import pyplot
-
     with matplotlib.rc_context(STYLE):
         figure, axes = pyplot.subplots(1, len(_PANELS), figsize=(15, 3.4), layout="constrained")
         try:
@@ -101,8 +176,6 @@ def draw(sizes: Sequence[Size], picture: Path) -> list[str]:
 
 
 def _draw_alone(panel: Callable[[Any, Sequence[Size]], None], sizes: Sequence[Size]) -> str:
-    from matplotlib import pyplot
-
     figure, axis = pyplot.subplots(figsize=(4, 3.2), layout="constrained")
     svg = io.StringIO()
     try:
@@ -110,8 +183,7 @@ def _draw_alone(panel: Callable[[Any, Sequence[Size]], None], sizes: Sequence[Si
         figure.savefig(svg, format="svg")
     finally:
         pyplot.close(figure)
-    text = svg.getvalue()
-    return text[text.index("<svg") :]  # without the XML prologue
+    return inline_svg(svg.getvalue())
 
 
 def _draw_speed(axis: Any, sizes: Sequence[Size]) -> None:
@@ -186,24 +258,35 @@ th, td { white-space: nowrap }
 """
 
 
+def write_report(sizes: Sequence[Size], title: str, out: Path) -> list[Path]:
+    """scaling.png and scaling.html; returns their paths."""
+    picture, document = out / "scaling.png", out / "scaling.html"
+    try:
+        svgs = draw(sizes, picture)
+        write_atomically(document, report_page(title, sizes, svgs))
+    except OSError as error:
+        raise ValueError(f"cannot write into {out}: {error.strerror or error}") from error
+    return [picture, document]
+
+
 def report_page(title: str, sizes: Sequence[Size], svgs: Sequence[str]) -> str:
-    warnings = "".join(f"<li>{escape(warning)}</li>" for warning in warnings_of(sizes))
-    flows = [[str(size.procs), *flow_row(flow)] for size in sizes for flow in size.flows]
+    warnings = "".join(f"<li>{escape(warning)}</li>" for warning in straggler_warnings(sizes))
+    flows = flow_table(sizes)
     parts = [
         f'<ul class="warnings">{warnings}</ul>' if warnings else "",
         f'<div class="panels">{"".join(svgs)}</div>',
-        _html_table(COLUMNS, [size_row(size) for size in sizes], 2),
-        f"<h2>Traffic</h2>{_html_table(FLOW_COLUMNS, flows, 3)}" if flows else "",
+        _html_table(size_table(sizes)),
+        f"<h2>Traffic</h2>{_html_table(flows)}" if flows.rows else "",
         f'<p class="quiet">{escape(UNIT)}</p>',
     ]
     return page(title, "\n".join(parts), _STYLE)
 
 
-def _html_table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
+def _html_table(table: TextTable) -> str:
     def cells(tag: str, values: Sequence[str]) -> str:
-        kinds = ("" if i < left else ' class="number"' for i in range(len(values)))
+        kinds = ("" if i < table.num_left else ' class="number"' for i in range(len(values)))
         return "".join(f"<{tag}{kind}>{escape(value)}</{tag}>" for kind, value in zip(kinds, values, strict=True))
 
-    head = f"<thead><tr>{cells('th', columns)}</tr></thead>"
-    body = "\n".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
+    head = f"<thead><tr>{cells('th', table.columns)}</tr></thead>"
+    body = "\n".join(f"<tr>{cells('td', row)}</tr>" for row in table.rows)
     return f'<div class="scroll"><table>{head}\n<tbody>{body}</tbody></table></div>'

@@ -63,7 +63,7 @@ class DryRuns:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "lockstep.cli",
+            "lockstep",
             *arguments,
             cwd=self._data_dir.empty,
             stdin=asyncio.subprocess.DEVNULL,

@@ -1,8 +1,7 @@
-"""Verification: does every layout make the step that one rank makes? `lockstep verify`, and `verify` from Python.
+"""Does every layout make the step that one rank makes? `lockstep verify`, and `verify` from Python.
 
-A reduced copy of the user's model and the first rows of the user's data → the plainest loop, and real ranks for each
-layout → one comparison. A room of its own, because it stands on the backend and no run needs it. Of loops it knows
-what they make of a batch. Must not know terminals.
+A reduced copy of the user's model and the first rows of the user's data → the plain loop, and real ranks for each
+layout → one comparison.
 """
 
 from __future__ import annotations

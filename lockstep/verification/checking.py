@@ -5,6 +5,7 @@ Runs layouts one after another, each under a deadline; a rank that crashes is a 
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -12,12 +13,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from lockstep.config import ConfigError, GrpoConfig, RunConfig, SftConfig
 from lockstep.model.load import load_hf_config
 from lockstep.train.reference import ReferenceChoice, plan_reference
 from lockstep.types import OptimStep
-from lockstep.verification.compare import LOOSE_TOLERANCE, TOLERANCE, Errors, compare
-from lockstep.verification.job import Found, Job, read_found, refusal
+from lockstep.verification.job import LayoutJob, LayoutResult, agreed_refusal, read_result
 from lockstep.verification.layouts import (
     ONE,
     Layout,
@@ -29,13 +32,13 @@ from lockstep.verification.layouts import (
     parse_layouts,
     problem,
 )
-from lockstep.verification.made_groups import MAX_ANSWERS
-from lockstep.verification.policy import train_policy_plainly
-from lockstep.verification.preference import PlainPreference
+from lockstep.verification.plain_loop import PlainAdamW, StepValues, plain_batches, run_plain_loop
+from lockstep.verification.plain_policy import train_policy_plainly
+from lockstep.verification.plain_preference import PlainPreference
 from lockstep.verification.ranks import WORKER_MODULE, run_ranks
 from lockstep.verification.reduced import Reduction, build_reduced, choose_reduction, find_limits, reference_config
-from lockstep.verification.reference import PlainAdamW, StepValues, plain_batches, train_plainly
 from lockstep.verification.sample import (
+    MAX_ANSWERS,
     MAX_ROWS,
     MAX_TOKENS,
     SampleBatch,
@@ -48,7 +51,7 @@ from lockstep.verification.sample import (
 DEADLINE_S = 180.0
 _COLLECTIVE_S = 60.0  # the deadline of one collective
 _MIN_LAYERS = 4  # two ranks with two stages each
-Tell = Callable[[str, int, int], None]
+OnProgress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class Verdict:
     problem: str = ""
     loss: float | None = None
     grad_norm: float | None = None
-    errors: Errors | None = None
+    errors: StepErrors | None = None
     warnings: tuple[str, ...] = ()
     refused: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -109,7 +112,7 @@ class Report:
 class _Prepared:
     """`job` is of one rank; the other layouts have the same with themselves in it."""
 
-    job: Job
+    job: LayoutJob
     expected: list[StepValues]
     limits: ModelLimits
     notes: list[str]
@@ -121,7 +124,7 @@ def verify(
     layouts: str | None = None,
     worker_module: str = WORKER_MODULE,
     deadline_s: float = DEADLINE_S,
-    on_progress: Tell | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Report:
     """Make two steps in the plainest way and in every layout, and compare all that can be compared.
 
@@ -135,7 +138,7 @@ def verify(
     chosen, notes = _choose(config, asked, prepared.limits)
     total = len(chosen) + 1
 
-    def check(layout: Layout, number: int, tolerance: float) -> tuple[Verdict, Found | None]:
+    def check(layout: Layout, number: int, tolerance: float) -> tuple[Verdict, LayoutResult | None]:
         tell(layout.name, number, total)
         return _check(replace(prepared.job, layout=layout), prepared.expected, worker_module, deadline_s, tolerance)
 
@@ -175,15 +178,15 @@ def _prepare(config: RunConfig, asked: Sequence[Layout] | None) -> _Prepared:
     if getattr(config.algorithm, "reference_model", None) is not None:
         other = choose_reduction(reference_config(config), tokens, reduction.num_layers)
     optimizer = PlainAdamW(model, step, clip_at_half=clips)
-    expected = _learn_plainly(config, model, numbered, choice.kind, optimizer, other)
+    expected = _plain_steps(config, model, numbered, choice.kind, optimizer, other)
     step = optimizer.step
     budgets = choose_budgets([part.data for part in numbered])
-    job = Job(config, ONE, reduction, tokens, budgets, step, _COLLECTIVE_S, choice.kind, other)
+    job = LayoutJob(config, ONE, reduction, tokens, budgets, step, _COLLECTIVE_S, choice.kind, other)
     notes = _describe_changes(config, job, size, [len(p.data) for p in numbered])
     return _Prepared(job, expected, limits, [*notes, *_describe_reference(config, choice, expected)])
 
 
-def _learn_plainly(
+def _plain_steps(
     config: RunConfig,
     model: Any,
     taken: Sequence[SampleBatch],
@@ -200,7 +203,7 @@ def _learn_plainly(
     if not isinstance(config.algorithm, SftConfig):
         other_model = None if other is None else build_reduced(reference_config(config), other)
         learn = PlainPreference(config, model, reference, other_model).learn
-    return train_plainly(model, taken, optimizer, learn)
+    return run_plain_loop(model, taken, optimizer, learn)
 
 
 def _limit_sampling(config: RunConfig, limits: ModelLimits) -> ModelLimits:
@@ -225,15 +228,15 @@ def _choose(config: RunConfig, asked: Sequence[Layout] | None, limits: ModelLimi
 
 
 def _check(
-    job: Job, expected: Sequence[StepValues], worker_module: str, deadline_s: float, tolerance: float
-) -> tuple[Verdict, Found | None]:
+    job: LayoutJob, expected: Sequence[StepValues], worker_module: str, deadline_s: float, tolerance: float
+) -> tuple[Verdict, LayoutResult | None]:
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as name:
         folder = Path(name)
         job.write(folder)
         failed = run_ranks(folder, job.layout.degrees.num_ranks, module=worker_module, deadline_s=deadline_s)
-        refused = refusal(folder, job.layout.degrees.num_ranks) if failed else ""
-        found = None if failed else read_found(folder)
+        refused = agreed_refusal(folder, job.layout.degrees.num_ranks) if failed else ""
+        found = None if failed else read_result(folder)
     seconds = time.monotonic() - started
     if found is None:
         return Verdict(job.layout, seconds, failed, refused=refused), None
@@ -245,7 +248,7 @@ def _check(
     return verdict, found
 
 
-def _loosen(report: Report, first: Verdict, errors: Errors) -> None:
+def _loosen(report: Report, first: Verdict, errors: StepErrors) -> None:
     report.tolerance = LOOSE_TOLERANCE
     report.verdicts[0] = replace(first, problem="")
     report.notes.append(
@@ -265,7 +268,7 @@ def _without_packing(chosen: Sequence[Layout], own: Layout, report: Report) -> l
     return kept
 
 
-def _describe_changes(config: RunConfig, job: Job, size: int, rows: Sequence[int]) -> list[str]:
+def _describe_changes(config: RunConfig, job: LayoutJob, size: int, rows: Sequence[int]) -> list[str]:
     how = "fewer layers, narrower" if job.reduction.narrow else "fewer layers"
     *_, budget, last_budget = job.micro_batch_tokens
     rows_cut = "groups are cut" if config.algorithm.kind == "grpo" else "pairs are cut in two"
@@ -316,3 +319,111 @@ def _describe_reference(config: RunConfig, choice: ReferenceChoice, expected: Se
 def _model_name(config: RunConfig) -> str:
     architecture = load_hf_config(config.model)
     return (architecture.architectures or [type(architecture).__name__])[0]
+
+
+TOLERANCE = 1e-10
+LOOSE_TOLERANCE = 1e-6  # for models that compute a part in float32 whatever they are in
+# Errors are relative to a tensor's largest entry, but to no less than this share of the largest of all: an entry that
+# is zero but for rounding has no relative error worth the name.
+_FLOOR = 1e-4
+
+
+@dataclass
+class StepErrors:
+    """The largest relative errors over all steps. `first` names the first thing that is further off than allowed.
+
+    `reference` is of the reference's log-probs, `metrics` of rewards, margin, ratios and the like: neither is of sft.
+    """
+
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    logprobs: float = 0.0
+    gradients: float = 0.0
+    weights: float = 0.0
+    reference: float = 0.0
+    metrics: float = 0.0
+    worst_parameter: str = ""
+    first: str = ""
+    by_parameter: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def largest(self) -> float:
+        first, second = (self.loss, self.grad_norm, self.logprobs), (self.gradients, self.weights)
+        return max(*first, *second, self.reference, self.metrics)
+
+
+def compare(found: Sequence[StepValues], expected: Sequence[StepValues], tolerance: float) -> StepErrors:
+    errors = StepErrors()
+    if len(found) != len(expected):
+        errors.first = f"{len(found)} optimizer steps instead of {len(expected)}"
+        errors.loss = math.inf
+    for number, (ours, plain) in enumerate(zip(found, expected), start=1):
+        _compare_step(errors, ours, plain, plain.where or f"batch {number}", tolerance)
+    return errors
+
+
+def _compare_step(errors: StepErrors, ours: StepValues, plain: StepValues, where: str, tolerance: float) -> None:
+    def note(what: str, error: float) -> float:
+        if not error <= tolerance and not errors.first:
+            errors.first = f"{what} ({where}): off by {error:.2g}"
+        return error
+
+    if not errors.first:
+        errors.first = _rows_differ(ours, plain, where)
+    errors.logprobs = max(errors.logprobs, note("log-probs", _list_error(ours.logprobs, plain.logprobs)))
+    error = note("log-probs of the reference", _list_error(ours.reference_logprobs, plain.reference_logprobs))
+    errors.reference = max(errors.reference, error)
+    for name, error in tensor_errors(_as_tensors(ours.metrics), _as_tensors(plain.metrics)).items():
+        errors.metrics = max(errors.metrics, note(name, error))
+    errors.loss = max(errors.loss, note("loss", relative_error(ours.loss, plain.loss)))
+    for name, error in tensor_errors(ours.gradients, plain.gradients).items():
+        errors.gradients = max(errors.gradients, note(f"gradient of {name}", error))
+        errors.by_parameter[name] = max(errors.by_parameter.get(name, 0.0), error)
+    errors.grad_norm = max(errors.grad_norm, note("gradient norm", relative_error(ours.norm, plain.norm)))
+    for name, error in tensor_errors(ours.weights, plain.weights).items():
+        errors.weights = max(errors.weights, note(f"weights of {name} after the step", error))
+        errors.by_parameter[name] = max(errors.by_parameter.get(name, 0.0), error)
+    errors.worst_parameter = max(errors.by_parameter, key=errors.by_parameter.__getitem__, default="")
+
+
+def _rows_differ(ours: StepValues, plain: StepValues, where: str) -> str:
+    for place, (one, other) in enumerate(zip(ours.names, plain.names), start=1):
+        if one != other:
+            return f"rows of {where}: place {place} has {one} instead of {other}"
+    if len(ours.names) != len(plain.names):
+        return f"rows of {where}: {len(ours.names)} instead of {len(plain.names)}"
+    if ours.cursor != plain.cursor:
+        return f"cursor after {where}: {ours.cursor} instead of {plain.cursor}"
+    return ""
+
+
+def relative_error(ours: float, plain: float) -> float:
+    return _finite(abs(ours - plain) / max(abs(plain), 1e-30))
+
+
+def _list_error(ours: Sequence[float], plain: Sequence[float]) -> float:
+    if len(ours) != len(plain):
+        return math.inf
+    return max((relative_error(a, b) for a, b in zip(ours, plain)), default=0.0)
+
+
+def _as_tensors(metrics: dict[str, float]) -> dict[str, Tensor]:
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
+
+
+def tensor_errors(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> dict[str, float]:
+    """By name, in the order of the model; infinite where one side has no such tensor or another shape."""
+    largest = max((float(t.abs().max()) for t in plain.values()), default=0.0)
+    errors = {name: math.inf for name in ours if name not in plain}
+    for name, expected in plain.items():
+        found = ours.get(name)
+        if found is None or found.shape != expected.shape:
+            errors[name] = math.inf
+            continue
+        size = max(float(expected.abs().max()), _FLOOR * largest, 1e-30)
+        errors[name] = _finite(float(torch.sub(found, expected).abs().max()) / size)
+    return errors
+
+
+def _finite(error: float) -> float:
+    return error if math.isfinite(error) else math.inf

@@ -19,14 +19,14 @@ from lockstep.config import ParallelConfig, RunConfig
 from lockstep.rundir import write_atomically
 from lockstep.types import OptimStep
 from lockstep.verification.layouts import Layout
+from lockstep.verification.plain_loop import StepValues
 from lockstep.verification.reduced import Reduction
-from lockstep.verification.reference import StepValues
 
 _JOB, _FOUND = "job.json", "found.json"
 
 
 @dataclass(frozen=True)
-class Job:
+class LayoutJob:
     """`tokens` are the user's tokens by their new numbers; `micro_batch_tokens` has a number for each batch.
 
     `reference` as in algorithm.reference, never auto; `other` is of algorithm.reference_model, where there is one.
@@ -57,7 +57,7 @@ class Job:
         (folder / _JOB).write_text(json.dumps(text), encoding="utf-8")
 
     @classmethod
-    def read(cls, folder: Path) -> Job:
+    def read(cls, folder: Path) -> LayoutJob:
         text = json.loads((folder / _JOB).read_text(encoding="utf-8"))
         return cls(
             RunConfig.model_validate(text["config"]),
@@ -73,7 +73,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Found:
+class LayoutResult:
     """What the ranks of one layout computed, put together. `disagreements` are sentences about ranks that differ."""
 
     steps: list[StepValues]
@@ -87,12 +87,12 @@ def write_tensors(folder: Path, rank: int, tensors: dict[str, Tensor]) -> None:
     save_file({name: t.contiguous() for name, t in tensors.items()}, folder / f"rank-{rank}.safetensors")
 
 
-def write_found(folder: Path, facts: dict[str, Any]) -> None:
+def write_result(folder: Path, facts: dict[str, Any]) -> None:
     """By rank 0, when every rank's tensors are written."""
     write_atomically(folder / _FOUND, json.dumps(facts))
 
 
-def read_found(folder: Path) -> Found:
+def read_result(folder: Path) -> LayoutResult:
     facts = json.loads((folder / _FOUND).read_text(encoding="utf-8"))
     tensors: dict[str, Tensor] = {}
     for path in sorted(folder.glob("rank-*.safetensors")):
@@ -101,7 +101,7 @@ def read_found(folder: Path) -> Found:
     for number, values in enumerate(facts["steps"]):
         gradients, weights = (_part(tensors, tensor_name(number, kind, "")) for kind in ("gradients", "weights"))
         steps.append(StepValues(**{**values, "names": tuple(values["names"])}, gradients=gradients, weights=weights))
-    return Found(steps, facts["disagreements"], facts["warnings"], facts["packs"])
+    return LayoutResult(steps, facts["disagreements"], facts["warnings"], facts["packs"])
 
 
 def tensor_name(step: int, kind: str, name: str) -> str:
@@ -118,15 +118,15 @@ def record_failure(folder: Path, rank: int, message: str, *, refused: bool = Fal
     write_atomically(folder / f"failure-{rank}.json", json.dumps(facts))
 
 
-def failures(folder: Path) -> list[dict[str, Any]]:
+def read_failures(folder: Path) -> list[dict[str, Any]]:
     """The first one first."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("failure-*.json")]
     return sorted(found, key=lambda failure: failure["time"])
 
 
-def refusal(folder: Path, num_ranks: int) -> str:
+def agreed_refusal(folder: Path, num_ranks: int) -> str:
     """Why this layout cannot be, if every rank says the same about it; otherwise nothing."""
-    found = failures(folder)
+    found = read_failures(folder)
     messages = {failure["message"] for failure in found if failure["refused"]}
     return messages.pop() if len(found) == num_ranks and len(messages) == 1 else ""
 

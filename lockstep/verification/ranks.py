@@ -19,7 +19,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
 
-from lockstep.verification.job import failures
+from lockstep.verification.job import read_failures
 
 WORKER_MODULE = "lockstep.verification.worker"
 _GRACE_S = 2.0  # from the first failure to the end of all: time for the others to say what they saw
@@ -92,7 +92,7 @@ def _explain(folder: Path, codes: list[int | None], overdue: bool, deadline_s: f
         if code is not None and code < 0:
             hint = "; this is often the system running out of memory" if -code == signal.SIGKILL else ""
             return f"rank {rank} was ended by signal {-code} ({signal.Signals(-code).name}){hint}"
-    said = failures(folder)
+    said = read_failures(folder)
     if said:
         return f"rank {said[0]['rank']}: {said[0]['message']}"
     if overdue:

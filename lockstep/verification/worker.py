@@ -25,8 +25,8 @@ from lockstep.config import DpoConfig, GrpoConfig, KtoConfig, SftConfig
 from lockstep.parallel.group import ProcessGroup
 from lockstep.train.dpo import prepare
 from lockstep.types import Datum, LossSpec
-from lockstep.verification.job import Job, own_rank, record_failure, tensor_name, write_found, write_tensors
-from lockstep.verification.policy import Watched, learn_groups, name_update, supervised_logprobs
+from lockstep.verification.job import LayoutJob, own_rank, record_failure, tensor_name, write_result, write_tensors
+from lockstep.verification.plain_policy import RecordingBackend, learn_groups, supervised_logprobs, update_name
 from lockstep.verification.reduced import build_reduced, leave_reference, reference_config
 from lockstep.verification.sample import REFERENCE, add_reference, compile_rows, renumber, take_batches, total_weight
 
@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     (name,) = sys.argv[1:] if arguments is None else arguments
     folder = Path(name)
     try:
-        compute(Job.read(folder), folder)
+        compute(LayoutJob.read(folder), folder)
     except BaseException as error:
         traceback.print_exc()
         with contextlib.suppress(OSError):
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def compute(job: Job, folder: Path) -> None:
+def compute(job: LayoutJob, folder: Path) -> None:
     torch.set_num_threads(1)  # the model is tiny, and sums must not depend on threads
     algorithm = job.config.algorithm
     taken = take_batches(compile_rows(job.config), job.config)
@@ -66,11 +66,11 @@ def compute(job: Job, folder: Path) -> None:
     group.barrier()
     if group.rank == 0:
         found = {"disagreements": disagreements, "warnings": backend.warnings, "packs": backend.policy.packs}
-        write_found(folder, {"steps": facts, **found})
+        write_result(folder, {"steps": facts, **found})
     group.leave()
 
 
-def _build(job: Job, group: ProcessGroup, batches: list[list[Datum]]) -> tuple[TorchBackend, list[list[Datum]]]:
+def _build(job: LayoutJob, group: ProcessGroup, batches: list[list[Datum]]) -> tuple[TorchBackend, list[list[Datum]]]:
     """As a run does: the backend, and the rows with their reference's log-probs where those are made ahead. All ranks.
 
     Then the policy leaves its reference.
@@ -91,7 +91,7 @@ def _build(job: Job, group: ProcessGroup, batches: list[list[Datum]]) -> tuple[T
     return backend, batches
 
 
-def make_backend(job: Job, group: ProcessGroup, reference: str) -> TorchBackend:
+def make_backend(job: LayoutJob, group: ProcessGroup, reference: str) -> TorchBackend:
     return TorchBackend(
         build_reduced(job.config, job.reduction),
         micro_batch_tokens=max(job.micro_batch_tokens),
@@ -108,7 +108,7 @@ def make_backend(job: Job, group: ProcessGroup, reference: str) -> TorchBackend:
 
 
 def _step(
-    backend: TorchBackend, job: Job, rows: Sequence[Datum], number: int, tensors: dict[str, Tensor]
+    backend: TorchBackend, job: LayoutJob, rows: Sequence[Datum], number: int, tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
     """One step; its gradients and weights go into `tensors`, whole."""
     batch, loss = _prepare(job, backend, rows)
@@ -124,13 +124,13 @@ def _step(
 
 
 def _updates(
-    backend: TorchBackend, job: Job, rows: Sequence[Datum], batch: int, first: int, tensors: dict[str, Tensor]
+    backend: TorchBackend, job: LayoutJob, rows: Sequence[Datum], batch: int, first: int, tensors: dict[str, Tensor]
 ) -> list[dict[str, Any]]:
     """All that the loop makes of sampled answers. Their tensors are numbered from `first` on."""
-    watched = Watched(backend, lambda kind: _see(backend, kind), job.step)
+    watched = RecordingBackend(backend, lambda kind: _see(backend, kind), job.step)
     found = []
     for place, update in enumerate(learn_groups(job.config, watched, rows)):
-        facts = {**vars(update), "where": name_update(batch + 1, place + 1)}
+        facts = {**vars(update), "where": update_name(batch + 1, place + 1)}
         for kind in ("gradients", "weights"):
             _keep(tensors, first + place, kind, facts.pop(kind))
         found.append(facts)
@@ -147,7 +147,7 @@ def _keep(tensors: dict[str, Tensor], number: int, kind: str, found: dict[str, T
     tensors.update({tensor_name(number, kind, name): tensor for name, tensor in found.items()})
 
 
-def _prepare(job: Job, backend: TorchBackend, rows: Sequence[Datum]) -> tuple[Sequence[Datum], LossSpec]:
+def _prepare(job: LayoutJob, backend: TorchBackend, rows: Sequence[Datum]) -> tuple[Sequence[Datum], LossSpec]:
     """What the loop of this algorithm makes of the rows."""
     algorithm = job.config.algorithm
     if isinstance(algorithm, SftConfig):

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 import tiny
 
+from lockstep.cli.verify import verify_and_show
 from lockstep.config import ConfigError, load_config
-from lockstep.verdict import verify_and_show
 from lockstep.verification import checking
-from lockstep.verification.checking import Report, Verdict
-from lockstep.verification.compare import Errors
+from lockstep.verification.checking import Report, StepErrors, Verdict
 from lockstep.verification.layouts import ONE
 
 
@@ -76,7 +75,7 @@ def test_a_layout_that_the_model_cannot_have_is_a_bad_request(config: Path) -> N
 def test_a_layout_that_fails_is_exit_code_1_and_its_sentence(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    good, bad = Verdict(ONE, 1.0, "", 2.0, 3.0, Errors()), Verdict(ONE, 1.0, "rank 1: it broke [here]")
+    good, bad = Verdict(ONE, 1.0, "", 2.0, 3.0, StepErrors()), Verdict(ONE, 1.0, "rank 1: it broke [here]")
     report = Report("Model", 1e-10, 2.0, 3.0, [good, bad], ["a note"])
     monkeypatch.setattr(checking, "verify", lambda *given, **options: report)
     assert verify_and_show(load_config(config), None, as_json=True) == 1

@@ -83,7 +83,7 @@ def start_stack(example: str, folder: Path, port: int | None = None, **environme
 
 def start_service(folder: Path, port: int, *options: str) -> Server:
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "lockstep.cli", "serve", "--port", str(port), "--data-dir", str(folder), *options]
+    command = [sys.executable, "-m", "lockstep", "serve", "--port", str(port), "--data-dir", str(folder), *options]
     return Server(command, port, "/api/health", folder.with_suffix(".log"))
 
 

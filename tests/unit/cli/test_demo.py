@@ -107,14 +107,14 @@ def test_the_habit_is_recognised(answer, expected):
 
 def test_an_occupied_directory_is_refused_before_any_work(tmp_path):
     (tmp_path / "config.yaml").write_text("name: other\n")
-    with pytest.raises(ConfigError, match="already holds a run"):
-        demo.main(tmp_path)
+    with pytest.raises(ValueError, match="already holds a run"):
+        demo.run_demo(tmp_path)
 
 
 def test_without_a_checkout_one_sentence_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "_EXAMPLES", tmp_path)
-    with pytest.raises(ConfigError, match="run it from a checkout"):
-        demo.main(tmp_path / "run")
+    with pytest.raises(ValueError, match="run it from a checkout"):
+        demo.run_demo(tmp_path / "run")
 
 
 def test_the_stages_in_order(tmp_path, monkeypatch, capsys):
@@ -134,7 +134,7 @@ def test_the_stages_in_order(tmp_path, monkeypatch, capsys):
             run.log_metrics({"step": 9, "split": "validation", "loss": 2.0})
 
     monkeypatch.setattr(demo, "_command", answer)
-    assert demo.main(tmp_path / "run", procs=2) == 0
+    assert demo.run_demo(tmp_path / "run", procs=2) == 0
     assert [c[0] for c in commands] == ["generate", "train", "generate"]
     assert commands[1][-4:] == ["--procs", "2", "--run-dir", str(tmp_path / "run")]
     output = capsys.readouterr().out
@@ -147,7 +147,7 @@ def test_a_failed_command_ends_the_demo_with_its_exit_code(tmp_path, monkeypatch
     monkeypatch.setattr(smollm2, "obtain", lambda report: tmp_path / "model")
     real = subprocess.Popen
     monkeypatch.setattr(demo.subprocess, "Popen", lambda command: real([sys.executable, "-c", "raise SystemExit(3)"]))
-    assert demo.main(tmp_path / "run") == 3
+    assert demo.run_demo(tmp_path / "run") == 3
 
 
 def test_a_command_that_was_killed_counts_as_failed(monkeypatch):

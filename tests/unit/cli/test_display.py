@@ -10,8 +10,9 @@ import pytest
 from rich.console import Console
 
 from lockstep.cli import display
-from lockstep.cli.display import JsonlTail, RunDisplay, format_count, format_duration, print_facts, print_summary
+from lockstep.cli.display import JsonlTail, RunDisplay, print_facts, print_summary
 from lockstep.config import parse_config
+from lockstep.reports.page import format_count, format_duration
 from lockstep.rundir import RunDir
 
 

@@ -209,7 +209,7 @@ def test_plain_text_has_a_loss_and_no_answers(place: Path, tmp_path: Path):
 
 
 def test_a_reference_without_a_number_shows_before_a_model_is_loaded(place: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("lockstep.evaluation.trial.load_candidate", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("lockstep.evaluation.measurement.load_model", lambda *_: pytest.fail("a model was loaded"))
     with pytest.raises(ValueError, match=r"test\.jsonl:1: the reference has no number"):
         evaluate(place / "one", place / "test.jsonl", ["numeric"])
 

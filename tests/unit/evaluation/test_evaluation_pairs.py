@@ -15,8 +15,8 @@ import torch.distributed.checkpoint as dcp
 
 from lockstep.config import load_config
 from lockstep.evaluation import evaluate
-from lockstep.evaluation.pairs import PairLogprobs, reward_margins
-from lockstep.evaluation.table import table_of
+from lockstep.evaluation.likelihood import PairLogprobs, reward_margins
+from lockstep.reports.evaluation import score_rows
 from lockstep.rundir import RunDir
 
 MARK = "<|im_start|>"
@@ -101,7 +101,7 @@ def test_a_run_by_dpo_has_rewards_beside_the_model_it_started_from(with_base: bo
     if with_base:
         base = results["models"][0]
         assert base["metrics"]["reward_margin"] == 0
-        lines = {line.metric: line for line in table_of(results)}
+        lines = {line.metric: line for line in score_rows(results)}
         assert lines["pair_accuracy"].cells[0].text.endswith("%")
         assert lines["reward_accuracy"].cells[0].text == "-"
 

@@ -12,12 +12,12 @@ from lockstep.config import DataConfig
 from lockstep.data.formats.conversation import Conversation, Passage
 from lockstep.data.sources.rows import DataError
 from lockstep.evaluation.questions import (
-    Choice,
     ChosenRow,
-    ask,
+    RowChoice,
+    check_answerable,
     choose_rows,
+    make_question,
     read_contents,
-    refuse_unanswerable,
     with_system,
 )
 
@@ -36,7 +36,7 @@ def write(path: Path, *rows: dict[str, Any]) -> Path:
 
 
 def choose(path: Path, **choice: Any) -> list[ChosenRow]:
-    return choose_rows(DataConfig(train=str(path)).sources("train"), Choice(**choice))
+    return choose_rows(DataConfig(train=str(path)).sources("train"), RowChoice(**choice))
 
 
 def contents(path: Path, has_template: bool = True, train_on: str = "last") -> list[Any]:
@@ -85,19 +85,19 @@ def test_the_last_answer_of_a_conversation_is_the_reference(tmp_path: Path):
     turns = [user("one?"), assistant("1"), user("two?"), assistant("2")]
     tools = [{"type": "function", "function": {"name": "count"}}]
     (content,) = contents(write(tmp_path / "a.jsonl", {"messages": turns, "tools": tools}))
-    question = ask(content)
+    question = make_question(content)
     assert (question.content, question.reference, question.tools) == (turns[:3], "2", tools)
 
 
 def test_prompt_and_completion_with_and_without_a_template(tmp_path: Path):
     path = write(tmp_path / "a.jsonl", {"prompt": "p", "completion": "c"})
-    assert ask(contents(path)[0]).content == [user("p")]
-    assert ask(contents(path, has_template=False)[0]).content == "p"
+    assert make_question(contents(path)[0]).content == [user("p")]
+    assert make_question(contents(path, has_template=False)[0]).content == "p"
 
 
 def test_of_a_pair_the_preferred_answer_counts(tmp_path: Path):
     (content,) = contents(write(tmp_path / "a.jsonl", {"prompt": "p", "chosen": "good", "rejected": "bad"}))
-    assert ask(content).reference == "good"
+    assert make_question(content).reference == "good"
 
 
 def test_answers_that_people_disliked_are_left_out_and_counted(tmp_path: Path):
@@ -115,7 +115,7 @@ def test_rows_without_a_question_or_a_text_are_refused_by_name():
         Conversation("f:1", (user("add"), *calls), (1,)),
     ):
         with pytest.raises(DataError, match=r"^f:1: there is no prompt with a text as its answer, so rouge"):
-            refuse_unanswerable([ask(content)], ["rouge"])
+            check_answerable([make_question(content)], ["rouge"])
 
 
 def test_a_system_message_of_ones_own_goes_first_and_moves_what_is_learned():

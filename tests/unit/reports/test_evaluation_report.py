@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from lockstep.evaluation.table import format_score, table_of
-from lockstep.reports.evaluation import MOST_ROWS, WORST_ROWS, report_page
+from lockstep.reports.evaluation import MOST_ROWS, WORST_ROWS, format_score, report_page, score_rows
 from lockstep.reports.page import page
 
 
@@ -42,21 +41,21 @@ def best_of(line: Any) -> list[bool]:
 
 
 def test_the_best_of_each_line_is_marked():
-    lines = {line.metric: line for line in table_of(results(loss=(2.0, 1.0, 1.0), rouge1=(0.2, 0.1, 0.3)))}
+    lines = {line.metric: line for line in score_rows(results(loss=(2.0, 1.0, 1.0), rouge1=(0.2, 0.1, 0.3)))}
     assert best_of(lines["loss"]) == [False, True, True]
     assert best_of(lines["rouge1"]) == [False, False, True]
 
 
 def test_nothing_is_best_of_one_or_of_equals():
-    assert best_of(table_of(results(loss=(2.0,)))[0]) == [False]
-    assert best_of(table_of(results(loss=(2.00001, 2.00002)))[0]) == [False, False]
+    assert best_of(score_rows(results(loss=(2.0,)))[0]) == [False]
+    assert best_of(score_rows(results(loss=(2.00001, 2.00002)))[0]) == [False, False]
 
 
 def test_a_model_without_a_metric_has_a_dash():
     given = results()
     del given["models"][1]["metrics"]["loss"]
     given["models"][0]["standard_errors"] = {"exact_match": 0.125}
-    lines = {line.metric: line for line in table_of(given)}
+    lines = {line.metric: line for line in score_rows(given)}
     assert [cell.text for cell in lines["loss"].cells] == ["2.0000", "-"]
     assert best_of(lines["loss"]) == [False, False]
     assert [cell.error for cell in lines["exact_match"].cells] == ["± 12.5 %", ""]

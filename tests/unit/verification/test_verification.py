@@ -13,13 +13,13 @@ import torch
 
 from lockstep.config import ConfigError, Degrees, RunConfig, load_config
 from lockstep.types import Completion, Datum, OptimStep
-from lockstep.verification import compare
-from lockstep.verification.compare import tensor_errors
-from lockstep.verification.job import record_failure, refusal
+from lockstep.verification import checking as compare
+from lockstep.verification.checking import tensor_errors
+from lockstep.verification.job import agreed_refusal, record_failure
 from lockstep.verification.layouts import ONE, ModelLimits, default_layouts, own_layout, parse_layouts, problem
+from lockstep.verification.plain_loop import PlainAdamW, StepValues, plain_batches, plain_cross_entropy, run_plain_loop
 from lockstep.verification.ranks import run_ranks
 from lockstep.verification.reduced import Reduction, build_reduced, choose_layer_types, choose_reduction, find_limits
-from lockstep.verification.reference import PlainAdamW, StepValues, learn_answers, plain_batches, train_plainly
 from lockstep.verification.sample import (
     SampleBatch,
     choose_budgets,
@@ -236,7 +236,7 @@ def test_the_plain_loop_steps_like_torch(tmp_path: Path, tiny_model: Path) -> No
     step = OptimStep(1e-2, beta2=0.99, weight_decay=0.1)
     plain = build_reduced(config, reduction)
     by_hand = PlainAdamW(plain, step, clip_at_half=True)
-    found, made = train_plainly(plain, taken, by_hand), by_hand.step
+    found, made = run_plain_loop(plain, taken, by_hand), by_hand.step
     assert made.max_grad_norm == pytest.approx(found[0].norm / 2)
     assert made.eps > step.eps
 
@@ -246,7 +246,7 @@ def test_the_plain_loop_steps_like_torch(tmp_path: Path, tiny_model: Path) -> No
     groups[1]["weight_decay"] = 0.0  # type: ignore[assignment]
     optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.99), eps=made.eps, weight_decay=0.1)
     for values, part in zip(found, taken, strict=True):
-        learn_answers(model, part.data)
+        plain_cross_entropy(model, part.data)
         assert made.max_grad_norm is not None
         norm = torch.nn.utils.clip_grad_norm_(list(named.values()), made.max_grad_norm)
         assert float(norm) == pytest.approx(values.norm, rel=1e-12)
@@ -381,11 +381,11 @@ def is_alive(pid: int) -> bool:
 
 def test_a_refusal_is_one_only_if_all_ranks_agree(tmp_path: Path) -> None:
     record_failure(tmp_path, 0, "cannot", refused=True)
-    assert refusal(tmp_path, 2) == ""
+    assert agreed_refusal(tmp_path, 2) == ""
     record_failure(tmp_path, 1, "something else", refused=True)
-    assert refusal(tmp_path, 2) == ""
+    assert agreed_refusal(tmp_path, 2) == ""
     record_failure(tmp_path, 1, "cannot", refused=True)
-    assert refusal(tmp_path, 2) == "cannot"
+    assert agreed_refusal(tmp_path, 2) == "cannot"
 
 
 def test_only_where_parallelism_is_applied_a_layout_is_refused(tmp_path: Path, tiny_model: Path) -> None:

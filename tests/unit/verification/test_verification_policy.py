@@ -18,11 +18,10 @@ from lockstep.data.prompts import PromptRow, Prompts
 from lockstep.train.options import policy_options
 from lockstep.types import LossSpec, OptimStep
 from lockstep.verification import verify
-from lockstep.verification.compare import compare
-from lockstep.verification.made_groups import MadeGroups, as_groups
-from lockstep.verification.policy import PlainPolicy, Watched, learn_groups, supervised_logprobs
-from lockstep.verification.reference import PlainAdamW, StepValues
-from lockstep.verification.sample import compile_rows, renumber, take_batches
+from lockstep.verification.checking import compare
+from lockstep.verification.plain_loop import PlainAdamW, StepValues
+from lockstep.verification.plain_policy import PlainPolicy, RecordingBackend, learn_groups, supervised_logprobs
+from lockstep.verification.sample import SyntheticGroups, as_groups, compile_rows, renumber, take_batches
 
 STEP = OptimStep(1e-2)
 GRPO: dict[str, Any] = {"kind": "grpo", "reward": "numeric", "group_size": 6, "max_tokens": 16}
@@ -51,7 +50,7 @@ def test_every_process_makes_the_same_answers(tmp_path: Path, tiny_model: Path) 
 def test_groups_have_all_that_a_loop_looks_at(tmp_path: Path, tiny_model: Path) -> None:
     config = configure(tmp_path, tiny_model, {"environment": "calculator"})
     prompts = Prompts([PromptRow(f"a:{i}", tuple(range(10 + i)), {}) for i in range(40)])
-    groups = as_groups(list(MadeGroups(prompts, config)))
+    groups = as_groups(list(SyntheticGroups(prompts, config)))
     answers = [answer for group in groups for answer in group.answers]
     assert [group.prompt.origin for group in groups] == [f"a:{i}" for i in range(40)]
     assert {answer.is_cut for answer in answers} == {True, False}
@@ -64,7 +63,7 @@ def test_groups_have_all_that_a_loop_looks_at(tmp_path: Path, tiny_model: Path) 
 
 def test_without_an_environment_all_words_are_the_models(tmp_path: Path, tiny_model: Path) -> None:
     prompts = Prompts([PromptRow("a:1", tuple(range(30)), {})])
-    (group,) = as_groups(list(MadeGroups(prompts, configure(tmp_path, tiny_model))))
+    (group,) = as_groups(list(SyntheticGroups(prompts, configure(tmp_path, tiny_model))))
     assert all(all(answer.own) for answer in group.answers)
 
 
@@ -112,9 +111,9 @@ def test_the_reference_stays_and_follows_only_when_it_is_told(tmp_path: Path, ti
     assert plain.forward(batch, reference=True) == plain.forward(batch)
 
 
-def watch(config: RunConfig, model: Any) -> Watched:
+def watch(config: RunConfig, model: Any) -> RecordingBackend:
     optimizer = PlainAdamW(model, STEP, clip_at_half=True)
-    return Watched(PlainPolicy(config, model, "none", optimizer), optimizer.see)
+    return RecordingBackend(PlainPolicy(config, model, "none", optimizer), optimizer.see)
 
 
 def test_a_loop_is_watched_update_by_update(tmp_path: Path, tiny_model: Path) -> None:

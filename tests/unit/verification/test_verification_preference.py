@@ -15,19 +15,18 @@ from equivalence.plain import make_model
 from equivalence.preference_plain import gradients_of, make_pairs, padded_answers, plain_kto, plain_preference
 
 from lockstep.backend.batching import documents_of, share_of
+from lockstep.cli.verify import verdict_table
 from lockstep.config import ConfigError, RunConfig, load_config
 from lockstep.train.options import pair_options
 from lockstep.train.preference_data import count_chosen_tokens, discount_length, mismatch
 from lockstep.train.reference import ReferenceChoice
 from lockstep.types import Completion, Datum
-from lockstep.verdict import verdict_table
 from lockstep.verification import reduced, verify
-from lockstep.verification.checking import Report, Verdict, _describe_reference
-from lockstep.verification.compare import Errors
+from lockstep.verification.checking import Report, StepErrors, Verdict, _describe_reference
 from lockstep.verification.layouts import ONE
-from lockstep.verification.preference import PlainPreference
+from lockstep.verification.plain_loop import StepValues
+from lockstep.verification.plain_preference import PlainPreference
 from lockstep.verification.reduced import keep_float64, leave_reference
-from lockstep.verification.reference import StepValues
 from lockstep.verification.sample import add_reference, choose_budgets, compile_rows, renumber, shorten
 
 
@@ -258,7 +257,7 @@ def test_a_distance_that_counts_as_zero_is_said(tmp_path: Path, tiny_model: Path
 
 
 def test_the_errors_of_preferences_are_shown_where_there_are_any() -> None:
-    errors = Errors(reference=2e-15, metrics=3e-15, logprobs=1e-15)
+    errors = StepErrors(reference=2e-15, metrics=3e-15, logprobs=1e-15)
     verdict = Verdict(ONE, 1.0, "", 2.0, 3.0, errors, metrics={"margin": 0.5})
     report = Report("Model", 1e-10, 2.0, 3.0, [verdict], metrics={"margin": 0.5})
     cells = {str(column.header): list(column.cells) for column in verdict_table(report).columns}

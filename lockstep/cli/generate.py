@@ -1,4 +1,4 @@
-"""Commands that talk with a model: chat, generate."""
+"""`lockstep generate` and `lockstep chat`: text from a run, a model folder or a Hub id."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lockstep.cli.display import make_console, quieten_libraries, track_progress
 from lockstep.cli.options import MaxTokens, Source, Temperature, app
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ def chat(
     max_tokens: MaxTokens = 512,
     temperature: Temperature = 0.7,
 ) -> None:
-    """Talk with a model. Reads one turn per line from a pipe, too."""
+    """Chat with a model. Also reads one turn per line from a pipe."""
     from lockstep.inference.chat import converse
     from lockstep.types import SamplingParams
 
@@ -30,11 +31,9 @@ def chat(
 
 
 def _load_engine(source: str, batch: int = 1) -> LocalEngine:
-    from lockstep.cli.display import make_console, quieten_libraries
-
     path = Path(source).expanduser()
     if not path.exists() and (("/" in source and path.parent.is_dir()) or source.count("/") > 1):
-        raise ValueError(f"there is no run or model {source}")  # sooner than the Hub would say so
+        raise ValueError(f"there is no run or model {source}")  # rather than wait for the Hub to say so
     with make_console(stderr=True).status(f"loading {source}"):
         from lockstep.inference.engine import LocalEngine
 
@@ -49,12 +48,11 @@ def generate(
     out: Annotated[Path | None, typer.Option(help="Write the rows here instead of printing them.")] = None,
     max_tokens: MaxTokens = 256,
     temperature: Temperature = 0.0,
-    batch: Annotated[int, typer.Option(help="Prompts computed at once.", min=1)] = 8,
-    seed: Annotated[int, typer.Option(help="For a temperature above 0: the same seed, the same answers.")] = 0,
+    batch: Annotated[int, typer.Option(help="Prompts computed at a time.", min=1)] = 8,
+    seed: Annotated[int, typer.Option(help="For a temperature above 0: the same seed gives the same answers.")] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="Text prompts as they are, without the chat template.")] = False,
 ) -> None:
     """Answer a file of prompts: JSONL rows with prompt, completion and finish_reason."""
-    from lockstep.cli.display import track_progress
     from lockstep.inference.prompts import answer_prompts, open_output, read_prompts
     from lockstep.types import SamplingParams
 

@@ -1,24 +1,27 @@
-"""What `lockstep verify` shows: progress while it works, then the table, what was changed, and the verdict.
-
-Compares nothing itself.
-"""
+"""`lockstep verify`: does every layout make the same step? Progress, the table of layouts, and the verdict."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.cli.display import make_console, quieten_libraries
-from lockstep.config import RunConfig
+from lockstep.cli.display import borderless_table, make_console, quieten_libraries
+from lockstep.cli.options import Config, Json, Overrides, app, load_settings
 
 if TYPE_CHECKING:
+    from lockstep.config import RunConfig
     from lockstep.verification.checking import Report, Verdict
 
-# Errors by their column; those of preferences are shown where there are any.
+Layouts = Annotated[
+    str | None, typer.Option(metavar="LIST", help="Such as 'shard=2,tensor=2; pipeline=2'. Default: all that fit here.")
+]
+# The errors by their column heads.
 _ERRORS = {
     "log-probs": "logprobs",
     "reference": "reference",
@@ -26,7 +29,15 @@ _ERRORS = {
     "gradients": "gradients",
     "after a step": "weights",
 }
-_OF_PREFERENCES = ("reference", "rewards")
+_ONLY_WITH_REWARDS = ("reference", "rewards")
+_PLAIN: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
+
+
+@app.command()
+def verify(config: Config = None, overrides: Overrides = None, layouts: Layouts = None, as_json: Json = False) -> None:
+    """Check on a small copy of the model that every parallel layout makes the same step as one rank."""
+    settings = load_settings(config, overrides)
+    raise typer.Exit(verify_and_show(settings, layouts, as_json=as_json))
 
 
 def verify_and_show(config: RunConfig, layouts: str | None, *, as_json: bool) -> int:
@@ -38,10 +49,10 @@ def verify_and_show(config: RunConfig, layouts: str | None, *, as_json: bool) ->
         quieten_libraries()
 
         def show(name: str, number: int, total: int) -> None:
-            words = f"{number}/{total} {name}" if total else name
-            status.update(words)
+            text = f"{number}/{total} {name}" if total else name
+            status.update(text)
             if not errors.is_terminal:
-                errors.print(words, highlight=False)
+                errors.print(text, highlight=False)
 
         report = verify(config, layouts=layouts, on_progress=show)
     _show(make_console(stderr=as_json), report)
@@ -50,29 +61,28 @@ def verify_and_show(config: RunConfig, layouts: str | None, *, as_json: bool) ->
     return 0 if report.passed else 1
 
 
-def _show(console: Any, report: Report) -> None:
-    words: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
+def _show(console: Console, report: Report) -> None:
     for verdict in report.verdicts:
         for warning in verdict.warnings:
-            console.print(Text.assemble(("warning: ", "bold yellow"), f"{verdict.layout.name}: {warning}"), **words)
+            console.print(Text.assemble(("warning: ", "bold yellow"), f"{verdict.layout.name}: {warning}"), **_PLAIN)
     console.print(verdict_table(report))
     for verdict in report.verdicts:
         if verdict.problem:
-            console.print(Text.assemble(("FAIL ", "bold red"), f"{verdict.layout.name}: {verdict.problem}"), **words)
+            console.print(Text.assemble(("FAIL ", "bold red"), f"{verdict.layout.name}: {verdict.problem}"), **_PLAIN)
     for note in report.notes:
-        console.print(Text(f"· {note}", "dim"), **words)
+        console.print(Text(f"· {note}", "dim"), **_PLAIN)
     failed = sum(not verdict.passed for verdict in report.verdicts)
     if failed:
-        console.print(f"{failed} of {len(report.verdicts)} layouts do not make the step of the plain loop", **words)
+        console.print(f"{failed} of {len(report.verdicts)} layouts do not make the step of the plain loop", **_PLAIN)
     else:
-        console.print(f"{len(report.verdicts)} layouts, one step: all within {report.tolerance:g}", **words)
+        console.print(f"{len(report.verdicts)} layouts, one step: all within {report.tolerance:g}", **_PLAIN)
 
 
 def verdict_table(report: Report) -> Table:
     """One row per layout: loss and norm of the first batch, the largest relative errors, PASS or FAIL."""
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
+    table = borderless_table()
     table.add_column(Text(report.model), no_wrap=True)
-    compared = [name for name in _ERRORS if report.metrics or name not in _OF_PREFERENCES]
+    compared = [name for name in _ERRORS if report.metrics or name not in _ONLY_WITH_REWARDS]
     for name in ("loss", "grad norm", *compared, ""):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_row("the plain loop", f"{report.loss:.6f}", f"{report.grad_norm:.6f}")

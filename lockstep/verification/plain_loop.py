@@ -40,7 +40,7 @@ class StepValues:
 
 
 @dataclass(frozen=True)
-class Learned:
+class PassValues:
     """What a pass over one batch found; its gradients are in the model."""
 
     loss: float
@@ -49,7 +49,7 @@ class Learned:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-Learn = Callable[[Sequence[Datum]], Learned]
+Pass = Callable[[Sequence[Datum]], PassValues]
 
 
 def plain_batches(rows: Any, config: RunConfig) -> list[SampleBatch]:
@@ -86,14 +86,14 @@ def _is_full(batch: Sequence[Datum], following: Datum, config: RunConfig) -> boo
     return sum(d.num_tokens for d in batch) + following.num_tokens > config.batch.tokens
 
 
-def distributions_of(model: nn.Module, datum: Datum, completion: Completion, temperature: float = 1.0) -> Tensor:
+def token_distributions(model: nn.Module, datum: Datum, completion: Completion, temperature: float = 1.0) -> Tensor:
     """Log-probs of the whole vocabulary, in the place of each token of the completion."""
     tokens = torch.tensor([[*datum.prompt, *completion.tokens]])
     logits = model(input_ids=tokens, use_cache=False).logits[0]
     return torch.log_softmax(logits / temperature, dim=-1)[len(datum.prompt) - 1 : -1]
 
 
-def pick(distributions: Tensor, completion: Completion) -> Tensor:
+def target_logprobs(distributions: Tensor, completion: Completion) -> Tensor:
     """The log-prob of each token of the completion."""
     return distributions.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
 
@@ -121,7 +121,7 @@ class PlainAdamW:
         self._count += 1
         if self._count == 1:
             num_weights = sum(p.numel() for p in self._trained.values())
-            self.step = _fit(self.step, norm, num_weights, clip_at_half=self._clip_at_half)
+            self.step = _fit_step(self.step, norm, num_weights, clip_at_half=self._clip_at_half)
         for name, parameter in self._trained.items():
             clipped, averages = _clipped(gradients[name], norm, self.step), (self._means[name], self._squares[name])
             _step_adamw(parameter.data, clipped, *averages, self.step, self._count)
@@ -129,13 +129,13 @@ class PlainAdamW:
         return norm
 
 
-def train_plainly(
-    model: nn.Module, taken: Sequence[SampleBatch], optimizer: PlainAdamW, learn: Learn | None = None
+def run_plain_loop(
+    model: nn.Module, taken: Sequence[SampleBatch], optimizer: PlainAdamW, learn: Pass | None = None
 ) -> list[StepValues]:
     """A step on each batch. `learn` adds a batch's gradients up in the model; without it, answers are learned."""
     found: list[StepValues] = []
     for part in taken:
-        learned = learn_answers(model, part.data) if learn is None else learn(part.data)
+        learned = plain_cross_entropy(model, part.data) if learn is None else learn(part.data)
         gradients, norm = optimizer.see("gradients"), optimizer.apply()
         weights = optimizer.see("weights")
         found.append(
@@ -144,7 +144,7 @@ def train_plainly(
     return found
 
 
-def _fit(step: OptimStep, norm: float, num_weights: int, *, clip_at_half: bool) -> OptimStep:
+def _fit_step(step: OptimStep, norm: float, num_weights: int, *, clip_at_half: bool) -> OptimStep:
     """Settings under which the step depends on all of the gradient, whatever that of the reduced model is.
 
     With an eps far below the gradient, Adam's first step is only the gradient's signs: a wrong scale would not be seen,
@@ -154,19 +154,19 @@ def _fit(step: OptimStep, norm: float, num_weights: int, *, clip_at_half: bool) 
     return replace(step, max_grad_norm=max_norm, eps=max(step.eps, (max_norm or norm) / num_weights**0.5))
 
 
-def learn_answers(model: nn.Module, batch: Sequence[Datum]) -> Learned:
+def plain_cross_entropy(model: nn.Module, batch: Sequence[Datum]) -> PassValues:
     """Cross-entropy, as the mean over everything that has a weight."""
     scale = 1.0 / total_weight(batch)
     total, seen = 0.0, []
     for datum in batch:
         for completion in datum.completions:
             weights = torch.tensor(completion.weights, dtype=torch.float64)
-            logprobs = pick(distributions_of(model, datum, completion), completion)
+            logprobs = target_logprobs(token_distributions(model, datum, completion), completion)
             loss = -(weights * scale * logprobs).sum()
             loss.backward()
             total += float(loss.detach())
             seen += logprobs.detach()[weights != 0].tolist()
-    return Learned(total, seen)
+    return PassValues(total, seen)
 
 
 def _clipped(gradient: Tensor, norm: float, step: OptimStep) -> Tensor:

@@ -1,7 +1,4 @@
-"""Who is evaluated: runs, model folders, Hub ids and endpoints, each under a name of its own.
-
-A name heads a column of the results; a fingerprint says whether it is still the same model. Loads no weights.
-"""
+"""The models of an evaluation: runs, model folders, Hub ids and endpoints, with unique names and fingerprints."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ class EvalModel:
         return RunDir(self.source).config() if self.is_run else None
 
     def fingerprint(self) -> str:
-        """Changes when the weights do. Of a Hub id or an endpoint nothing more is known than its name."""
+        """Changes when the weights do. A Hub id or an endpoint has only its name."""
         path = Path(self.source)
         if self.is_endpoint or not path.exists():
             return self.source
@@ -52,25 +49,25 @@ class EvalModel:
         return {"name": self.name, "source": self.source, "kind": kind}
 
 
-def find_candidates(sources: Sequence[str | Path], *, with_base: bool) -> list[EvalModel]:
+def find_models(sources: Sequence[str | Path], *, with_base: bool) -> list[EvalModel]:
     """`with_base` puts the model that the first run started from in front."""
-    found = [_candidate(str(source)) for source in sources]
+    models = [_find_model(str(source)) for source in sources]
     if with_base:
-        run = next((c for c in found if c.is_run), None)
+        run = next((model for model in models if model.is_run), None)
         if run is None:
             raise ValueError("--base compares a run with the model it started from: name a run")
         config = run.run_config()
         assert config is not None
-        found.insert(0, base_of(run, config))
-    return distinguish(found)
+        models.insert(0, base_of(run, config))
+    return unique_names(models)
 
 
-def _candidate(source: str) -> EvalModel:
+def _find_model(source: str) -> EvalModel:
     path = Path(source).expanduser()
     if path.exists():
         return EvalModel(path.resolve().name, str(path))
     if source.startswith((".", "/", "~")) or source.count("/") > 1 or ("/" in source and path.parent.is_dir()):
-        raise ValueError(f"there is no run or model {source}")  # sooner than the Hub would say so
+        raise ValueError(f"there is no run or model {source}")  # rather than wait for the Hub to say so
     return EvalModel(source, source)
 
 
@@ -78,10 +75,10 @@ def base_of(run: EvalModel, config: RunConfig) -> EvalModel:
     return EvalModel(f"{Path(config.model.path).name} (base)", config.model.path, base_of=run.source)
 
 
-def distinguish(candidates: Sequence[EvalModel]) -> list[EvalModel]:
-    """Two of one name are called by their whole path."""
-    names = [c.name for c in candidates]
-    found = [replace(c, name=c.source) if names.count(c.name) > 1 else c for c in candidates]
-    if len({c.name for c in found}) < len(found):
-        raise ValueError(f"{', '.join(c.name for c in found)}: each model can be named only once")
-    return found
+def unique_names(models: Sequence[EvalModel]) -> list[EvalModel]:
+    """Models that share a name are named by their whole path."""
+    names = [model.name for model in models]
+    renamed = [replace(model, name=model.source) if names.count(model.name) > 1 else model for model in models]
+    if len({model.name for model in renamed}) < len(renamed):
+        raise ValueError(f"{', '.join(model.name for model in renamed)}: each model can be named only once")
+    return renamed

@@ -19,18 +19,16 @@ from lockstep.config import GrpoConfig, RunConfig
 from lockstep.train.checkpoints import Progress
 from lockstep.train.grpo import learn
 from lockstep.types import Completion, Datum, Logprobs, LossResult, LossSpec, LossValues, OptimResult, OptimStep
-from lockstep.verification.made_groups import as_groups
-from lockstep.verification.preference import copy_reference, mix_into
+from lockstep.verification.plain_loop import PlainAdamW, StepValues, target_logprobs, token_distributions
+from lockstep.verification.plain_preference import copy_reference, mix_into, side_values, supervised, whole_inputs
 from lockstep.verification.reduced import leave_reference
-from lockstep.verification.reference import PlainAdamW, StepValues, distributions_of, pick
-from lockstep.verification.sample import SampleBatch
-from lockstep.verification.whole_batch import side_values, supervised, whole_inputs
+from lockstep.verification.sample import SampleBatch, as_groups
 
 _MOST_UPDATES = 2  # of each sort: passes over the batch, and parts that it is cut into
 
 
 @dataclass
-class Update:
+class UpdateValues:
     """What one optimizer step came to. Log-probs are those from which the batch was begun, and of its first alone."""
 
     loss: float
@@ -43,7 +41,7 @@ class Update:
 
 
 @dataclass
-class Watched:
+class RecordingBackend:
     """A backend as a loop sees it. `see` gives "gradients" or "weights", whole, by name; `step` takes the place of the
     loop's own.
 
@@ -54,14 +52,14 @@ class Watched:
     backend: Any
     see: Callable[[str], dict[str, Tensor]]
     step: OptimStep | None = None
-    updates: list[Update] = field(default_factory=list)
+    updates: list[UpdateValues] = field(default_factory=list)
     _seen: dict[bool, list[float]] = field(default_factory=dict)
     _passed: tuple[LossResult, LossSpec, dict[str, Tensor]] | None = None
 
     def forward(self, batch: Sequence[Datum], *, reference: bool = False) -> list[Logprobs]:
         found = self.backend.forward(batch, reference=reference)
         self._seen[reference] = supervised_logprobs(found, batch)
-        return found if reference else [[_moved(own, i) for own in row] for i, row in enumerate(found)]
+        return found if reference else [[_perturbed(own, i) for own in row] for i, row in enumerate(found)]
 
     def forward_backward(self, batch: Sequence[Datum], loss: LossSpec) -> LossResult:
         if not self.updates and False not in self._seen:  # the loop had no need to ask
@@ -76,7 +74,7 @@ class Watched:
         optim: OptimResult = self.backend.optim_step(self.step or step)
         names = LOSSES[loss.kind].metrics(loss.options)
         self.updates.append(
-            Update(
+            UpdateValues(
                 result.loss,
                 optim.grad_norm,
                 self._seen.pop(False, []),
@@ -89,7 +87,7 @@ class Watched:
         return optim
 
 
-def learn_groups(config: RunConfig, watched: Watched, rows: Sequence[Datum]) -> list[Update]:
+def learn_groups(config: RunConfig, watched: RecordingBackend, rows: Sequence[Datum]) -> list[UpdateValues]:
     """Every update that the loop makes of these rows. All ranks."""
     assert isinstance(config.algorithm, GrpoConfig)
     changes = {name: min(getattr(config.algorithm, name), _MOST_UPDATES) for name in ("num_updates", "minibatches")}
@@ -111,7 +109,7 @@ def supervised_logprobs(logprobs: Sequence[Logprobs], batch: Sequence[Datum]) ->
     ]
 
 
-def _moved(logprobs: Sequence[float], row: int) -> list[float]:
+def _perturbed(logprobs: Sequence[float], row: int) -> list[float]:
     return [value + 0.4 * math.sin(1 + 5 * row + 3 * place) if value else value for place, value in enumerate(logprobs)]
 
 
@@ -130,13 +128,16 @@ class PlainPolicy:
     def forward(self, batch: Sequence[Datum], *, reference: bool = False) -> list[Logprobs]:
         model = self._reference if reference else self._model
         assert model is not None
-        return [tuple(pick(self._every(model, datum, c), c).tolist() for c in datum.completions) for datum in batch]
+        return [
+            tuple(target_logprobs(self._every(model, datum, c), c).tolist() for c in datum.completions)
+            for datum in batch
+        ]
 
     def forward_backward(self, batch: Sequence[Datum], loss: LossSpec) -> LossResult:
         answers = [(datum, completion) for datum in batch for completion in datum.completions]
         completions = [completion for _, completion in answers]
         every = [self._every(self._model, *answer) for answer in answers]
-        logprobs = torch.cat([supervised(pick(d, c), c) for d, c in zip(every, completions, strict=True)])
+        logprobs = torch.cat([supervised(target_logprobs(d, c), c) for d, c in zip(every, completions, strict=True)])
         entropies = [supervised(-(d.exp() * d).sum(dim=-1), c) for d, c in zip(every, completions, strict=True)]
         values = {**side_values(completions), "entropies": torch.cat(entropies)}
         total, metrics = LOSSES[loss.kind].fn(logprobs, whole_inputs(completions, loss, values))
@@ -154,7 +155,7 @@ class PlainPolicy:
         mix_into(self._reference, self._model, share)
 
     def _every(self, model: nn.Module, datum: Datum, completion: Completion) -> Tensor:
-        return distributions_of(model, datum, completion, self._temperature)
+        return token_distributions(model, datum, completion, self._temperature)
 
 
 def train_policy_plainly(
@@ -163,15 +164,15 @@ def train_policy_plainly(
     """All updates on each batch."""
     assert isinstance(config.algorithm, GrpoConfig)
     plain = PlainPolicy(config, model, kind, optimizer)
-    watched = Watched(plain, optimizer.see)
+    watched = RecordingBackend(plain, optimizer.see)
     found: list[StepValues] = []
     for number, part in enumerate(taken, start=1):
         for place, update in enumerate(learn_groups(config, watched, part.data), start=1):
-            found.append(StepValues(part.names, part.cursor, where=name_update(number, place), **vars(update)))
+            found.append(StepValues(part.names, part.cursor, where=update_name(number, place), **vars(update)))
         if number == 1 and config.algorithm.reference_sync_steps is not None:
             plain.mix_reference(config.algorithm.reference_mix)
     return found
 
 
-def name_update(batch: int, update: int) -> str:
+def update_name(batch: int, update: int) -> str:
     return f"batch {batch}, update {update}"

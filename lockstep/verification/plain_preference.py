@@ -13,14 +13,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lockstep.algorithms.losses import LOSSES
+from lockstep.algorithms.losses import LOSSES, LossInputs
 from lockstep.config import DpoConfig, KtoConfig, RunConfig
 from lockstep.train.dpo import prepare
-from lockstep.types import Completion, Datum, Logprobs
+from lockstep.types import Completion, Datum, Logprobs, LossSpec
+from lockstep.verification.plain_loop import PassValues, target_logprobs, token_distributions
 from lockstep.verification.reduced import leave_reference
-from lockstep.verification.reference import Learned, distributions_of, pick
 from lockstep.verification.sample import REFERENCE, total_weight
-from lockstep.verification.whole_batch import side_values, supervised, whole_inputs
 
 
 class PlainPreference:
@@ -36,7 +35,7 @@ class PlainPreference:
         if kind != "none":
             leave_reference(p.data for p in policy.parameters() if p.requires_grad)
 
-    def learn(self, rows: Sequence[Datum]) -> Learned:
+    def learn(self, rows: Sequence[Datum]) -> PassValues:
         if self._has_begun and self._algorithm.reference_sync_steps is not None:
             assert self._reference is not None
             mix_into(self._reference, self._policy, self._algorithm.reference_mix)
@@ -44,9 +43,9 @@ class PlainPreference:
         total_weight(rows)
         batch, loss = prepare(self._config, cast(Any, self), rows)
         answers = [(datum, completion) for datum in batch for completion in datum.completions]
-        every = [distributions_of(self._policy, *answer) for answer in answers]
+        every = [token_distributions(self._policy, *answer) for answer in answers]
         completions = [completion for _, completion in answers]
-        logprobs = torch.cat([supervised(pick(d, c), c) for d, c in zip(every, completions, strict=True)])
+        logprobs = torch.cat([supervised(target_logprobs(d, c), c) for d, c in zip(every, completions, strict=True)])
         rule = LOSSES[loss.kind]
         values = side_values(completions)
         if self._reference is not None:
@@ -60,7 +59,7 @@ class PlainPreference:
         total.backward()
         reference = values[REFERENCE].tolist() if self._reference is not None else []
         found = {name: float(value) for name, value in metrics.items()}
-        return Learned(float(total.detach()), logprobs.detach().tolist(), reference, found)
+        return PassValues(float(total.detach()), logprobs.detach().tolist(), reference, found)
 
     def forward(self, batch: Sequence[Datum], *, reference: bool = False) -> list[Logprobs]:
         """What a loop asks of a backend, to estimate how far policy and reference are apart."""
@@ -70,7 +69,7 @@ class PlainPreference:
 
     @torch.no_grad()
     def _logprobs(self, model: nn.Module, datum: Datum, completion: Completion) -> Tensor:
-        return pick(distributions_of(model, datum, completion), completion)
+        return target_logprobs(token_distributions(model, datum, completion), completion)
 
 
 @torch.no_grad()
@@ -87,3 +86,30 @@ def copy_reference(policy: nn.Module, kind: str, config: RunConfig) -> nn.Module
     if config.lora is None or kind == "copy":
         return reference
     return reference.unload()
+
+
+def supervised(values: Tensor, completion: Completion) -> Tensor:
+    """Those of the tokens that have a weight."""
+    return values[column(completion.weights).nonzero()[:, 0]]
+
+
+def column(values: Sequence[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def side_values(completions: Sequence[Completion]) -> dict[str, Tensor]:
+    """What rows bring with them, such as labels."""
+    names = completions[0].values
+    return {name: torch.cat([supervised(column(c.values[name]), c) for c in completions]) for name in names}
+
+
+def whole_inputs(completions: Sequence[Completion], loss: LossSpec, values: dict[str, Tensor]) -> LossInputs:
+    weights = [supervised(column(c.weights), c) for c in completions]
+    return LossInputs(
+        weights=torch.cat(weights),
+        scale=loss.scale,
+        values=values,
+        options=loss.options,
+        completions=torch.arange(len(weights)).repeat_interleave(torch.tensor([len(w) for w in weights])),
+        num_completions=len(weights),
+    )

@@ -1,4 +1,4 @@
-"""Commands that train: train, init, demo."""
+"""`lockstep train` and `lockstep init`: start a run or go on with one and follow it; write a first configuration."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lockstep.cli.display import RunDisplay, make_console, print_facts, print_header, print_summary
 from lockstep.cli.options import DEFAULT_CONFIG, Config, Json, Overrides, app, load_settings
 
 if TYPE_CHECKING:
@@ -25,16 +26,17 @@ def train(
     ] = None,
     procs: Annotated[int | None, typer.Option(help="Processes on this machine; same as launch.procs=N.")] = None,
     resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Continue a run from its last checkpoint.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be trained, and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be trained, and stop.")] = False,
     as_json: Json = False,
 ) -> None:
     """Train a model, and follow the run until it ends."""
-    given = [a for a in (config, *(overrides or ())) if a is not None]
     if resume is not None:
-        _refuse_with_resume(given, run_dir, dry_run)
-        changed = [*given, *([] if procs is None else [f"launch.procs={procs}"])]
-        raise typer.Exit(_resume(resume, changed, as_json))
-    settings = load_settings(given, procs)
+        changes = [a for a in (config, *(overrides or ())) if a is not None]
+        _refuse_with_resume(changes, run_dir, dry_run)
+        if procs is not None:
+            changes.append(f"launch.procs={procs}")
+        raise typer.Exit(_resume(resume, changes, as_json))
+    settings = load_settings(config, overrides, procs)
     if dry_run:
         _describe(settings, as_json)
         return
@@ -45,8 +47,8 @@ def train(
     raise typer.Exit(_follow(run, settings, as_json, resumed=False))
 
 
-def _refuse_with_resume(given: Sequence[str], run_dir: Path | None, dry_run: bool) -> None:
-    if run_dir or dry_run or any("=" not in argument for argument in given):
+def _refuse_with_resume(arguments: Sequence[str], run_dir: Path | None, dry_run: bool) -> None:
+    if run_dir or dry_run or any("=" not in argument for argument in arguments):
         raise ValueError(
             "--resume continues a run as it was configured: give no CONFIG, --run-dir or --dry-run; of its settings, "
             "parallel.*, launch.*, cluster and batch.micro_batch_tokens can be changed with KEY.PATH=VALUE"
@@ -54,7 +56,6 @@ def _refuse_with_resume(given: Sequence[str], run_dir: Path | None, dry_run: boo
 
 
 def _resume(path: Path, overrides: Sequence[str], as_json: bool) -> int:
-    from lockstep.cli.display import make_console, print_summary
     from lockstep.launch.resume import reopen
     from lockstep.rundir import RunDir
 
@@ -69,8 +70,7 @@ def _resume(path: Path, overrides: Sequence[str], as_json: bool) -> int:
 
 
 def _follow(run: RunDir, settings: RunConfig, as_json: bool, resumed: bool) -> int:
-    """Start the workers, show what they write, end with them: none is left when this returns."""
-    from lockstep.cli.display import RunDisplay, make_console, print_header, print_summary
+    """Start the processes of a run, show what they write, and end with them: none is left when this returns."""
     from lockstep.launch.signals import catch_signals
     from lockstep.launch.start import start
 
@@ -78,29 +78,29 @@ def _follow(run: RunDir, settings: RunConfig, as_json: bool, resumed: bool) -> i
     print_header(console, run, settings, resumed)
     display = RunDisplay(run, console)
     with catch_signals() as received:
-        lasting = start(run, settings, lambda line: console.print(line, highlight=False, soft_wrap=True, markup=False))
+        handle = start(run, settings, lambda line: console.print(line, highlight=False, soft_wrap=True, markup=False))
         try:
-            display.follow(lambda: not received and lasting.poll().state == "running")
+            display.follow(lambda: not received and handle.poll().state == "running")
         except BaseException:
-            lasting.stop()
+            handle.stop()
             raise
         if received:
             console.print("stopping the run (Ctrl-C again ends it at once)", highlight=False)
-            lasting.stop(hurry=lambda: len(received) > 1)
-        outcome = lasting.poll()
+            handle.stop(hurry=lambda: len(received) > 1)
+        ended = handle.poll()
     print_summary(console, run)
     _print_result(run, as_json)
-    if outcome.state == "cancelled":
+    if ended.state == "cancelled":
         return 128 + received[0] if received else 1
-    if outcome.state == "failed":
-        _print_failure(run, outcome.reason)
-    return outcome.exit_code
+    if ended.state == "failed":
+        _print_failure(run, ended.reason)
+    return ended.exit_code
 
 
 def _print_failure(run: RunDir, reason: str) -> None:
     failures = run.failures()
-    own = run.logs / f"rank-{failures[0]['rank']}.log" if failures else run.logs
-    where = own if own.exists() else run.logs
+    log = run.logs / f"rank-{failures[0]['rank']}.log" if failures else run.logs
+    where = log if log.exists() else run.logs
     typer.echo(f"error: {reason}\n       more in {where}", err=True)
 
 
@@ -113,7 +113,6 @@ def _print_result(run: RunDir, as_json: bool) -> None:
 
 
 def _describe(settings: RunConfig, as_json: bool) -> None:
-    from lockstep.cli.display import make_console, print_facts
     from lockstep.train.run import describe
 
     facts = describe(settings)
@@ -131,7 +130,7 @@ def _describe(settings: RunConfig, as_json: bool) -> None:
 def init(
     file: Annotated[Path, typer.Argument(help="The file to write.")] = DEFAULT_CONFIG,
     algorithm: Annotated[
-        str, typer.Option(help="What to train with: sft, dpo, kto, simpo, orpo, cpo, grpo, dapo, ...")
+        str, typer.Option(help="The algorithm: sft, dpo, kto, simpo, orpo, cpo, grpo, dapo, ...")
     ] = "sft",
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
 ) -> None:
@@ -147,16 +146,3 @@ def init(
     except OSError as error:
         raise ValueError(f"cannot write {file}: {error.strerror or error}") from error
     typer.echo(f"wrote {file}: set model.path and data.train, then: lockstep train {file}")
-
-
-@app.command()
-def demo(
-    directory: Annotated[
-        Path | None, typer.Option("--dir", help="Where to keep the run. Default: runs/demo-<date>-<time>.")
-    ] = None,
-    procs: Annotated[int, typer.Option(help="Processes to train on.", min=1)] = 2,
-) -> None:
-    """Train a small chat model for a few minutes: its answers before and after."""
-    from lockstep.cli.demo import main as run_demo
-
-    raise typer.Exit(run_demo(directory=directory, procs=procs) or 0)

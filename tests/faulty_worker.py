@@ -49,7 +49,7 @@ def mask_leaks_across_ranks() -> None:
 
     def leaky(*arguments: Any, packed_split: Any = None, packed_layout: Any = None, **options: Any) -> Any:
         if packed_split is not None and packed_layout is not None:
-            packed_layout = attention.Layout((sum(packed_layout.lengths),))
+            packed_layout = attention.PackedLayout((sum(packed_layout.lengths),))
         return honest(*arguments, packed_split=packed_split, packed_layout=packed_layout, **options)
 
     honest = attention.packed_attention
@@ -81,7 +81,7 @@ def clipped_per_rank() -> None:
 
 def tied_weight_not_reduced() -> None:
     """The first stage keeps the embedding's part of a tied gradient, and the last the head's."""
-    from lockstep.backend.pipelined import PipelinedPasses
+    from lockstep.backend.torch_backend import PipelinedPasses
 
     PipelinedPasses._sum_tied = lambda self: None  # type: ignore[method-assign]
 
@@ -136,9 +136,9 @@ def head_not_reduced() -> None:
 
 def norms_decay() -> None:
     """Weight decay is applied to norms, too."""
-    from lockstep.backend import loss_step as stepping
+    from lockstep.backend import loss_step
 
-    honest = stepping.build_optimizer
+    honest = loss_step.build_optimizer
 
     def build(*arguments: Any) -> Any:
         optimizer = honest(*arguments)
@@ -146,7 +146,7 @@ def norms_decay() -> None:
             group["decays"] = True
         return optimizer
 
-    stepping.build_optimizer = build  # type: ignore[assignment]
+    loss_step.build_optimizer = build  # type: ignore[assignment]
 
 
 def one_replica_strays() -> None:
@@ -187,21 +187,21 @@ def reference_has_adapters() -> None:
 
 def sides_swapped_on_one_rank() -> None:
     """One rank takes the rejected answers for the chosen ones."""
-    _change_share(lambda self, share: _reversed(share) if self.group.data_rank == 1 else share)
+    _change_plan(lambda self, plan: _reversed(plan) if self.group.data_rank == 1 else plan)
 
 
-def _reversed(share: Any) -> Any:
-    parts = [tuple(replace(d, branches=d.branches[::-1]) for d in part) for part in share.micro_batches]
-    return replace(share, micro_batches=tuple(parts))
+def _reversed(plan: Any) -> Any:
+    parts = [tuple(replace(d, branches=d.branches[::-1]) for d in part) for part in plan.micro_batches]
+    return replace(plan, micro_batches=tuple(parts))
 
 
-def _change_share(change: Callable[[Any, Any], Any], change_loss: Callable[[Any, Any], Any] | None = None) -> None:
+def _change_plan(change: Callable[[Any, Any], Any], change_loss: Callable[[Any, Any], Any] | None = None) -> None:
     from lockstep.backend.torch_backend import TorchBackend
 
     honest = TorchBackend._micro_batches
 
-    def micro_batches(self: TorchBackend, share: Any, batch: Any, loss: Any) -> Any:
-        return honest(self, change(self, share), batch, change_loss(share, loss) if change_loss else loss)
+    def micro_batches(self: TorchBackend, plan: Any, batch: Any, loss: Any) -> Any:
+        return honest(self, change(self, plan), batch, change_loss(plan, loss) if change_loss else loss)
 
     TorchBackend._micro_batches = micro_batches  # type: ignore[method-assign]
 
@@ -209,11 +209,11 @@ def _change_share(change: Callable[[Any, Any], Any], change_loss: Callable[[Any,
 def pairs_counted_per_rank() -> None:
     """Every rank divides by the number of its own pairs."""
 
-    def own_scale(share: Any, loss: Any) -> Any:
-        own = {document.datum for part in share.micro_batches for document in part}
+    def own_scale(plan: Any, loss: Any) -> Any:
+        own = {document.datum for part in plan.micro_batches for document in part}
         return replace(loss, scale=1.0 / len(own)) if loss.kind == "preference" else loss
 
-    _change_share(lambda self, share: share, own_scale)
+    _change_plan(lambda self, plan: plan, own_scale)
 
 
 def statistic_per_micro_batch() -> None:
@@ -225,18 +225,18 @@ def statistic_per_micro_batch() -> None:
 
 def cut_pairs_taken_for_whole() -> None:
     """Answers of a pair in two micro-batches are compared with whatever is beside them."""
-    from lockstep.backend import loss_step as stepping
+    from lockstep.backend import loss_step
 
-    stepping.is_direct = lambda *given: True
+    loss_step.is_direct = lambda *given: True
 
 
 def answers_see_each_other() -> None:
     """What follows a shared prompt also sees the answer that stands before it."""
     from lockstep.backend import batching
 
-    def segments(documents: Sequence[Any], filling: int) -> Any:
+    def segments(documents: Sequence[Any], padding: int) -> Any:
         lengths = [document.num_tokens for document in documents]
-        return tuple(lengths) + ((filling,) if filling else ()), ()
+        return tuple(lengths) + ((padding,) if padding else ()), ()
 
     batching._segments = segments
 
@@ -245,7 +245,7 @@ def reference_follows_on_one_rank_only() -> None:
     from lockstep.backend.reference import Copy
 
     if int(os.environ["RANK"]) == 1:
-        Copy.mix = lambda self, share: None  # type: ignore[method-assign]
+        Copy.mix = lambda self, plan: None  # type: ignore[method-assign]
 
 
 def every_rank_its_own_kl() -> None:
@@ -273,10 +273,10 @@ def answers_counted_per_rank() -> None:
 
 def log_probs_of_own_rows_only() -> None:
     """What the others computed of the batch is not put together with this rank's part."""
-    from lockstep.backend import loss_step as stepping
+    from lockstep.backend import loss_step
 
-    honest = stepping.gather
-    stepping.gather = lambda work, values, group: honest(work, values, replace(group, num_ranks=1))
+    honest = loss_step.gather_targets
+    loss_step.gather_targets = lambda rank_batch, values, group: honest(rank_batch, values, replace(group, num_ranks=1))
 
 
 def temperature_forgotten() -> None:

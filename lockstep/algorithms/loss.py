@@ -57,7 +57,7 @@ class Loss:
     `metrics`: the names that `fn` gives under these options. Ranks that do not compute the loss must know them too.
     `is_separable`: the loss of a batch is the sum of the losses of its data.
     `couples_completions`: the loss of a datum needs all its completions together, not only all tokens of each.
-    `needs_reference`, `needs_collision`: whether `fn` reads values "reference_logprobs", "collision_logprobs".
+    `needs_reference`, `needs_log_sum_sq_probs`: whether `fn` reads values "reference_logprobs", "log_sum_sq_probs".
     `needs_entropy`: whether it reads "entropies", of the distribution at each token; these have a gradient too.
     """
 
@@ -67,7 +67,7 @@ class Loss:
     is_separable: Callable[[Options], bool] = _always
     couples_completions: Callable[[Options], bool] = _always
     needs_reference: Callable[[Options], bool] = _never
-    needs_collision: Callable[[Options], bool] = _never
+    needs_log_sum_sq_probs: Callable[[Options], bool] = _never
     needs_entropy: Callable[[Options], bool] = _never
 
 

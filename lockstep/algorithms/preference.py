@@ -88,7 +88,7 @@ def _score(ratio: Tensor, options: PreferenceOptions) -> Tensor:
 
 def _emphasis(sums: CompletionSums, logprobs: Tensor, inputs: LossInputs) -> Tensor:
     """WPO: how likely the policy itself is to write each pair, beside what it would write on average. No gradient."""
-    likeness = sums.of(logprobs.detach().double() - inputs.values["collision_logprobs"].double())
+    likeness = sums.of(logprobs.detach().double() - inputs.values["log_sum_sq_probs"].double())
     likeness = likeness / sums.lengths.clamp(min=1)
     return torch.exp(likeness[0::2] + likeness[1::2])
 
@@ -270,7 +270,7 @@ PREFERENCE = Loss(
     metrics=_metric_names,
     is_separable=lambda options: PreferenceOptions(**options).is_separable,
     needs_reference=lambda options: PreferenceOptions(**options).needs_reference,
-    needs_collision=lambda options: PreferenceOptions(**options).wpo,
+    needs_log_sum_sq_probs=lambda options: PreferenceOptions(**options).wpo,
 )
 
 

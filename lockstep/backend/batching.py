@@ -1,15 +1,11 @@
-"""A global batch becomes this rank's micro-batches of packed tensors.
-
-Every rank sees the whole batch and takes its own share, so no rank has to be told. Must not know models
-beyond the tensors they take.
-"""
+"""From a global batch to this rank's micro-batches of packed tensors. Every rank computes the same plan."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -27,14 +23,14 @@ class Branch:
 
     completion: int
     tokens: np.ndarray  # int64
-    supervised: np.ndarray  # places in `tokens` that have a weight
-    weights: np.ndarray  # float64, one per supervised place
-    offset: int  # of its supervised tokens in the global batch
+    supervised: np.ndarray  # indices of the target tokens: those with a weight
+    weights: np.ndarray  # float64, one per target
+    offset: int  # of its targets among those of the global batch
 
 
 @dataclass(frozen=True)
 class Document:
-    """A prompt and the completions that are computed behind one copy of it, none seeing another."""
+    """A prompt and the completions that are computed behind one copy of it, without attention to each other."""
 
     datum: int
     prompt: np.ndarray  # int64
@@ -45,35 +41,35 @@ class Document:
         return len(self.prompt) + sum(len(b.tokens) for b in self.branches)
 
     @cached_property
-    def num_asked(self) -> int:
+    def num_targets(self) -> int:
         return sum(len(b.supervised) for b in self.branches)
 
     @property
     def segments(self) -> list[int]:
-        """Lengths: the first branch continues the prompt, each other one stands for itself."""
+        """Lengths: the first branch continues the prompt, each other one is a segment of its own."""
         first, *others = (len(b.tokens) for b in self.branches)
         return [len(self.prompt) + first, *others]
 
-    def place(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(tokens laid out, each one's position in its own text, places whose next token is asked for)."""
-        tokens, positions, asked = [self.prompt], [np.arange(len(self.prompt))], []
+    def lay_out(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(tokens, each one's position in its own text, indices of the tokens that predict a target)."""
+        tokens, positions, predictors = [self.prompt], [np.arange(len(self.prompt))], []
         end = len(self.prompt)
         for branch in self.branches:
             tokens.append(branch.tokens)
             positions.append(len(self.prompt) + np.arange(len(branch.tokens)))
             # The first token of every branch is predicted by the end of the prompt, the others by the one before.
-            asked.append(np.where(branch.supervised == 0, len(self.prompt), end + branch.supervised) - 1)
+            predictors.append(np.where(branch.supervised == 0, len(self.prompt), end + branch.supervised) - 1)
             end += len(branch.tokens)
-        return np.concatenate(tokens), np.concatenate(positions), np.concatenate(asked)
+        return np.concatenate(tokens), np.concatenate(positions), np.concatenate(predictors)
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Tensors of one pass. For each asked token: where it stands among those of the global batch, and in which row."""
+    """Tensors of one pass. For each target: its index among those of the global batch, and its row."""
 
     packed: PackedTokens
     inputs: LossInputs
-    places: Tensor
+    indices: Tensor
     rows: np.ndarray
 
 
@@ -83,10 +79,10 @@ class MicroBatchPlan:
 
     micro_batches: tuple[tuple[Document, ...], ...]
     num_tokens: int
-    num_asked: int
-    longest_share_tokens: int
+    num_targets: int
+    max_rank_tokens: int
     cost_balance: float = 1.0
-    """How much longer the ranks take together than were their work level."""
+    """Compute time of all ranks together over what it would be with equal loads: 1 is balanced."""
     is_whole: bool = True
     """All completions of each datum are in one micro-batch, on all ranks."""
 
@@ -116,7 +112,7 @@ def _branch(index: int, completion: Completion, offset: int) -> Branch:
     return Branch(index, np.asarray(completion.tokens, dtype=np.int64), supervised, weights[supervised], offset)
 
 
-def share_of(
+def plan_micro_batches(
     documents: Sequence[Document],
     *,
     rank: int,
@@ -125,16 +121,16 @@ def share_of(
     max_documents: int | None = None,
     cost: Cost = BY_TOKENS,
 ) -> MicroBatchPlan:
-    """Micro-batches of one rank. An empty one stays in place: ranks that shard must step together."""
+    """Micro-batches of one rank. Empty ones are kept: ranks that shard must make the same passes."""
     lengths = [d.num_tokens for d in documents]
     steps = partition(lengths, num_ranks=num_ranks, budget_tokens=budget_tokens, max_documents=max_documents, cost=cost)
     mine = tuple(tuple(documents[i] for i in step[rank]) for step in steps)
     loads = [sum(lengths[i] for step in steps for i in step[r]) for r in range(num_ranks)]
     balance = measure_balance(steps, lengths, cost).cost
-    homes = [{documents[i].datum for i in part} for step in steps for part in step]
-    is_whole = sum(map(len, homes)) == len({d.datum for d in documents})
+    data = [{documents[i].datum for i in part} for step in steps for part in step]
+    is_whole = sum(map(len, data)) == len({d.datum for d in documents})
     return MicroBatchPlan(
-        mine, sum(lengths), sum(d.num_asked for d in documents), max(loads, default=0), balance, is_whole
+        mine, sum(lengths), sum(d.num_targets for d in documents), max(loads, default=0), balance, is_whole
     )
 
 
@@ -147,73 +143,82 @@ def to_micro_batch(
     multiple_of: int = 1,
     part: tuple[int, int] = (0, 1),
 ) -> MicroBatch:
-    """Lay documents end to end, fill up to a multiple with tokens of which nothing is asked, take (place, of how many).
+    """Lay documents end to end, pad to a multiple, and take one of several equal parts: (index, number of parts).
 
-    The filling is a document of its own, or the tail of a single one, which cannot see what follows it.
-    No documents: two tokens whose weight is zero, so that every rank runs the same passes.
+    The padding is a document of its own, or the tail of a single one, which cannot see what follows it.
+    No documents: two tokens whose weight is zero, so that every rank makes the same passes.
     """
-    runs_along = not documents
-    if runs_along:
+    is_padding = not documents
+    if is_padding:
         nothing = Branch(0, np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64), np.zeros(1), 0)
         documents = (Document(-1, np.zeros(1, dtype=np.int64), (nothing,)),)
-    tokens, positions, asked = _lay_out(documents)
-    filling = -len(tokens) % multiple_of
-    lengths, shared = _segments(documents, filling)
-    tokens = np.concatenate([tokens, np.zeros(filling, dtype=np.int64)])
-    positions = np.concatenate([positions, np.zeros(filling, dtype=np.int64)])  # never past those that a model knows
+    tokens, positions, predictors = _lay_out(documents)
+    padding = -len(tokens) % multiple_of
+    lengths, shared = _segments(documents, padding)
+    tokens = np.concatenate([tokens, np.zeros(padding, dtype=np.int64)])
+    positions = np.concatenate([positions, np.zeros(padding, dtype=np.int64)])  # never past those that a model knows
     branches = [(document, branch) for document in documents for branch in document.branches]
     targets = np.concatenate([b.tokens[b.supervised] for _, b in branches])
-    places = np.concatenate([b.offset + np.arange(len(b.supervised)) for _, b in branches])
+    indices = np.concatenate([b.offset + np.arange(len(b.supervised)) for _, b in branches])
     rows = np.concatenate([np.full(len(b.supervised), d.datum) for d, b in branches])
-    here, mine = _part_of(len(tokens), asked, part)
+    here, mine = _part_of(len(tokens), predictors, part)
 
-    def put(array: np.ndarray, kind: torch.dtype = torch.int64) -> Tensor:
+    def to_device(array: np.ndarray, kind: torch.dtype = torch.int64) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(kind).to(device, non_blocking=True)
 
     packed = PackedTokens(
-        put(tokens[here]), put(positions[here]), lengths, put(asked[mine] - here.start), put(targets[mine]), shared
+        to_device(tokens[here]),
+        to_device(positions[here]),
+        lengths,
+        to_device(predictors[mine] - here.start),
+        to_device(targets[mine]),
+        shared,
     )
-    inputs = _loss_inputs(branches, batch, loss, lambda array, kind=dtype: put(array[mine], kind))
-    if runs_along:
+    inputs = _loss_inputs(branches, batch, loss, lambda array, kind=None: to_device(array[mine], kind or dtype))
+    if is_padding:
         inputs = LossInputs(inputs.weights, inputs.scale, inputs.values, inputs.options, inputs.completions, 0)
-    return MicroBatch(packed, inputs, put(places[mine]), rows[mine])
+    return MicroBatch(packed, inputs, to_device(indices[mine]), rows[mine])
 
 
 def whole_inputs(
     documents: Sequence[Document], batch: Sequence[Datum], loss: LossSpec, device: torch.device
 ) -> LossInputs:
-    """What a loss sees of the global batch at once, in float64: every asked token, in order."""
+    """Inputs of a loss over the whole global batch, in float64: every target, in order."""
     branches = [(document, branch) for document in documents for branch in document.branches]
     return _loss_inputs(
-        branches, batch, loss, lambda array, kind=torch.float64: torch.from_numpy(array).to(device, kind)
+        branches, batch, loss, lambda array, kind=None: torch.from_numpy(array).to(device, kind or torch.float64)
     )
 
 
+class _ToDevice(Protocol):
+    def __call__(self, array: np.ndarray, kind: torch.dtype | None = None) -> Tensor: ...
+
+
 def _loss_inputs(
-    branches: Sequence[tuple[Document, Branch]], batch: Sequence[Datum], loss: LossSpec, put: Any
+    branches: Sequence[tuple[Document, Branch]], batch: Sequence[Datum], loss: LossSpec, to_device: _ToDevice
 ) -> LossInputs:
     counts = [len(branch.supervised) for _, branch in branches]
     return LossInputs(
-        weights=put(np.concatenate([b.weights for _, b in branches])),
+        weights=to_device(np.concatenate([b.weights for _, b in branches])),
         scale=loss.scale,
-        values={name: put(_side_values(branches, batch, name)) for name in _value_names(batch)},
+        values={name: to_device(_side_values(branches, batch, name)) for name in _value_names(batch)},
         options=loss.options,
-        completions=put(np.repeat(np.arange(len(branches)), counts), torch.int64),
+        completions=to_device(np.repeat(np.arange(len(branches)), counts), torch.int64),
         num_completions=len(branches),
     )
 
 
 def _lay_out(documents: Sequence[Document]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    tokens, positions, asked = zip(*(d.place() for d in documents))
+    tokens, positions, predictors = zip(*(d.lay_out() for d in documents))
     starts = np.cumsum([0, *(d.num_tokens for d in documents)])
-    moved = [places + start for places, start in zip(asked, starts, strict=False)]
-    return np.concatenate(tokens), np.concatenate(positions), np.concatenate(moved)
+    shifted = [indices + start for indices, start in zip(predictors, starts, strict=False)]
+    return np.concatenate(tokens), np.concatenate(positions), np.concatenate(shifted)
 
 
-def _segments(documents: Sequence[Document], filling: int) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
-    """(lengths of the segments, for each the prompt it follows without containing it: its start and length).
+def _segments(documents: Sequence[Document], padding: int) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
+    """(lengths of the segments; of each, start and length of the prompt that it continues from elsewhere).
 
-    Without any prompt that is shared, the second is empty.
+    The second is empty where no prompt is shared.
     """
     lengths: list[int] = []
     shared: list[tuple[int, int]] = []
@@ -222,21 +227,21 @@ def _segments(documents: Sequence[Document], filling: int) -> tuple[tuple[int, .
         lengths += document.segments
         shared += [(0, 0), *([(start, len(document.prompt))] * (len(document.branches) - 1))]
         start += document.num_tokens
-    if filling and len(lengths) == 1:
-        lengths[0] += filling
-    elif filling:
-        lengths.append(filling)
+    if padding and len(lengths) == 1:
+        lengths[0] += padding
+    elif padding:
+        lengths.append(padding)
         shared.append((0, 0))
     return tuple(lengths), tuple(shared) if any(length for _, length in shared) else ()
 
 
-def _part_of(num_tokens: int, asked: np.ndarray, part: tuple[int, int]) -> tuple[slice, np.ndarray]:
-    """(the tokens of one of several equal parts, which of the asked ones lie in it)."""
-    place, parts = part
-    assert num_tokens % parts == 0, "filled up to a multiple of the parts"
-    size = num_tokens // parts
-    here = slice(place * size, (place + 1) * size)
-    return here, (asked >= here.start) & (asked < here.stop)
+def _part_of(num_tokens: int, predictors: np.ndarray, part: tuple[int, int]) -> tuple[slice, np.ndarray]:
+    """(the tokens of one of several equal parts, a mask of the predictors in it)."""
+    index, num_parts = part
+    assert num_tokens % num_parts == 0, "padded to a multiple of the parts"
+    size = num_tokens // num_parts
+    here = slice(index * size, (index + 1) * size)
+    return here, (predictors >= here.start) & (predictors < here.stop)
 
 
 def _value_names(batch: Sequence[Datum]) -> list[str]:

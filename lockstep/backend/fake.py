@@ -20,7 +20,7 @@ _STATE = "state.json"
 
 
 @dataclass(frozen=True)
-class Call:
+class RecordedCall:
     """One call, `step` optimizer steps after the start. `read` is the loop looking at a step's loss."""
 
     name: str
@@ -53,20 +53,20 @@ class FakeBackend:
     ) -> None:
         self.weight, self.momentum, self.step = 20.0, 0.0, 0
         self.reference = self.weight
-        self.calls: list[Call] = []
+        self.calls: list[RecordedCall] = []
         self._deferred, self._nonfinite_at, self._failures = deferred, nonfinite_at, failures or {}
         self._gradient = 0.0
 
-    def calls_of(self, name: str) -> list[Call]:
+    def calls_of(self, name: str) -> list[RecordedCall]:
         return [call for call in self.calls if call.name == name]
 
     def forward(self, batch: Sequence[Datum], *, reference: bool = False) -> list[Logprobs]:
-        self._note(Call("forward", self.step, tuple(batch), reference=reference))
+        self._note(RecordedCall("forward", self.step, tuple(batch), reference=reference))
         weight = self.reference if reference else self.weight
         return [[_logprobs(weight, c.tokens, c.weights) for c in datum.completions] for datum in batch]
 
     def forward_backward(self, batch: Sequence[Datum], loss: LossSpec) -> LossResult:
-        self._note(Call("forward_backward", self.step, tuple(batch), loss))
+        self._note(RecordedCall("forward_backward", self.step, tuple(batch), loss))
         found = [self._LOSSES[loss.kind](self, datum, loss) for datum in batch]
         metrics = {name: sum(m[name] for _, _, m in found) for name in found[0][2]}
         values = LossValues(loss.scale * sum(value for value, _, _ in found), metrics)
@@ -74,7 +74,7 @@ class FakeBackend:
         if self.step + 1 in self._nonfinite_at:
             values = LossValues(math.nan, metrics, nonfinite_origins=(batch[0].origin,))
             self._gradient = math.nan
-        seen = Call("read", self.step)
+        seen = RecordedCall("read", self.step)
 
         def read() -> LossValues:
             self._note(seen)
@@ -85,7 +85,7 @@ class FakeBackend:
         return LossResult(read, num_tokens=num_tokens, num_supervised=num_supervised, deferred=self._deferred)
 
     def optim_step(self, step: OptimStep) -> OptimResult:
-        self._note(Call("optim_step", self.step, argument=step))
+        self._note(RecordedCall("optim_step", self.step, argument=step))
         norm, self._gradient = self._gradient, 0.0
         if math.isfinite(norm):
             limit = step.max_grad_norm or math.inf
@@ -95,13 +95,13 @@ class FakeBackend:
         return OptimResult(lambda: abs(norm), deferred=self._deferred)
 
     def mix_reference(self, share: float) -> None:
-        self._note(Call("mix_reference", self.step, argument=share))
+        self._note(RecordedCall("mix_reference", self.step, argument=share))
         self.reference = share * self.weight + (1 - share) * self.reference
 
     def save_state(self, path: Path) -> Future[None]:
         written: Future[None] = Future()
         try:
-            self._note(Call("save_state", self.step, argument=path))
+            self._note(RecordedCall("save_state", self.step, argument=path))
             names = ("weight", "momentum", "step", "reference")
             state = {name: getattr(self, name) for name in names}
             (path / _STATE).write_text(json.dumps(state))
@@ -111,25 +111,25 @@ class FakeBackend:
         return written
 
     def load_state(self, path: Path, *, with_optimizer: bool) -> None:
-        self._note(Call("load_state", self.step, argument=path))
+        self._note(RecordedCall("load_state", self.step, argument=path))
         state = json.loads((path / _STATE).read_text())
         self.weight, self.reference = state["weight"], state["reference"]
         if with_optimizer:
             self.momentum, self.step = state["momentum"], state["step"]
 
     def export_weights(self, path: Path) -> None:
-        self._note(Call("export_weights", self.step, argument=path))
+        self._note(RecordedCall("export_weights", self.step, argument=path))
         path.mkdir(parents=True, exist_ok=True)
         (path / "weights.json").write_text(json.dumps({"weight": self.weight}))
 
     def read_weights(self) -> dict[str, float]:
-        self._note(Call("read_weights", self.step))
+        self._note(RecordedCall("read_weights", self.step))
         return {"weight": self.weight}
 
     def close(self) -> None:
-        self._note(Call("close", self.step))
+        self._note(RecordedCall("close", self.step))
 
-    def _note(self, call: Call) -> None:
+    def _note(self, call: RecordedCall) -> None:
         self.calls.append(call)
         if (call.name, call.step) in self._failures:
             raise self._failures[(call.name, call.step)]

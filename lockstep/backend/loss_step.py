@@ -1,7 +1,7 @@
-"""What every backend does alike: from log-probs to a loss and its gradient, and back to the rows they belong to.
+"""What both torch backends share: from log-probs to a loss and its gradient, and back to the rows they belong to.
 
-A loss of separate data is computed in each micro-batch. Any other is computed once, from the log-probs of the whole
-batch, and its slopes are what a second pass carries back: exact too, for one more forward pass.
+A loss that is a sum over data is computed in each micro-batch. Any other is computed once, from the log-probs of the
+whole batch; a second pass carries its gradient with respect to them back. Also exact, for one more forward pass.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from lockstep.model.head import TokenFacts
 from lockstep.parallel.group import ProcessGroup
 from lockstep.types import Datum, Logprobs, LossSpec, OptimStep, Pending
 
-SLOPES = LossSpec("cross_entropy")
-"""The second pass: a weighted sum of log-probs."""
+WEIGHTED_SUM = LossSpec("cross_entropy")
+"""The loss of the second pass: a weighted sum of log-probs."""
 
 
 @dataclass(frozen=True)
@@ -30,20 +30,22 @@ class RankBatch:
 
     batch: Sequence[Datum]
     documents: Sequence[Document]
-    share: MicroBatchPlan
+    plan: MicroBatchPlan
     micro_batches: list[MicroBatch]
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probs of one micro-batch, without gradient; `collision` where the loss needs facts."""
+    """Of one micro-batch, without gradient; `log_sum_sq_probs` where the loss needs facts."""
 
     logprobs: Tensor
-    collision: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
 
 
-def keep(found: Tensor | TokenFacts) -> TokenLogprobs:
-    return TokenLogprobs(found) if isinstance(found, Tensor) else TokenLogprobs(found.logprobs, found.log_sum_sq_probs)
+def as_token_logprobs(output: Tensor | TokenFacts) -> TokenLogprobs:
+    if isinstance(output, Tensor):
+        return TokenLogprobs(output)
+    return TokenLogprobs(output.logprobs, output.log_sum_sq_probs)
 
 
 def find_loss(loss: LossSpec) -> Loss:
@@ -57,21 +59,20 @@ def metric_names(loss: LossSpec) -> list[str]:
 
 
 def needs_facts(loss: LossSpec) -> bool:
-    """Whether the loss reads more of the head than log-probs."""
+    """Whether the loss reads more of the head's output than log-probs."""
     rule = find_loss(loss)
-    return rule.needs_collision(loss.options) or rule.needs_entropy(loss.options)
+    return rule.needs_log_sum_sq_probs(loss.options) or rule.needs_entropy(loss.options)
 
 
-def is_direct(loss: LossSpec, work: RankBatch, num_parts: int) -> bool:
-    """Whether every loss can be computed where its log-probs are: all completions of a datum in one place, or all
-    tokens of each completion where the loss asks for no more.
+def is_direct(loss: LossSpec, rank_batch: RankBatch, num_parts: int) -> bool:
+    """Whether one pass is enough: each micro-batch has all that its data's losses depend on.
 
     `num_parts`: over how many ranks the tokens of a micro-batch are split.
     """
     rule = find_loss(loss)
     if rule.linear:
         return True
-    together = work.share.is_whole or not rule.couples_completions(loss.options)
+    together = rank_batch.plan.is_whole or not rule.couples_completions(loss.options)
     return rule.is_separable(loss.options) and together and num_parts == 1
 
 
@@ -80,7 +81,7 @@ def compute_losses(
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """(`scale` times the loss, for backward; {"loss": ..., metrics}; log-probs).
 
-    `logprobs_of` is a function of slopes: with them it also gives their weighted sum.
+    `logprobs_of` takes grad_logprobs or None; given them, it also returns their weighted sum of the log-probs.
     """
     rule, inputs = find_loss(loss), micro_batch.inputs
     if rule.linear:
@@ -90,7 +91,7 @@ def compute_losses(
     if needs_facts(loss):
         logprobs, entropies, log_sum_sq_probs = logprobs_of(None, facts=True)
         inputs = replace(
-            inputs, values={**inputs.values, "entropies": entropies, "collision_logprobs": log_sum_sq_probs.detach()}
+            inputs, values={**inputs.values, "entropies": entropies, "log_sum_sq_probs": log_sum_sq_probs.detach()}
         )
     else:
         logprobs = logprobs_of(None)
@@ -108,33 +109,34 @@ def with_reference(micro_batch: MicroBatch, logprobs: Tensor) -> MicroBatch:
     return replace(micro_batch, inputs=replace(inputs, values=values))
 
 
-def gather(work: RankBatch, values: Sequence[Tensor], group: ProcessGroup) -> Tensor:
-    """[asked tokens of the global batch] in float64, from each micro-batch's. All ranks."""
-    found = torch.zeros(work.share.num_asked, dtype=torch.float64, device=group.device)
-    # Every rank fills its own places and the rest is zero: the sum puts the batch together exactly.
-    for micro_batch, part in zip(work.micro_batches, values) if group.counts else ():
+def gather_targets(rank_batch: RankBatch, values: Sequence[Tensor], group: ProcessGroup) -> Tensor:
+    """[targets of the global batch] in float64, from each micro-batch's. All ranks."""
+    gathered = torch.zeros(rank_batch.plan.num_targets, dtype=torch.float64, device=group.device)
+    # Every rank fills in its own targets and the rest is zero: the sum is exact.
+    for micro_batch, part in zip(rank_batch.micro_batches, values) if group.counts else ():
         real = torch.from_numpy(micro_batch.rows >= 0).to(group.device)
-        found[micro_batch.places[real]] = part.double()[real]
-    return group.sum(found)
+        gathered[micro_batch.indices[real]] = part.double()[real]
+    return group.sum(gathered)
 
 
-def find_slopes(
-    work: RankBatch,
+def compute_grad_logprobs(
+    rank_batch: RankBatch,
     loss: LossSpec,
-    found: Sequence[TokenLogprobs],
+    outputs: Sequence[TokenLogprobs],
     reference: Sequence[Tensor] | None,
     group: ProcessGroup,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """(d loss / d log-prob of every asked token, {"loss": ..., metrics}), from the whole batch. All ranks."""
+    """(d loss / d log-prob of every target, {"loss": ..., metrics}), from the whole batch. All ranks."""
     if find_loss(loss).needs_entropy(loss.options):
         raise ValueError(f"{loss.kind} with entropy needs every row's answers in one place: raise micro_batch_tokens")
-    logprobs = gather(work, [f.logprobs for f in found], group)
-    inputs = whole_inputs(work.documents, work.batch, loss, logprobs.device)
+    logprobs = gather_targets(rank_batch, [o.logprobs for o in outputs], group)
+    inputs = whole_inputs(rank_batch.documents, rank_batch.batch, loss, logprobs.device)
     values = dict(inputs.values)
     if reference is not None:
-        values["reference_logprobs"] = gather(work, reference, group)
-    if found[0].collision is not None:
-        values["collision_logprobs"] = gather(work, [f.collision for f in found if f.collision is not None], group)
+        values["reference_logprobs"] = gather_targets(rank_batch, reference, group)
+    if outputs[0].log_sum_sq_probs is not None:
+        parts = [o.log_sum_sq_probs for o in outputs if o.log_sum_sq_probs is not None]
+        values["log_sum_sq_probs"] = gather_targets(rank_batch, parts, group)
     leaf = logprobs.detach().requires_grad_()
     with torch.enable_grad():
         total, metrics = find_loss(loss).fn(leaf, replace(inputs, values=values))
@@ -142,43 +144,65 @@ def find_slopes(
     return grad_logprobs, {**metrics, "loss": total.detach()}
 
 
-def with_slopes(micro_batch: MicroBatch, grad_logprobs: Tensor) -> MicroBatch:
-    """Weights with which a linear pass carries these slopes back."""
+def with_grad_logprobs(micro_batch: MicroBatch, grad_logprobs: Tensor) -> MicroBatch:
+    """With the weights by which a linear pass carries this gradient back."""
     real = torch.from_numpy(micro_batch.rows >= 0).to(grad_logprobs.device)
-    weights = torch.where(real, -grad_logprobs[micro_batch.places], 0.0)
+    weights = torch.where(real, -grad_logprobs[micro_batch.indices], 0.0)
     inputs = replace(micro_batch.inputs, weights=weights.to(micro_batch.inputs.weights.dtype), scale=1.0)
     return replace(micro_batch, inputs=inputs)
 
 
-def spread(values: Sequence[float], documents: Sequence[Document], batch: Sequence[Datum]) -> list[Logprobs]:
-    """Log-probs of asked tokens back to the places of their completions."""
+def plan_passes(
+    rank_batch: RankBatch,
+    loss: LossSpec,
+    reference: Sequence[Tensor] | None,
+    logprobs_of: Callable[[bool], Sequence[TokenLogprobs]],
+    group: ProcessGroup,
+    num_parts: int = 1,
+) -> tuple[list[MicroBatch], LossSpec, dict[str, Tensor] | None]:
+    """(micro-batches, the loss to compute in each, metrics where the whole batch gave them already). All ranks.
+
+    `logprobs_of` makes a pass without gradient; True: with facts, see `needs_facts`.
+    """
+    micro_batches = rank_batch.micro_batches
+    if is_direct(loss, rank_batch, num_parts):
+        if reference is not None:
+            micro_batches = [with_reference(m, part) for m, part in zip(micro_batches, reference, strict=True)]
+        return micro_batches, loss, None
+    outputs = logprobs_of(needs_facts(loss))
+    grad_logprobs, metrics = compute_grad_logprobs(rank_batch, loss, outputs, reference, group)
+    return [with_grad_logprobs(m, grad_logprobs) for m in micro_batches], WEIGHTED_SUM, metrics
+
+
+def scatter_to_rows(values: Sequence[float], documents: Sequence[Document], batch: Sequence[Datum]) -> list[Logprobs]:
+    """Log-probs of targets back to the tokens of their completions; 0 for the others."""
     rows: list[list[list[float]]] = [[[0.0] * len(c.tokens) for c in datum.completions] for datum in batch]
     for document in documents:
         for branch in document.branches:
             row = rows[document.datum][branch.completion]
-            for place, value in zip(branch.supervised.tolist(), values[branch.offset :]):
-                row[place] = value
+            for index, value in zip(branch.supervised.tolist(), values[branch.offset :]):
+                row[index] = value
     return [tuple(row) for row in rows]
 
 
-def name_rows(flags: Sequence[float], batch: Sequence[Datum]) -> tuple[str, ...]:
+def origins_of(flags: Sequence[float], batch: Sequence[Datum]) -> tuple[str, ...]:
     return tuple(datum.origin or f"row {i} of the batch" for i, datum in enumerate(batch) if flags[i])
 
 
-def flag_rows(work: RankBatch, logprobs: Sequence[Tensor], device: torch.device) -> Tensor:
-    """1 for each row of the batch some of whose log-probs on this rank are not finite."""
-    guilty = torch.zeros(len(work.batch), dtype=torch.float64, device=device)
-    for micro_batch, found in zip(work.micro_batches, logprobs):
-        broken = ~torch.isfinite(found).cpu().numpy() & (micro_batch.rows >= 0)
-        guilty[torch.from_numpy(micro_batch.rows[broken])] = 1
-    return guilty
+def flag_nonfinite(rank_batch: RankBatch, logprobs: Sequence[Tensor], device: torch.device) -> Tensor:
+    """[rows of the batch]: 1 where a log-prob on this rank is not finite."""
+    flags = torch.zeros(len(rank_batch.batch), dtype=torch.float64, device=device)
+    for micro_batch, part in zip(rank_batch.micro_batches, logprobs):
+        nonfinite = ~torch.isfinite(part).cpu().numpy() & (micro_batch.rows >= 0)
+        flags[torch.from_numpy(micro_batch.rows[nonfinite])] = 1
+    return flags
 
 
 def build_optimizer(parameters: Mapping[str, nn.Parameter], device: torch.device) -> torch.optim.AdamW:
     """Norms and biases (one-dimensional parameters) do not decay."""
     groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
     for p in parameters.values():
-        # One kernel cannot take parameters of several layouts at once.
+        # A fused or foreach kernel cannot take parameters of several layouts at once.
         layout = (p.device_mesh, p.placements) if isinstance(p, DTensor) else None
         groups.setdefault((p.ndim >= 2, layout), []).append(p)
     listed = [{"params": members, "decays": decays} for (decays, _), members in groups.items()]
@@ -193,7 +217,7 @@ def set_step(optimizer: torch.optim.Optimizer, step: OptimStep) -> None:
 
 
 def read_later(values: Tensor) -> Pending[list[float]]:
-    """Numbers on their way to the host: the device is not waited for until somebody reads them."""
+    """Numbers on their way to the host: reading them waits for the device, making them does not."""
     if values.device.type != "cuda":
         return Pending(values.tolist)
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)

@@ -1,7 +1,6 @@
-"""TrainingBackend on torch: one process, DDP or FSDP2, on CPU or CUDA.
+"""TrainingBackend on torch, around any transformers causal LM, also inside PEFT; on one rank or many, CPU or CUDA.
 
-Around any transformers causal LM, also inside PEFT. The caller is rank-free: every rank makes the same
-calls with the same global batch. Must not know files beyond the paths it is given, nor algorithms' loops.
+Every rank makes the same calls with the same global batch.
 """
 
 from __future__ import annotations
@@ -17,17 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.algorithms.losses import lacks_reference
-from lockstep.backend import loss_step as stepping
-from lockstep.backend import state
-from lockstep.backend.batching import MicroBatch, MicroBatchPlan, documents_of, share_of, to_micro_batch
-from lockstep.backend.build import build_policy, settle_dtypes, split_tokens
+from lockstep.backend import loss_step, state
+from lockstep.backend.batching import MicroBatch, MicroBatchPlan, documents_of, plan_micro_batches, to_micro_batch
+from lockstep.backend.build import Built, build_policy, settle_dtypes, split_tokens
 from lockstep.backend.loss_step import RankBatch, TokenLogprobs, read_later
-from lockstep.backend.pipelined import PipelinedPasses
 from lockstep.backend.probe import check_policy, check_stages
 from lockstep.backend.reference import make_reference
 from lockstep.config import ParallelConfig
@@ -39,6 +37,7 @@ from lockstep.parallel.expected_traffic import Theory
 from lockstep.parallel.gradients import clip, gradient_norm
 from lockstep.parallel.group import ProcessGroup, choose_device, join, peak_memory_gib
 from lockstep.parallel.loss_scale import LossScale
+from lockstep.parallel.pipeline import Pipeline
 from lockstep.parallel.replicate import NarrowCopies
 from lockstep.parallel.shard import reshard, unsharded
 from lockstep.parallel.traffic import Traffic
@@ -108,8 +107,8 @@ class TorchBackend:
             split_tokens(self.policy, self.group)
         self._cost = Cost.from_hidden_size(causal_lm(model).config.get_text_config().hidden_size)
         self._reference = make_reference(reference, model, self.parameters())
-        self._reference_moved = False
-        self._optimizer = stepping.build_optimizer(self.parameters(), self.device)
+        self._reference_mixed = False
+        self._optimizer = loss_step.build_optimizer(self.parameters(), self.device)
         self._traffic = Traffic(self.group, unseen=("tensor", "context") if compiles else ())
         compute_bytes = DTYPES[self.precision].itemsize
         self._theory = Theory(self.policy, self.group.degrees, parallel, compute_bytes, built.stages, built.num_stages)
@@ -120,41 +119,49 @@ class TorchBackend:
         return {name: p for name, p in self.policy.model.named_parameters() if p.requires_grad}
 
     def forward(self, batch: Sequence[Datum], *, reference: bool = False) -> list[Logprobs]:
-        work = self._work(batch, LossSpec())
+        rank_batch = self._rank_batch(batch, LossSpec())
         with self._as_reference() if reference else contextlib.nullcontext():
-            found = self._logprobs(work)
-        values = stepping.gather(work, [f.logprobs for f in found], self.group)
-        return stepping.spread(values.tolist(), work.documents, batch)
+            outputs = self._logprobs(rank_batch)
+        values = loss_step.gather_targets(rank_batch, [o.logprobs for o in outputs], self.group)
+        return loss_step.scatter_to_rows(values.tolist(), rank_batch.documents, batch)
 
     def forward_backward(self, batch: Sequence[Datum], loss: LossSpec) -> LossResult:
-        names = stepping.metric_names(loss)
-        work = self._work(batch, loss)
-        if work.share.num_asked == 0:
+        names = loss_step.metric_names(loss)
+        rank_batch = self._rank_batch(batch, loss)
+        if rank_batch.plan.num_targets == 0:
             raise ValueError(f"nothing to learn in this batch of {len(batch)} rows: every weight is zero")
         sums = torch.zeros(len(names), dtype=torch.float64, device=self.device)
         with self._traffic.counting():
-            reference = self._reference_logprobs(work) if lacks_reference(loss, batch) else None
-            if stepping.is_direct(loss, work, self.group.degrees.context):
-                passes = self._passes(_with_references(work.micro_batches, reference), loss)
+            reference = self._reference_logprobs(rank_batch) if lacks_reference(loss, batch) else None
+            num_parts = self.group.degrees.context
+            micro_batches, pass_loss, known = loss_step.plan_passes(
+                rank_batch,
+                loss,
+                reference,
+                lambda facts: self._logprobs(rank_batch, facts=facts),
+                self.group,
+                num_parts,
+            )
+            passes = self._passes(micro_batches, pass_loss)
+            if known is None:
                 for metrics, _ in passes:
-                    sums += stepping.stack(metrics, names) * self.group.counts
+                    sums += loss_step.stack(metrics, names) * self.group.counts
             else:
-                metrics, passes = self._passes_by_slopes(work, loss, reference)
-                sums += stepping.stack(metrics, names) * (self.group.rank == 0)  # every rank knows them, one says them
-            # What every rank has to say of itself travels with the loss: no message of its own.
+                sums += loss_step.stack(known, names) * (self.group.rank == 0)  # every rank has them: counted once
+            # Each rank's own numbers travel with the loss, without a message of their own.
             totals = self.group.sum(torch.cat([sums, self._traffic.facts()]))
-        seen = [logprobs for _, logprobs in passes]
-        numbers, traffic = read_later(totals), self._describe_traffic(work)
+        logprobs = [part for _, part in passes]
+        numbers, traffic = read_later(totals), self._describe_traffic(rank_batch)
 
         def read() -> LossValues:
-            found = numbers.result()
-            values = dict(zip(names, found[: len(names)], strict=True))
+            summed = numbers.result()
+            values = dict(zip(names, summed[: len(names)], strict=True))
             loss_sum = values.pop("loss")
-            bad = () if math.isfinite(loss_sum) else self._nonfinite_origins(work, seen)
-            return LossValues(loss_sum, {**values, **traffic(found[len(names) :])}, bad)
+            nonfinite = () if math.isfinite(loss_sum) else self._nonfinite_origins(rank_batch, logprobs)
+            return LossValues(loss_sum, {**values, **traffic(summed[len(names) :])}, nonfinite)
 
-        share = work.share
-        return LossResult(read, num_tokens=share.num_tokens, num_supervised=share.num_asked, deferred=numbers.deferred)
+        plan = rank_batch.plan
+        return LossResult(read, num_tokens=plan.num_tokens, num_supervised=plan.num_targets, deferred=numbers.deferred)
 
     def optim_step(self, step: OptimStep) -> OptimResult:
         parameters = list(self.parameters().values())
@@ -165,9 +172,9 @@ class TorchBackend:
         numbers = read_later(norm.reshape(1))
         if step.max_grad_norm is not None or self._loss_scale != 1.0:
             clip(parameters, norm, step.max_grad_norm or math.inf, scale=1 / self._loss_scale)
-        stepping.set_step(self._optimizer, step)
+        loss_step.set_step(self._optimizer, step)
         if self._skips_on_device:
-            # A gradient that is not finite is left out by the fused kernel itself: nobody has to wait for the norm.
+            # The fused kernel itself skips a gradient that is not finite: the host need not wait for the norm.
             self._optimizer.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
             self._optimizer.step()
         elif math.isfinite(numbers.result()[0]):
@@ -188,18 +195,18 @@ class TorchBackend:
         if self._reference is None:
             raise ValueError("this backend was built without a reference")
         self._reference.mix(share)
-        self._reference_moved = True
+        self._reference_mixed = True
 
     def save_state(self, path: Path) -> Future[None]:
-        moved = self._reference_moved and self._reference is not None
-        numbers = self._numbers() | (self._reference.state() if moved and self._reference else {})
+        kept = self._reference.state() if self._reference is not None and self._reference_mixed else {}
+        numbers = self._numbers() | kept
         return state.save(path, self.parameters(), self._optimizer, self.group, numbers)
 
     def load_state(self, path: Path, *, with_optimizer: bool = True) -> None:
         numbers, kept = self._numbers(), self._reference.state() if self._reference else {}
         optimizer = self._optimizer if with_optimizer else None
-        found = state.load(path, self.parameters(), optimizer, self.group, {**numbers, **kept})
-        self._reference_moved = bool(found & kept.keys())
+        loaded = state.load(path, self.parameters(), optimizer, self.group, {**numbers, **kept})
+        self._reference_mixed = bool(loaded & kept.keys())
         if self._scale is not None:
             self._scale.restore(numbers["loss_scale"].tolist())
 
@@ -220,22 +227,22 @@ class TorchBackend:
         """The trained tensors as they are sampled with, whole, on rank 0's CPU. All ranks."""
         dtypes = dict.fromkeys(self.parameters(), DTYPES[self.precision])
         if all(p.requires_grad for p in self.policy.model.parameters()):
-            found = state.gather(self.policy.model, self.group, dtypes)
+            whole = state.gather(self.policy.model, self.group, dtypes)
         else:
-            found = _gather(self.parameters(), self.group)
+            whole = _gather(self.parameters(), self.group)
         kept = dict[int, str]()
-        # Copies, because training goes on: what comes from another device is one already. Of tied tensors one.
+        # Copies, because training goes on; what comes from another device is one already. Tied tensors once.
         return {
             name: tensor.to(dtypes.get(name, tensor.dtype), copy=self.device.type == "cpu")
-            for name, tensor in found.items()
+            for name, tensor in whole.items()
             if kept.setdefault(id(tensor), name) == name
         }
 
     @contextlib.contextmanager
     def lend_model(self, *, stable: bool = False) -> Iterator[Any]:
-        """The model as its owner knows it, to generate with. All ranks, and all must call it alike.
+        """The plain model, to generate with. All ranks, and all must make the same calls to it.
 
-        `stable`: its weights lie where they lay last time, also those that are computed with in a narrower dtype.
+        `stable`: weights stay at the same addresses from call to call, also those in a narrower dtype.
         """
         causal = causal_lm(self.policy.model)
         generation, use_cache = causal.generation_config, causal.config.use_cache
@@ -248,13 +255,13 @@ class TorchBackend:
                 causal.generation_config, causal.config.use_cache = generation, use_cache
 
     def close(self) -> None:
-        self.policy.stop_packing()  # the model is its owner's again, also for generating
+        self.policy.stop_packing()  # the caller's model is as it was, also for generating
         self.group.leave()
 
-    def _work(self, batch: Sequence[Datum], loss: LossSpec) -> RankBatch:
+    def _rank_batch(self, batch: Sequence[Datum], loss: LossSpec) -> RankBatch:
         budget = self.micro_batch_tokens * self.group.degrees.context
         documents = documents_of(batch, max_shared_tokens=budget if self.policy.shares_prompts else 0)
-        share = share_of(
+        plan = plan_micro_batches(
             documents,
             rank=self.group.data_rank,
             num_ranks=self.group.degrees.data,
@@ -263,32 +270,33 @@ class TorchBackend:
             cost=self._cost,
         )
         if self._pipelined is not None:
-            missing = self._pipelined.num_micro_batches(len(share.micro_batches)) - len(share.micro_batches)
-            share = replace(share, micro_batches=(*share.micro_batches, *([()] * missing)))
-        return RankBatch(batch, documents, share, self._micro_batches(share, batch, loss))
+            missing = self._pipelined.num_micro_batches(len(plan.micro_batches)) - len(plan.micro_batches)
+            plan = replace(plan, micro_batches=(*plan.micro_batches, *([()] * missing)))
+        return RankBatch(batch, documents, plan, self._micro_batches(plan, batch, loss))
 
-    def _micro_batches(self, share: MicroBatchPlan, batch: Sequence[Datum], loss: LossSpec) -> list[MicroBatch]:
+    def _micro_batches(self, plan: MicroBatchPlan, batch: Sequence[Datum], loss: LossSpec) -> list[MicroBatch]:
         dtype = torch.float64 if self.precision == "fp64" else torch.float32
-        # Whole tiles for matrix kernels and fewer shapes for compiled ones; a budget between multiples is overstepped.
+        # Whole tiles for matrix kernels and fewer shapes for compiled ones; may exceed the budget a little.
         multiple_of = 128 if self.device.type == "cuda" and self.policy.packs else 1
         context = (self.group.place("context"), self.group.degrees.context)
         multiple_of *= context[1]
-        if self._pipelined is not None:  # what passes between stages has one size
-            longest = max(sum(d.num_tokens for d in part) for part in share.micro_batches)
+        if self._pipelined is not None:  # hidden states between stages must have one size
+            longest = max(sum(d.num_tokens for d in part) for part in plan.micro_batches)
             multiple_of *= -(-max(longest, 2) // multiple_of)
         return [
-            to_micro_batch(part, batch, loss, self.device, dtype, multiple_of, context) for part in share.micro_batches
+            to_micro_batch(part, batch, loss, self.device, dtype, multiple_of, context) for part in plan.micro_batches
         ]
 
-    def _describe_traffic(self, work: RankBatch) -> Callable[[Sequence[float]], dict[str, float]]:
-        """From every rank's facts to the metrics of this step's traffic: counted, and the least it could be."""
-        counts, num_shares, share = self._traffic.current, self.group.degrees.data, work.share
-        tokens, asked = (sum(len(getattr(m.packed, kind)) for m in work.micro_batches) for kind in ("tokens", "asked"))
-        least = self._theory.metrics(tokens, asked, len(work.micro_batches)) if self.group.num_ranks > 1 else {}
-        if num_shares > 1:
-            least["cost_balance"] = share.cost_balance
-            least["token_balance"] = share.longest_share_tokens * num_shares / share.num_tokens
-        # Counts are read late: the step's end adds to them.
+    def _describe_traffic(self, rank_batch: RankBatch) -> Callable[[Sequence[float]], dict[str, float]]:
+        """From every rank's facts to metrics of this step's traffic: as counted, and the least possible."""
+        counts, num_data_ranks, plan = self._traffic.current, self.group.degrees.data, rank_batch.plan
+        packs = [m.packed for m in rank_batch.micro_batches]
+        num_tokens, num_targets = sum(len(p.tokens) for p in packs), sum(len(p.targets) for p in packs)
+        least = self._theory.metrics(num_tokens, num_targets, len(packs)) if self.group.num_ranks > 1 else {}
+        if num_data_ranks > 1:
+            least["cost_balance"] = plan.cost_balance
+            least["token_balance"] = plan.max_rank_tokens * num_data_ranks / plan.num_tokens
+        # Counts are read late: optim_step adds to them.
         return lambda facts: {**self._traffic.read_facts(facts), **counts.as_metrics(), **least}
 
     @contextlib.contextmanager
@@ -298,16 +306,17 @@ class TorchBackend:
         with self._reference.in_place():
             yield
 
-    def _reference_logprobs(self, work: RankBatch) -> list[Tensor]:
+    def _reference_logprobs(self, rank_batch: RankBatch) -> list[Tensor]:
         with self._as_reference():
-            return [found.logprobs for found in self._logprobs(work)]
+            return [output.logprobs for output in self._logprobs(rank_batch)]
 
-    def _logprobs(self, work: RankBatch, *, facts: bool = False) -> list[TokenLogprobs]:
+    def _logprobs(self, rank_batch: RankBatch, *, facts: bool = False) -> list[TokenLogprobs]:
         """Of each micro-batch, without gradient; zeros on ranks that do not have the last stage."""
         with self._evaluation():
             if self._pipelined is not None:
-                return self._logprobs_of_stages(work.micro_batches, facts)
-            return [stepping.keep(self._module(m.packed, facts=facts)) for m in work.micro_batches]
+                return self._logprobs_of_stages(rank_batch.micro_batches, facts)
+            outputs = (self._module(m.packed, facts=facts) for m in rank_batch.micro_batches)
+            return [loss_step.as_token_logprobs(output) for output in outputs]
 
     def _passes(self, micro_batches: list[MicroBatch], loss: LossSpec) -> list[tuple[dict[str, Tensor], Tensor]]:
         if self._pipelined is not None:
@@ -315,22 +324,13 @@ class TorchBackend:
         last = len(micro_batches) - 1
         return [self._backward(m, loss, last=i == last) for i, m in enumerate(micro_batches)]
 
-    def _passes_by_slopes(
-        self, work: RankBatch, loss: LossSpec, reference: list[Tensor] | None
-    ) -> tuple[dict[str, Tensor], list[tuple[dict[str, Tensor], Tensor]]]:
-        """(metrics of the whole batch, passes), where a loss needs log-probs that lie in several micro-batches."""
-        found = self._logprobs(work, facts=stepping.needs_facts(loss))
-        grad_logprobs, metrics = stepping.find_slopes(work, loss, found, reference, self.group)
-        sloped = [stepping.with_slopes(m, grad_logprobs) for m in work.micro_batches]
-        return metrics, self._passes(sloped, stepping.SLOPES)
-
     def _backward(self, micro_batch: MicroBatch, loss: LossSpec, *, last: bool) -> tuple[dict[str, Tensor], Tensor]:
         """One pass. DDP communicates in the last of a batch, FSDP2 each time, to keep gradients sharded."""
         waits = isinstance(self._module, DistributedDataParallel) and not last
         quiet = self._module.no_sync() if waits else contextlib.nullcontext()  # type: ignore[operator]
         with quiet, self._narrowed(), self._offloaded():
             call = functools.partial(self._module, micro_batch.packed)
-            total, metrics, logprobs = stepping.compute_losses(micro_batch, loss, call, self._loss_scale)
+            total, metrics, logprobs = loss_step.compute_losses(micro_batch, loss, call, self._loss_scale)
             total.backward()
         return metrics, logprobs
 
@@ -339,30 +339,31 @@ class TorchBackend:
     ) -> list[tuple[dict[str, Tensor], Tensor]]:
         """What `_backward` gives for each micro-batch, on the ranks of the last stage; nothing on the others."""
         assert self._pipelined is not None
-        found: dict[int, tuple[dict[str, Tensor], Tensor]] = {}
+        results: dict[int, tuple[dict[str, Tensor], Tensor]] = {}
 
         def finish(number: int, hidden: Tensor) -> Tensor:
             packed = micro_batches[number].packed
             apply = functools.partial(self.policy.apply_head, hidden, packed)
-            total, metrics, logprobs = stepping.compute_losses(micro_batches[number], loss, apply, self._loss_scale)
-            found[number] = (metrics, logprobs)
+            total, metrics, logprobs = loss_step.compute_losses(micro_batches[number], loss, apply, self._loss_scale)
+            results[number] = (metrics, logprobs)
             return total
 
         with self._narrowed(), self._offloaded():
             self._pipelined.forward_backward(micro_batches, self._hidden_dtype, finish)
-        return [found[i] for i in sorted(found)]
+        return [results[i] for i in sorted(results)]
 
     def _logprobs_of_stages(self, micro_batches: list[MicroBatch], facts: bool) -> list[TokenLogprobs]:
         assert self._pipelined is not None
-        nothing = [torch.zeros(len(m.places), device=self.device) for m in micro_batches]
-        found = [TokenLogprobs(zeros, zeros if facts else None) for zeros in nothing]
+        empty = [torch.zeros(len(m.indices), device=self.device) for m in micro_batches]
+        outputs = [TokenLogprobs(zeros, zeros if facts else None) for zeros in empty]
 
         def finish(number: int, hidden: Tensor) -> Tensor:
-            found[number] = stepping.keep(self.policy.apply_head(hidden, micro_batches[number].packed, facts=facts))
-            return found[number].logprobs
+            output = self.policy.apply_head(hidden, micro_batches[number].packed, facts=facts)
+            outputs[number] = loss_step.as_token_logprobs(output)
+            return outputs[number].logprobs
 
         self._pipelined.forward(micro_batches, self._hidden_dtype, finish)
-        return found
+        return outputs
 
     @property
     def _hidden_dtype(self) -> torch.dtype:
@@ -372,7 +373,7 @@ class TorchBackend:
         return self._narrow.in_place(kept=kept) if self._narrow is not None else contextlib.nullcontext()
 
     def _offloaded(self) -> contextlib.AbstractContextManager[Any]:
-        """Activations kept in the CPU's memory, where asked for."""
+        """Activations kept in host memory, where configured."""
         if not self._activation_offload:
             return contextlib.nullcontext()
         return torch.autograd.graph.save_on_cpu(pin_memory=self.device.type == "cuda")
@@ -388,16 +389,73 @@ class TorchBackend:
                 reshard(root)
             self.policy.train()
 
-    def _nonfinite_origins(self, work: RankBatch, logprobs: Sequence[Tensor]) -> tuple[str, ...]:
-        """Rows whose own log-probs are not finite, over all ranks. All ranks (they all saw the same loss)."""
-        flags = self.group.sum(stepping.flag_rows(work, logprobs, self.device))
-        return stepping.name_rows(flags.tolist(), work.batch)
+    def _nonfinite_origins(self, rank_batch: RankBatch, logprobs: Sequence[Tensor]) -> tuple[str, ...]:
+        """Rows whose own log-probs are not finite, on any rank. All ranks (they all saw the same loss)."""
+        flags = self.group.sum(loss_step.flag_nonfinite(rank_batch, logprobs, self.device))
+        return loss_step.origins_of(flags.tolist(), rank_batch.batch)
 
 
-def _with_references(micro_batches: list[MicroBatch], reference: list[Tensor] | None) -> list[MicroBatch]:
-    if reference is None:
-        return micro_batches
-    return [stepping.with_reference(m, part) for m, part in zip(micro_batches, reference, strict=True)]
+Finish = Callable[[int, Tensor], Tensor]
+
+
+class PipelinedPasses:
+    """The passes of a rank that has some of the layers. All ranks of the pipeline axis have the same micro-batches and
+    make the same calls; the last stage has the results."""
+
+    def __init__(self, built: Built, group: ProcessGroup, schedule: str) -> None:
+        assert group.mesh is not None
+        self._stages, self._group = built.stages, group
+        self._axis = group.mesh.get_group("pipeline")
+        self._pipeline = Pipeline(dict(built.stages), built.num_stages, schedule, self._axis, group.device)
+        causal = causal_lm(built.policy.model)
+        self._hidden_size = causal.config.get_text_config().hidden_size
+        self._tied = self._find_tied(causal, built.num_stages)
+
+    def num_micro_batches(self, wanted: int) -> int:
+        return self._pipeline.num_micro_batches(wanted)
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], dtype: torch.dtype, finish: Finish) -> None:
+        self._prepare(micro_batches, finish)
+        self._pipeline.forward_backward(len(micro_batches), self._example(micro_batches, dtype))
+        self._sum_tied()
+
+    def forward(self, micro_batches: Sequence[MicroBatch], dtype: torch.dtype, finish: Finish) -> None:
+        self._prepare(micro_batches, finish)
+        self._pipeline.forward(len(micro_batches), self._example(micro_batches, dtype))
+
+    def own_parameters(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Without the tied embedding on the last stage: the first one counts it."""
+        if self._tied is None or 0 in self._stages:
+            return list(parameters)
+        return [p for p in parameters if p is not self._tied.weight]
+
+    def _prepare(self, micro_batches: Sequence[MicroBatch], finish: Finish) -> None:
+        for stage in self._stages.values():
+            stage.work, stage.finish = [m.packed for m in micro_batches], finish
+
+    def _example(self, micro_batches: Sequence[MicroBatch], dtype: torch.dtype) -> Tensor:
+        (length,) = {len(m.packed.tokens) for m in micro_batches}
+        return torch.zeros(1, length, self._hidden_size, dtype=dtype, device=self._group.device)
+
+    def _find_tied(self, causal: Any, num_stages: int) -> Any:
+        """The embedding, on the two ranks that both have it because it is also the head."""
+        has_first, has_last = 0 in self._stages, num_stages - 1 in self._stages
+        if has_first == has_last or not getattr(causal.config.get_text_config(), "tie_word_embeddings", False):
+            return None
+        return causal.get_input_embeddings()
+
+    def _sum_tied(self) -> None:
+        """First and last stage exchange their parts of the tied gradient."""
+        if self._tied is None or not self._tied.weight.requires_grad:
+            return
+        gradient = self._tied.weight.grad
+        mine = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        theirs = torch.empty_like(mine)
+        other = dist.get_global_rank(self._axis, self._group.degrees.pipeline - 1 if 0 in self._stages else 0)
+        exchange = [dist.P2POp(dist.isend, mine.contiguous(), other), dist.P2POp(dist.irecv, theirs, other)]
+        for request in dist.batch_isend_irecv(exchange):
+            request.wait()
+        mine.add_(theirs)
 
 
 def _gather(parameters: Mapping[str, Tensor], group: ProcessGroup) -> dict[str, Tensor]:
@@ -413,7 +471,7 @@ def join_group(device: str, parallel: ParallelConfig, timeout_s: float) -> Proce
 
 
 def agree_on_precision(wanted: str, group: ProcessGroup) -> str:
-    """Rank 0 looks at its device, all follow. All ranks."""
+    """Rank 0 decides by its device. All ranks."""
     return group.broadcast_object(choose_precision(wanted, group.device) if group.rank == 0 else None)
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from lockstep.backend.batching import documents_of, share_of, to_micro_batch
+from lockstep.backend.batching import documents_of, plan_micro_batches, to_micro_batch
 from lockstep.backend.probe import check_policy
 from lockstep.config import DataConfig
 from lockstep.data.chat_template import Template
@@ -84,11 +84,11 @@ def _measure_batch(
     policy: Policy, batch: Sequence[Datum], device: torch.device, budget_tokens: int
 ) -> list[tuple[RowLoss, ...]]:
     documents = documents_of(batch, max_shared_tokens=budget_tokens if policy.shares_prompts else 0)
-    share = share_of(
+    plan = plan_micro_batches(
         documents, rank=0, num_ranks=1, budget_tokens=budget_tokens, max_documents=None if policy.packs else 1
     )
     totals = [[0.0] * len(datum.completions) for datum in batch]
-    for part in share.micro_batches:
+    for part in plan.micro_batches:
         if not part:
             continue
         micro_batch = to_micro_batch(part, batch, LossSpec(), device, torch.float32)

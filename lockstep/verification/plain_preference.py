@@ -50,10 +50,10 @@ class PlainPreference:
         values = side_values(completions)
         if self._reference is not None:
             values[REFERENCE] = torch.cat([supervised(self._logprobs(self._reference, *a), a[1]) for a in answers])
-        if rule.needs_collision(loss.options):
+        if rule.needs_log_sum_sq_probs(loss.options):
             log_sum_sq_probs = [torch.logsumexp(2 * d.detach(), dim=-1) for d in every]
             collided = [supervised(value, c) for value, c in zip(log_sum_sq_probs, completions, strict=True)]
-            values["collision_logprobs"] = torch.cat(collided)
+            values["log_sum_sq_probs"] = torch.cat(collided)
         inputs = whole_inputs(completions, loss, values)
         total, metrics = rule.fn(logprobs, inputs)
         total.backward()

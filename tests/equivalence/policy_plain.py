@@ -126,10 +126,10 @@ def sampled_answers(
     for datum in batch:
         for completion in datum.completions:
             tokens = torch.tensor([[*datum.prompt, *completion.tokens]])
-            asked = torch.tensor(completion.weights).nonzero()[:, 0]
-            places = len(datum.prompt) + asked
+            targets = torch.tensor(completion.weights).nonzero()[:, 0]
+            places = len(datum.prompt) + targets
             every = distributions(model, tokens)[places - 1]
-            values = {name: torch.tensor(v, dtype=torch.float64)[asked] for name, v in completion.values.items()}
+            values = {name: torch.tensor(v, dtype=torch.float64)[targets] for name, v in completion.values.items()}
             if reference is not None:
                 with torch.no_grad():
                     theirs = distributions(reference, tokens)[places - 1]

@@ -24,7 +24,7 @@ class Answer:
     logprobs: Tensor
     reference: Tensor
     weights: Tensor
-    collision: Tensor
+    log_sum_sq_probs: Tensor
 
     @property
     def total(self) -> Tensor:
@@ -127,7 +127,7 @@ def plain_quantiles(name: str, pairs: Sequence[PlainPair], options: Mapping[str,
 
 def emphasis(pair: PlainPair) -> float:
     """WPO: Zhou et al. 2024, equation 2."""
-    return math.prod(math.exp((a.logprobs - a.collision).mean().item()) for a in pair)
+    return math.prod(math.exp((a.logprobs - a.log_sum_sq_probs).mean().item()) for a in pair)
 
 
 def plain_loss_of_pairs(pairs: Sequence[PlainPair], options: Mapping[str, Any]) -> Tensor:

@@ -1,7 +1,6 @@
 """TrainingBackend on DeepSpeed: parameters, gradients and optimizer state split by ZeRO 1, 2 or 3, on CPU or CUDA.
 
-Batches and losses are the same as TorchBackend's; DeepSpeed holds what is trained, adds gradients up and steps.
-Checkpoints are in the same format, so a run can move between the two. Must not know configuration files.
+Batches, losses and checkpoints are the same as TorchBackend's: a run can move between the two.
 """
 
 from __future__ import annotations
@@ -24,9 +23,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from lockstep.algorithms.losses import lacks_reference
-from lockstep.backend import loss_step as stepping
-from lockstep.backend import state
-from lockstep.backend.batching import MicroBatch, documents_of, share_of, to_micro_batch
+from lockstep.backend import loss_step, state
+from lockstep.backend.batching import MicroBatch, documents_of, plan_micro_batches, to_micro_batch
 from lockstep.backend.build import build_policy, settle_dtypes
 from lockstep.backend.deepspeed.config import resolve_ds_config, wanted_precision
 from lockstep.backend.deepspeed.pieces import MOMENTS, ZeroPieces, whole_shape
@@ -104,7 +102,7 @@ class DeepSpeedBackend:
         ).policy
         exact = self._cast(narrow)
         self._reference = AdapterOff(model) if reference == "adapter_off" else None
-        self._optimizer = stepping.build_optimizer(self.parameters(), self.device)
+        self._optimizer = loss_step.build_optimizer(self.parameters(), self.device)
         self._engine = self._start_engine(settings)
         _set_deadlines(_process_groups() - before, timeout_s)
         self.pieces = ZeroPieces(self._deepspeed, self._engine, self._optimizer, self.group)
@@ -121,37 +119,37 @@ class DeepSpeedBackend:
         return {name: p for name, p in self.policy.model.named_parameters() if p.requires_grad}
 
     def forward(self, batch: Sequence[Datum], *, reference: bool = False) -> list[Logprobs]:
-        work = self._work(batch, LossSpec())
-        found = self._reference_logprobs(work) if reference else [f.logprobs for f in self._logprobs(work)]
-        values = stepping.gather(work, found, self.group)
-        return stepping.spread(values.tolist(), work.documents, batch)
+        rank_batch = self._rank_batch(batch, LossSpec())
+        with self._as_reference() if reference else nullcontext():
+            outputs = self._logprobs(rank_batch)
+        values = loss_step.gather_targets(rank_batch, [o.logprobs for o in outputs], self.group)
+        return loss_step.scatter_to_rows(values.tolist(), rank_batch.documents, batch)
 
     def forward_backward(self, batch: Sequence[Datum], loss: LossSpec) -> LossResult:
-        names = stepping.metric_names(loss)
-        work = self._work(batch, loss)
-        if work.share.num_asked == 0:
+        names = loss_step.metric_names(loss)
+        rank_batch = self._rank_batch(batch, loss)
+        if rank_batch.plan.num_targets == 0:
             raise ValueError(f"nothing to learn in this batch of {len(batch)} rows: every weight is zero")
-        reference = self._reference_logprobs(work) if lacks_reference(loss, batch) else None
+        reference = self._reference_logprobs(rank_batch) if lacks_reference(loss, batch) else None
         sums = torch.zeros(len(names), dtype=torch.float64, device=self.device)
-        micro_batches, carried = work.micro_batches, loss
-        if not stepping.is_direct(loss, work, num_parts=1):
-            found = self._logprobs(work, facts=stepping.needs_facts(loss))
-            grad_logprobs, metrics = stepping.find_slopes(work, loss, found, reference, self.group)
-            micro_batches, carried = [stepping.with_slopes(m, grad_logprobs) for m in micro_batches], stepping.SLOPES
-            sums += stepping.stack(metrics, names) * (self.group.rank == 0)
-        elif reference is not None:
-            micro_batches = [stepping.with_reference(m, r) for m, r in zip(micro_batches, reference, strict=True)]
-        passes = [self._backward(micro_batch, carried) for micro_batch in micro_batches]
-        if carried is loss:
-            sums += sum(stepping.stack(metrics, names) for metrics, _ in passes)
+        micro_batches, pass_loss, known = loss_step.plan_passes(
+            rank_batch, loss, reference, lambda facts: self._logprobs(rank_batch, facts=facts), self.group
+        )
+        passes = [self._backward(micro_batch, pass_loss) for micro_batch in micro_batches]
+        if known is None:
+            sums += sum(loss_step.stack(metrics, names) for metrics, _ in passes)
+        else:
+            sums += loss_step.stack(known, names) * (self.group.rank == 0)
         self._has_gradients = True
-        guilty = stepping.flag_rows(work, [logprobs for _, logprobs in passes], self.device)
-        totals = self.group.sum(torch.cat([sums, guilty])).tolist()
+        flags = loss_step.flag_nonfinite(rank_batch, [logprobs for _, logprobs in passes], self.device)
+        totals = self.group.sum(torch.cat([sums, flags])).tolist()
         values = dict(zip(names, totals))
         loss_sum = values.pop("loss")
-        bad = stepping.name_rows(totals[len(names) :], batch)
-        result = LossValues(loss_sum, values, () if math.isfinite(loss_sum) else bad)
-        return LossResult(lambda: result, num_tokens=work.share.num_tokens, num_supervised=work.share.num_asked)
+        nonfinite = loss_step.origins_of(totals[len(names) :], batch)
+        result = LossValues(loss_sum, values, () if math.isfinite(loss_sum) else nonfinite)
+        return LossResult(
+            lambda: result, num_tokens=rank_batch.plan.num_tokens, num_supervised=rank_batch.plan.num_targets
+        )
 
     def mix_reference(self, share: float) -> None:
         raise ValueError("a reference that follows the policy needs parallel.backend torch")
@@ -159,7 +157,7 @@ class DeepSpeedBackend:
     def optim_step(self, step: OptimStep) -> OptimResult:
         norm = 0.0
         if self._has_gradients:
-            stepping.set_step(self._optimizer, step)
+            loss_step.set_step(self._optimizer, step)
             self._engine.optimizer.clip_grad = step.max_grad_norm or 0.0
             self._engine.step()  # leaves a step out whose norm is not finite
             norm = float(self._engine.get_global_grad_norm())
@@ -309,9 +307,9 @@ class DeepSpeedBackend:
         finally:
             self.policy.train()
 
-    def _work(self, batch: Sequence[Datum], loss: LossSpec) -> RankBatch:
+    def _rank_batch(self, batch: Sequence[Datum], loss: LossSpec) -> RankBatch:
         documents = documents_of(batch, max_shared_tokens=self.micro_batch_tokens * self.policy.shares_prompts)
-        share = share_of(
+        plan = plan_micro_batches(
             documents,
             rank=self.group.data_rank,
             num_ranks=self.group.degrees.data,
@@ -320,26 +318,32 @@ class DeepSpeedBackend:
         )
         multiple_of = 128 if self.device.type == "cuda" and self.policy.packs else 1  # whole tiles for matrix kernels
         micro_batches = [
-            to_micro_batch(part, batch, loss, self.device, torch.float32, multiple_of) for part in share.micro_batches
+            to_micro_batch(part, batch, loss, self.device, torch.float32, multiple_of) for part in plan.micro_batches
         ]
-        return RankBatch(batch, documents, share, micro_batches)
+        return RankBatch(batch, documents, plan, micro_batches)
 
-    def _logprobs(self, work: RankBatch, *, facts: bool = False) -> list[TokenLogprobs]:
+    def _logprobs(self, rank_batch: RankBatch, *, facts: bool = False) -> list[TokenLogprobs]:
         """Of each micro-batch, without gradient."""
         with self._evaluation():
-            return [stepping.keep(self._engine(m.packed, facts=facts)) for m in work.micro_batches]
+            outputs = (self._engine(m.packed, facts=facts) for m in rank_batch.micro_batches)
+            return [loss_step.as_token_logprobs(output) for output in outputs]
 
-    def _reference_logprobs(self, work: RankBatch) -> list[Tensor]:
+    @contextmanager
+    def _as_reference(self) -> Iterator[None]:
         if self._reference is None:
             raise ValueError("this backend was built without a reference: give it reference='adapter_off'")
         with self._reference.in_place():
-            return [found.logprobs for found in self._logprobs(work)]
+            yield
+
+    def _reference_logprobs(self, rank_batch: RankBatch) -> list[Tensor]:
+        with self._as_reference():
+            return [output.logprobs for output in self._logprobs(rank_batch)]
 
     def _backward(self, micro_batch: MicroBatch, loss: LossSpec) -> tuple[dict[str, Tensor], Tensor]:
         call, scale = functools.partial(self._engine, micro_batch.packed), self._loss_scale
         with torch.autograd.graph.save_on_cpu(self.device.type == "cuda") if self._offloads else nullcontext():
             # DeepSpeed divides by the number of ranks when it adds up their gradients, and losses are sums.
-            total, metrics, logprobs = stepping.compute_losses(micro_batch, loss, call, self.group.num_ranks * scale)
+            total, metrics, logprobs = loss_step.compute_losses(micro_batch, loss, call, self.group.num_ranks * scale)
         self._engine.backward(total / scale)  # which multiplies by the scale again
         return metrics, logprobs
 

@@ -37,7 +37,7 @@ def test_cross_entropy_needs_no_other_model_and_measures_nothing_else():
     assert loss.metrics({}) == ()
     assert loss.is_separable({})
     assert not loss.needs_reference({})
-    assert not loss.needs_collision({})
+    assert not loss.needs_log_sum_sq_probs({})
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])

@@ -56,7 +56,7 @@ def inputs_of(
     lengths = torch.tensor([len(a.logprobs) for a in answers])
     values = {
         "reference_logprobs": join([a.reference for a in answers]),
-        "collision_logprobs": join([a.collision for a in answers]),
+        "log_sum_sq_probs": join([a.log_sum_sq_probs for a in answers]),
     }
     if labels:
         values["label"] = torch.tensor(labels).to(dtype).repeat_interleave(lengths)
@@ -191,7 +191,7 @@ def test_micro_batches_change_only_what_is_not_separable(name, shift):
 
 
 @pytest.mark.parametrize("name", PREFERENCE_LOSSES)
-def test_slopes_of_the_whole_batch_make_a_linear_loss_with_the_same_gradient(name):
+def test_grad_logprobs_of_the_whole_batch_make_a_linear_loss_with_the_same_gradient(name):
     answers = draw_answers(LENGTHS)
     options = with_tokens(alone(name, bco_shift=True), answers)
     logprobs, inputs = inputs_of(answers, options, scale=0.2)
@@ -231,7 +231,8 @@ def test_float32_is_as_good_as_float32_can_be(name):
     options = with_tokens(alone(name), answers)
     logprobs, inputs = inputs_of(answers, options, scale=0.5, dtype=torch.float32)
     rounded = [
-        Answer(a.logprobs.float().double(), a.reference.float().double(), a.weights, a.collision) for a in answers
+        Answer(a.logprobs.float().double(), a.reference.float().double(), a.weights, a.log_sum_sq_probs)
+        for a in answers
     ]
     found, _ = LOSSES["preference"].fn(logprobs, inputs)
     assert found.dtype == torch.float32
@@ -336,11 +337,11 @@ def test_only_losses_with_a_reference_read_one(name):
         LOSSES["preference"].fn(logprobs, inputs)
 
 
-def test_only_wpo_reads_collisions():
-    assert LOSSES["preference"].needs_collision({"losses": {"sigmoid": 1.0}, "wpo": True})
-    assert not LOSSES["preference"].needs_collision({"losses": {"sigmoid": 1.0}})
+def test_only_wpo_reads_log_sum_sq_probs():
+    assert LOSSES["preference"].needs_log_sum_sq_probs({"losses": {"sigmoid": 1.0}, "wpo": True})
+    assert not LOSSES["preference"].needs_log_sum_sq_probs({"losses": {"sigmoid": 1.0}})
     logprobs, inputs = inputs_of(draw_answers(LENGTHS), alone("sigmoid"), scale=1.0)
-    inputs.values.pop("collision_logprobs")
+    inputs.values.pop("log_sum_sq_probs")
     LOSSES["preference"].fn(logprobs, inputs)
 
 
@@ -419,7 +420,7 @@ def test_on_a_gpu_nothing_waits_and_everything_repeats(name):
             torch.cuda.set_sync_debug_mode("default")
         return loss.detach().cpu(), grad_logprobs.cpu()
 
-    (loss, grad_logprobs), (again, slopes_again) = run(), run()
+    (loss, grad_logprobs), (again, grad_again) = run(), run()
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=1e-7)
     assert torch.equal(loss, again)
-    assert torch.equal(grad_logprobs, slopes_again)
+    assert torch.equal(grad_logprobs, grad_again)

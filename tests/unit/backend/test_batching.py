@@ -1,4 +1,4 @@
-"""A global batch becomes packed tensors: every weighted token is asked for once, at the place that predicts it."""
+"""A global batch becomes packed tensors: every weighted token is a target once, at the token that predicts it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.backend.batching import Document, MicroBatch, documents_of, share_of, to_micro_batch
+from lockstep.backend.batching import Document, MicroBatch, documents_of, plan_micro_batches, to_micro_batch
 from lockstep.types import Completion, Datum, LossSpec
 
 GAPS = Datum([10, 11, 12], [Completion([20, 21, 22, 23], [0.0, 1.0, 0.0, 0.5])], "a:1")
@@ -21,8 +21,8 @@ def pack(documents: tuple[Document, ...], batch: list[Datum], scale: float = 1.0
 
 
 def laid_out(document: Document) -> tuple[list[int], list[int], list[int]]:
-    tokens, positions, asked = document.place()
-    return tokens.tolist(), positions.tolist(), asked.tolist()
+    tokens, positions, predictors = document.lay_out()
+    return tokens.tolist(), positions.tolist(), predictors.tolist()
 
 
 def test_a_completion_is_a_document_with_its_prompt_in_front():
@@ -35,7 +35,7 @@ def test_a_completion_is_a_document_with_its_prompt_in_front():
     ]
 
 
-def test_the_place_before_each_weighted_token_is_asked_and_no_other():
+def test_the_token_before_each_target_predicts_it_and_no_other():
     documents = documents_of(BATCH)
     assert [laid_out(d)[2] for d in documents] == [[3, 5], [0, 1], [0, 2], []]
     assert [d.branches[0].weights.tolist() for d in documents] == [[1.0, 0.5], [1.0, 1.0], [2.0, 1.0], []]
@@ -46,12 +46,12 @@ def test_the_place_before_each_weighted_token_is_asked_and_no_other():
 
 def test_completions_share_a_prompt_where_they_fit_together():
     _, pair, _ = documents_of(BATCH, max_shared_tokens=6)
-    tokens, positions, asked = laid_out(pair)
+    tokens, positions, predictors = laid_out(pair)
     assert tokens == [30, 40, 41, 50, 51, 52]
     assert positions == [0, 1, 2, 1, 2, 3]
-    assert asked == [0, 1, 0, 4]  # both begin after the prompt
+    assert predictors == [0, 1, 0, 4]  # both begin after the prompt
     assert pair.segments == [3, 3]
-    assert (pair.num_tokens, pair.num_asked) == (6, 4)
+    assert (pair.num_tokens, pair.num_targets) == (6, 4)
     assert len(documents_of(BATCH, max_shared_tokens=5)) == 4
 
 
@@ -74,7 +74,7 @@ def test_a_packed_row_says_which_prompt_an_answer_follows():
     assert pack(tuple(documents_of([GAPS])), BATCH).packed.shared == ()
 
 
-def test_offsets_number_the_asked_tokens_of_the_global_batch():
+def test_offsets_number_the_targets_of_the_global_batch():
     assert [d.branches[0].offset for d in documents_of(BATCH)] == [0, 2, 4, 6]
 
 
@@ -107,14 +107,14 @@ def test_documents_are_laid_end_to_end_and_positions_start_again():
 @pytest.mark.parametrize("budget", [7, 10, 100])
 def test_the_shares_of_all_ranks_are_the_batch(num_ranks, budget):
     documents = documents_of(BATCH)
-    shares = [share_of(documents, rank=r, num_ranks=num_ranks, budget_tokens=budget) for r in range(num_ranks)]
-    found = [d for share in shares for part in share.micro_batches for d in part]
+    plans = [plan_micro_batches(documents, rank=r, num_ranks=num_ranks, budget_tokens=budget) for r in range(num_ranks)]
+    found = [d for plan in plans for part in plan.micro_batches for d in part]
     assert sorted((d.datum, d.branches[0].completion) for d in found) == [(0, 0), (1, 0), (1, 1), (2, 0)]
-    assert len({len(share.micro_batches) for share in shares}) == 1
-    assert all(sum(d.num_tokens for d in part) <= budget for share in shares for part in share.micro_batches)
-    loads = [sum(d.num_tokens for part in share.micro_batches for d in part) for share in shares]
-    for share in shares:
-        assert (share.num_tokens, share.num_asked, share.longest_share_tokens) == (17, 6, max(loads))
+    assert len({len(plan.micro_batches) for plan in plans}) == 1
+    assert all(sum(d.num_tokens for d in part) <= budget for plan in plans for part in plan.micro_batches)
+    loads = [sum(d.num_tokens for part in plan.micro_batches for d in part) for plan in plans]
+    for plan in plans:
+        assert (plan.num_tokens, plan.num_targets, plan.max_rank_tokens) == (17, 6, max(loads))
 
 
 @pytest.mark.parametrize(
@@ -123,25 +123,27 @@ def test_the_shares_of_all_ranks_are_the_batch(num_ranks, budget):
 )
 def test_every_rank_knows_whether_the_completions_of_each_row_are_in_one_place(batch, max_documents, whole):
     for rank in (0, 1):
-        share = share_of(documents_of(batch), rank=rank, num_ranks=2, budget_tokens=100, max_documents=max_documents)
-        assert share.is_whole == whole
+        plan = plan_micro_batches(
+            documents_of(batch), rank=rank, num_ranks=2, budget_tokens=100, max_documents=max_documents
+        )
+        assert plan.is_whole == whole
 
 
 def test_a_share_can_be_limited_to_one_document_at_a_time():
-    share = share_of(documents_of(BATCH), rank=0, num_ranks=1, budget_tokens=100, max_documents=1)
-    assert [len(part) for part in share.micro_batches] == [1, 1, 1, 1]
+    plan = plan_micro_batches(documents_of(BATCH), rank=0, num_ranks=1, budget_tokens=100, max_documents=1)
+    assert [len(part) for part in plan.micro_batches] == [1, 1, 1, 1]
 
 
 def test_an_empty_batch_has_an_empty_share():
-    share = share_of([], rank=1, num_ranks=2, budget_tokens=100)
-    assert share.micro_batches == ()
-    assert (share.num_tokens, share.num_asked, share.longest_share_tokens) == (0, 0, 0)
+    plan = plan_micro_batches([], rank=1, num_ranks=2, budget_tokens=100)
+    assert plan.micro_batches == ()
+    assert (plan.num_tokens, plan.num_targets, plan.max_rank_tokens) == (0, 0, 0)
 
 
 def test_an_empty_micro_batch_runs_the_same_passes_with_a_weight_of_zero():
     batch = [Datum([1], [Completion([2], [1.0], {"advantages": [3.0]})])]
-    share = share_of(documents_of(batch), rank=1, num_ranks=2, budget_tokens=100)
-    assert share.micro_batches == ((),)
+    plan = plan_micro_batches(documents_of(batch), rank=1, num_ranks=2, budget_tokens=100)
+    assert plan.micro_batches == ((),)
     found = pack((), batch)
     assert found.packed.lengths == (2,)
     assert found.packed.asked.tolist() == [0]
@@ -152,7 +154,7 @@ def test_an_empty_micro_batch_runs_the_same_passes_with_a_weight_of_zero():
 
 
 @pytest.mark.parametrize("multiple_of", [1, 4, 8, 128])
-def test_filling_reaches_a_multiple_and_nothing_of_it_is_asked(multiple_of):
+def test_padding_reaches_a_multiple_and_has_no_targets(multiple_of):
     documents = tuple(documents_of(BATCH))
     plain, filled = pack(documents, BATCH), pack(documents, BATCH, multiple_of=multiple_of)
     num_filling = -17 % multiple_of

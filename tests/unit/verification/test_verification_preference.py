@@ -14,7 +14,7 @@ import torch
 from equivalence.plain import make_model
 from equivalence.preference_plain import gradients_of, make_pairs, padded_answers, plain_kto, plain_preference
 
-from lockstep.backend.batching import documents_of, share_of
+from lockstep.backend.batching import documents_of, plan_micro_batches
 from lockstep.cli.verify import verdict_table
 from lockstep.config import ConfigError, RunConfig, load_config
 from lockstep.train.options import pair_options
@@ -78,9 +78,9 @@ def test_pairs_are_whole_in_the_first_batch_and_some_are_cut_in_the_last() -> No
     whole, cutting = choose_budgets(batches)
     for batch, budget, is_whole in ((batches[0], whole, True), (batches[1], cutting, False)):
         documents = documents_of(batch, max_shared_tokens=budget)
-        share = share_of(documents, rank=0, num_ranks=1, budget_tokens=budget)
-        assert share.is_whole == is_whole
-        assert len(share.micro_batches) > 1
+        plan = plan_micro_batches(documents, rank=0, num_ranks=1, budget_tokens=budget)
+        assert plan.is_whole == is_whole
+        assert len(plan.micro_batches) > 1
         assert (len(documents) == len(batch)) == is_whole
         assert len(documents) < 2 * len(batch)
 

@@ -294,7 +294,7 @@ class PartialCompletion:
     def __post_init__(self) -> None:
         if not len(self.tokens) == len(self.logprobs) == len(self.versions):
             raise ValueError(
-                f"an answer was begun with {len(self.tokens)} tokens, {len(self.logprobs)} log-probs and "
+                f"a partial completion has {len(self.tokens)} tokens, {len(self.logprobs)} log-probs and "
                 f"{len(self.versions)} versions: each token needs one of both"
             )
 
@@ -313,12 +313,12 @@ class Sampler(Protocol):
         prompts: Sequence[Prompt],
         params: SamplingParams,
         keys: Sequence[int] | None = None,
-        begun: PartialCompletions | None = None,
+        partial: PartialCompletions | None = None,
     ) -> list[list[TextCompletion]]:
         """`num_samples` completions of each prompt, in the order of the prompts.
 
         With a seed, a sample is decided by the seed, the prompt, its key and its number among the samples of the
-        prompt, never by the company it is computed in. `keys`: one integer per prompt, its place by default.
-        Answers that were `begun` go on from there; what is returned has them from their beginning.
+        prompt, never by what else is in its batch. `keys`: one integer per prompt, its place by default.
+        A `partial` completion is continued; what is returned has it from its beginning.
         """
         ...

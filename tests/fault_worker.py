@@ -239,7 +239,7 @@ def trace_engine(fault: Fault, file: str) -> None:
     from lockstep.inference.engine import ContinuousEngine
     from lockstep.rollouts.engines.worker import EngineHandler
 
-    load, begin, answer = ContinuousEngine.load_weights, ContinuousEngine.begin, EngineHandler._answer
+    load, submit, answer = ContinuousEngine.load_weights, ContinuousEngine.submit, EngineHandler._answer
     keys: dict[Any, list[int]] = {}
     begun: dict[Any, list[list[int]]] = {}
 
@@ -247,49 +247,49 @@ def trace_engine(fault: Fault, file: str) -> None:
         load(self, weights, version)
         write_down(fault, file, version=version, digest=digest_tensors(weights))
 
-    def begin_call(self: Any, prompts: Any, params: Any, asked: Any, *rest: Any, **options: Any) -> Any:
-        call = begin(self, prompts, params, asked, *rest, **options)
-        keys[call], begun[call] = list(asked), [[r.answer.num_tokens for r in group] for group in call.groups]
+    def submit_call(self: Any, prompts: Any, params: Any, call_keys: Any, *rest: Any, **options: Any) -> Any:
+        call = submit(self, prompts, params, call_keys, *rest, **options)
+        keys[call], begun[call] = list(call_keys), [[s.num_sampled for s in group] for group in call.groups]
         return call
 
     def answer_call(self: Any, call: Any) -> None:
         for key, group, starts in zip(keys.pop(call), call.groups, begun.pop(call), strict=True):
-            for sample, (request, start) in enumerate(zip(group, starts, strict=True)):
-                given = {"text": request.answer.completion().text, "versions": request.answer.versions, "begun": start}
+            for sample, (sequence, start) in enumerate(zip(group, starts, strict=True)):
+                given = {"text": sequence.completion().text, "versions": sequence.versions, "begun": start}
                 write_down(fault, file, key=key, sample=sample, **given)
         answer(self, call)
 
     ContinuousEngine.load_weights = load_weights  # type: ignore[method-assign]
-    ContinuousEngine.begin = begin_call  # type: ignore[method-assign, assignment]
+    ContinuousEngine.submit = submit_call  # type: ignore[method-assign, assignment]
     EngineHandler._answer = answer_call  # type: ignore[method-assign]
 
 
 def watch_generating(fault: Fault) -> None:
     """Some tokens are there, and the answers they are of have not ended."""
-    from lockstep.inference.engine import Call
+    from lockstep.inference.engine import SampleCall
     from lockstep.inference.scheduler import ContinuousBatch
 
-    honest, tell = ContinuousBatch.advance, Call.news
+    honest, take = ContinuousBatch.advance, SampleCall.take_progress
     reported: list[Any] = []
 
-    def news(self: Call) -> Any:
-        found = tell(self)
-        reported.extend(request for request in self.requests if found)
-        return found
+    def take_progress(self: SampleCall) -> Any:
+        progress = take(self)
+        reported.extend(sequence for sequence in self.sequences if progress)
+        return progress
 
     def advance(self: ContinuousBatch) -> Any:
         finished = honest(self)
-        growing = [request for request in self._requests.values() if request.answer.num_tokens > 1]
-        is_meant = bool(growing) and growing[0].answer.version >= fault.step - 1 and not fault.mark.exists()
+        growing = [sequence for sequence in self.unfinished if sequence.num_sampled > 1]
+        is_meant = bool(growing) and growing[0].version >= fault.step - 1 and not fault.mark.exists()
         if is_meant and fault.after_news:
             time.sleep(_SLOW_STEP_S)
-            is_meant = any(request in reported for request in growing)
+            is_meant = any(sequence in reported for sequence in growing)
         if is_meant and not finished:
             fault.happen()
         return finished
 
     ContinuousBatch.advance = advance  # type: ignore[method-assign]
-    Call.news = news  # type: ignore[method-assign]
+    SampleCall.take_progress = take_progress  # type: ignore[method-assign]
 
 
 def main() -> int:

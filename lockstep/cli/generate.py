@@ -53,7 +53,7 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Text prompts as they are, without the chat template.")] = False,
 ) -> None:
     """Answer a file of prompts: JSONL rows with prompt, completion and finish_reason."""
-    from lockstep.inference.prompts import answer_prompts, open_output, read_prompts
+    from lockstep.inference.chat import answer_prompts, open_output, read_prompts
     from lockstep.types import SamplingParams
 
     rows = read_prompts(prompts)

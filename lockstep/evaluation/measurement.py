@@ -30,9 +30,9 @@ from lockstep.evaluation.metrics import METRICS, mean_scores, standard_errors
 from lockstep.evaluation.models import EvalModel
 from lockstep.evaluation.questions import Question
 from lockstep.evaluation.task import EvalTask
+from lockstep.inference.chat import TextPrompt
 from lockstep.inference.engine import LocalEngine
 from lockstep.inference.openai.endpoint import EndpointEngine
-from lockstep.inference.prompts import PromptRow
 from lockstep.model.load import load_causal_lm, load_for_inference, load_run_tokenizer
 from lockstep.rundir import RunDir, read_jsonl, write_atomically
 from lockstep.types import SamplingParams
@@ -121,8 +121,8 @@ def request_answers(
     engine: EndpointEngine, questions: Sequence[Question], params: SamplingParams, done: Answers
 ) -> Iterator[tuple[int, str, str]]:
     numbers = [number for number in range(len(questions)) if number not in done]
-    rows = [PromptRow(q.origin, q.content, q.tools) for q in (questions[number] for number in numbers)]
-    for place, answer in engine.answer(rows, params):
+    rows = [TextPrompt(q.origin, q.content, q.tools) for q in (questions[number] for number in numbers)]
+    for place, answer in engine.complete_all(rows, params):
         yield numbers[place], answer.text, answer.finish_reason
 
 

@@ -1,7 +1,6 @@
-"""A step of fixed shape as a CUDA graph: launched as one thing instead of hundreds.
+"""Decoding steps of fixed shape as CUDA graphs: one launch instead of hundreds.
 
-A graph reads weights where they were when it was captured, and does what the model did then. Both are checked.
-Must not know what a step computes.
+A graph reads weights at the addresses of its capture and runs the model's code of that time. Both are checked.
 """
 
 from __future__ import annotations
@@ -28,20 +27,27 @@ class StepGraphs:
         self._pool: Any = None
         self._works = True
 
+    @property
+    def keys(self) -> set[Hashable]:
+        """Of the steps that are captured."""
+        return set(self._graphs)
+
     def clear(self) -> None:
+        """The memory pool goes with its last graph: a capture into a pool without graphs fails in the allocator."""
         self._graphs.clear()
+        self._pool = None
 
     def check(self) -> None:
-        """Forget everything if the model is not where, or not what, it was."""
-        fingerprint = _fingerprint(self._model)
+        """Drop all graphs if the model's tensors moved or its adapters changed."""
+        fingerprint = model_fingerprint(self._model)
         if fingerprint != self._fingerprint:
             self.clear()
             self._fingerprint = fingerprint
 
     def run(self, key: Hashable, step: Callable[[], Outputs], state: Sequence[Tensor]) -> Outputs:
-        """What `step` gives. `key` names everything that its shape and its code depend on, `state` is what it changes
-        in place: the trial run before a capture leaves no trace in it."""
-        # Casts that autocast remembers would be read by the graph after they are gone.
+        """The result of `step`. `key` covers everything that its shapes and code depend on; `state` are the tensors
+        that it changes in place, which are restored after the warm-up run before a capture."""
+        # A graph would read autocast's cached casts after they are freed.
         if not self._works or torch.is_autocast_enabled("cuda"):
             return step()
         if key not in self._graphs and not self._capture(key, step, state):
@@ -52,11 +58,11 @@ class StepGraphs:
 
     def _capture(self, key: Hashable, step: Callable[[], Outputs], state: Sequence[Tensor]) -> bool:
         before = [tensor.clone() for tensor in state]
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # libraries set themselves up in the first run, which a graph cannot hold
+        side_stream = torch.cuda.Stream()
+        side_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side_stream):  # libraries initialise in the first run, which cannot be captured
             step()
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.current_stream().wait_stream(side_stream)
         for tensor, old in zip(state, before, strict=True):
             tensor.copy_(old)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
@@ -75,8 +81,8 @@ class StepGraphs:
         return True
 
 
-def _fingerprint(model: Any) -> Hashable:
-    """Where weights lie, and which adapters are on."""
+def model_fingerprint(model: Any) -> Hashable:
+    """Addresses of all tensors, and which adapters are active."""
     tensors = [*model.parameters(), *model.buffers()]
     adapters = [
         (module.disable_adapters, module.merged, tuple(module.active_adapters), str(getattr(module, "scaling", None)))
@@ -86,12 +92,13 @@ def _fingerprint(model: Any) -> Hashable:
     return (tuple((t.data_ptr(), t.dtype, t.shape) for t in tensors), tuple(adapters))
 
 
-# Every width and number of rows is a version of its own. Beyond the limit parts run uncompiled: slower, never wrong.
-_MAX_VERSIONS = 64
+# One for each width and batch size. Beyond the limit parts run uncompiled: slower, never wrong.
+_MAX_RECOMPILES = 64
 
 
-class FusedParts:
-    """`attention`: the modules that call the attention function; what lies inside them is compiled piece by piece."""
+class CompiledParts:
+    """Compiled forwards for the parts of layers. `attention`: modules that call the attention function, which are not
+    compiled as a whole."""
 
     def __init__(self, layers: Sequence[nn.Module], attention: Collection[nn.Module]) -> None:
         self._layers = list(layers)
@@ -99,11 +106,11 @@ class FusedParts:
         self._compiled: dict[type, Any] = {type(part): torch.compile(type(part).forward) for part in self._parts}
 
     @contextlib.contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Around the trial run and the capture alone: other shapes, such as whole prompts, would be versions too."""
+    def installed(self) -> Iterator[None]:
+        """Around warm-up and capture only: other shapes, such as whole prompts, would be compiled too."""
         forwards: dict[nn.Module, Any] = dict.fromkeys(self._layers)  # a layer may be compiled as a whole, for training
         forwards |= {part: functools.partial(self._compiled[type(part)], part) for part in self._parts}
-        limits = torch._dynamo.config.patch(recompile_limit=_MAX_VERSIONS, suppress_errors=True)
+        limits = torch._dynamo.config.patch(recompile_limit=_MAX_RECOMPILES, suppress_errors=True)
         with replaced_forwards(forwards), torch.compiler.set_stance("default"), limits:
             yield
 
@@ -117,6 +124,6 @@ def _find_parts(module: nn.Module, attention: Collection[nn.Module]) -> Iterator
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """A leaf that scales: compiling a single product brings nothing."""
+    """A leaf with scales only: compiling a single matrix product gains nothing."""
     parameters = list(module.parameters())
     return not list(module.children()) and bool(parameters) and all(p.dim() == 1 for p in parameters)

@@ -1,7 +1,6 @@
-"""Passes of a causal language model over slots: prompts into the cache, then one token after the other for all slots.
+"""Prefill and decode passes of a causal language model over the slots of its KV cache.
 
-The trainer's own model object serves, with other attention for a while. On CUDA a step is replayed as a graph.
-Must not know queues, text or where answers end.
+It is the trainer's own model object, with other attention installed meanwhile. On CUDA a step is replayed as a graph.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.inference import kv_cache as cache
-from lockstep.inference.cuda_graphs import FusedParts, StepGraphs
+from lockstep.inference import kv_cache
+from lockstep.inference.cuda_graphs import CompiledParts, StepGraphs
 from lockstep.inference.fused_linear import MIN_ROWS, FusedLinears, recorded_groups
 from lockstep.inference.kv_cache import (
     AttentionPass,
@@ -32,51 +31,52 @@ from lockstep.inference.token_sampling import Truncation, sample_tokens, uniform
 from lockstep.model.policy import causal_lm, decoder_layers, logit_transform
 
 _PREFILL_TOKENS = 8192  # packed into one pass, at most; a longer prompt has a pass of its own
-# Fixed frequencies are a property of a position; these also depend on the longest text in the batch.
-_SHIFTING_ROPE = ("dynamic", "longrope")
+# Rotary embeddings that depend on the longest sequence of a batch, not on the position alone.
+_DYNAMIC_ROPE = ("dynamic", "longrope")
 
 
 class Decoder:
     """Raises UnsupportedModelError for a model that keeps more than keys and values from one token to the next.
 
-    `sharded`: several processes hold the model together; all of them take the same number of passes. `compiles`: steps
-    that are captured as graphs are also compiled, which takes a while at first, and rounds otherwise. `joins`: on a
-    CPU, a copy of the weights is laid out for steps, if an eighth of the memory holds it.
+    `sharded`: several processes hold the model together; all make the same number of passes. `compiles`: steps that are
+    captured as graphs are also compiled, which takes a while at first and rounds differently. `fuses`: on a CPU, a copy
+    of the weights is laid out for steps if an eighth of the memory holds it.
     """
 
     def __init__(
-        self, model: Any, *, sharded: bool = False, graphs: bool = True, compiles: bool = False, joins: bool = True
+        self, model: Any, *, sharded: bool = False, graphs: bool = True, compiles: bool = False, fuses: bool = True
     ) -> None:
         self._model, self._causal = model, causal_lm(model)
         _refuse_unsuitable(self._causal)
-        cache.register()
+        kv_cache.register()
         self._head = self._causal.get_output_embeddings()
         self._transform = logit_transform(self._causal)
         self._sharded = sharded and dist.is_initialized()
         self.device: torch.device = self._causal.device
-        self._graphs = StepGraphs(model) if graphs and self.device.type == "cuda" and not sharded else None
+        self.graphs = StepGraphs(model) if graphs and self.device.type == "cuda" and not sharded else None
         self._cache: KeyValueCache | None = None
         self._shapes: dict[nn.Module, LayerShape] = {}
-        self._joined: FusedLinears | None = None
-        self._num_slots = 0  # that may be filled, of those there are
+        self.linears: FusedLinears | None = None
+        self._num_slots = 0  # in use, of those allocated
         with self.in_use():
-            self._examine(joins=joins and self.device.type == "cpu" and not sharded)
+            self._probe(fuses=fuses and self.device.type == "cpu" and not sharded)
         self.release()
-        fuses = compiles and self._graphs is not None
-        self._fused = FusedParts(decoder_layers(model), self._shapes.keys()) if fuses else None
+        self._compiled: CompiledParts | None = None
+        if compiles and self.graphs is not None:
+            self._compiled = CompiledParts(decoder_layers(model), self._shapes.keys())
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """The model with this attention, for answering; afterwards as it was, also after an exception."""
-        with self.attached(), torch.inference_mode():
+        """Around all passes: cached attention and inference mode; afterwards the model is as it was."""
+        with self.installed_attention(), torch.inference_mode():
             yield
 
     @contextlib.contextmanager
-    def attached(self) -> Iterator[None]:
-        """What takes longest of `in_use`, for those who compute in many short pieces, each in inference mode."""
+    def installed_attention(self) -> Iterator[None]:
+        """The slow part of `in_use`, for callers that decode in many short slices, each in inference mode."""
         own, training = self._causal.config._attn_implementation, self._model.training
         self._model.eval()
-        self._causal.set_attn_implementation(cache.CACHED)
+        self._causal.set_attn_implementation(kv_cache.CACHED)
         try:
             yield
         finally:
@@ -90,18 +90,17 @@ class Decoder:
 
     @property
     def cache_bytes(self) -> int:
-        """Held now."""
         return 0 if self._cache is None else self._cache.num_bytes
 
     def slot_bytes(self, length: int) -> int:
-        """What a sequence of at most `length` tokens needs."""
+        """Cache for a sequence of at most `length` tokens."""
         return self.bytes_per_token * self._capacity(length)
 
     def spare_bytes(self) -> int:
-        """What the cache may take when nobody says so: half of the memory that is free, on every rank the same."""
+        """The default limit of the cache: half of the free memory, the same on every rank."""
         if self.device.type == "cuda":
-            unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-            free = torch.cuda.mem_get_info(self.device)[0] + unused
+            cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            free = torch.cuda.mem_get_info(self.device)[0] + cached
         else:
             pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
             free = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
@@ -111,14 +110,14 @@ class Decoder:
         return int(spare)
 
     @property
-    def has_fixed_rows(self) -> bool:
-        """Whether a step is best taken by the same number of slots every time, filled or not: graphs want it so."""
+    def has_fixed_batch(self) -> bool:
+        """Whether every step should compute the same number of slots, filled or not, to reuse its CUDA graph."""
         return self.device.type == "cuda"
 
     def prepare(self, num_slots: int, length: int) -> None:
-        """Room for as many sequences of at most `length` tokens. Passes need this first."""
+        """Empty slots for sequences of at most `length` tokens. Call before any pass."""
         if self._has_room(num_slots, length):
-            self._kept.clear()
+            self._kv_cache.clear()
         else:
             self.release()
             self._allocate(num_slots, self._capacity(length))
@@ -128,47 +127,47 @@ class Decoder:
         self.check_model()
 
     def grow(self, num_slots: int, length: int) -> None:
-        """Room for more or for longer sequences, while those that are there stay as they are."""
+        """More or longer slots; their contents stay."""
         self._num_slots = max(num_slots, self._num_slots)
         if self._has_room(num_slots, length):
             self.check_model()
             return
-        old, state = self._kept, (self._tokens, self._positions, self._streams)
+        old, old_state = self._kv_cache, (self._tokens, self._positions, self._streams)
         self.release()
         self._allocate(max(num_slots, old.num_slots), max(self._capacity(length), old.capacity))
-        self._kept.take_over(old)
-        for new, kept in zip((self._tokens, self._positions, self._streams), state, strict=True):
-            new[: len(kept)] = kept
+        self._kv_cache.copy_from(old)
+        for state, old_values in zip((self._tokens, self._positions, self._streams), old_state, strict=True):
+            state[: len(old_values)] = old_values
         self.check_model()
 
     def check_model(self) -> None:
-        """What was made for a model that is no longer where, or what, it was is forgotten."""
-        if self._graphs is not None:
-            self._graphs.check()
-        if self._joined is not None:
-            self._joined.lay_out(self._num_slots)
+        """Call when weights may have changed: graphs and fused weights of an older model are dropped."""
+        if self.graphs is not None:
+            self.graphs.check()
+        if self.linears is not None:
+            self.linears.lay_out(self._num_slots)
 
     def release(self) -> None:
-        """Give the cache's memory back, and what stands on it."""
-        if self._graphs is not None:
-            self._graphs.clear()
+        """Free the cache, and the graphs that use it."""
+        if self.graphs is not None:
+            self.graphs.clear()
         self._cache = None
 
     def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """(slot, tokens): keys and values of tokens from the beginning of a text."""
-        for part in _split([(slot, tokens) for slot, tokens in prompts if len(tokens)]):
+        """(slot, tokens): keys and values of the first tokens of a sequence."""
+        for part in _split_prefill([(slot, tokens) for slot, tokens in prompts if len(tokens)]):
             slots, lengths = [slot for slot, _ in part], [len(tokens) for _, tokens in part]
-            attention = PrefillPass(self._kept, slots, lengths, self.device)
-            row = torch.tensor(list(itertools.chain.from_iterable(tokens for _, tokens in part)), device=self.device)
+            attention = PrefillPass(self._kv_cache, slots, lengths, self.device)
+            packed = torch.tensor(list(itertools.chain.from_iterable(tokens for _, tokens in part)), device=self.device)
             self._announce(working=True)
-            self._hidden(row[None], attention.positions[None], attention)
+            self._hidden(packed[None], attention.positions[None], attention)
 
     def copy(self, moves: Sequence[tuple[int, int]], length: int) -> None:
         """The first `length` tokens of one slot to another, for each (from slot, to slot)."""
-        self._kept.copy(moves, length)
+        self._kv_cache.copy(moves, length)
 
     def move(self, moves: Sequence[tuple[int, int]], length: int) -> None:
-        """A sequence under way to another slot, for each (from slot, to slot)."""
+        """An active sequence to another slot, for each (from slot, to slot)."""
         if moves:
             self.copy(moves, length)
             sources, targets = torch.tensor(moves, device=self.device).unbind(1)
@@ -176,37 +175,37 @@ class Decoder:
                 state[targets] = state[sources]
 
     def place(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int], streams: Tensor) -> None:
-        """The token that each slot takes in next, where it stands, and the randomness of what follows it."""
-        at = torch.tensor(slots, device=self.device)
-        self._tokens[at] = torch.tensor(tokens, device=self.device)
-        self._positions[at] = torch.tensor(positions, device=self.device)
-        self._streams[at] = streams.to(self.device)
+        """The token that each slot computes next, its position, and the sequence's random stream."""
+        index = torch.tensor(slots, device=self.device)
+        self._tokens[index] = torch.tensor(tokens, device=self.device)
+        self._positions[index] = torch.tensor(positions, device=self.device)
+        self._streams[index] = streams.to(self.device)
 
     def advance(
-        self, num_steps: int, num_rows: int, length: int, truncation: Truncation
+        self, num_steps: int, batch_size: int, length: int, truncation: Truncation
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """[step][slot] tokens and log-probs of the first slots, read from the device once.
+        """[step][slot] tokens and log-probs of the first `batch_size` slots, read from the device once.
 
-        `length`: as far as any of them reaches in the last step.
+        `length`: of the longest sequence in the last step.
         """
-        length = self._reading_length(length)
-        found = [self._step(num_rows, length, truncation) for _ in range(num_steps)]
-        tokens, logprobs = (torch.stack(column) for column in zip(*found, strict=True))
+        length = self._attended_length(length)
+        steps = [self._step(batch_size, length, truncation) for _ in range(num_steps)]
+        tokens, logprobs = (torch.stack(column) for column in zip(*steps, strict=True))
         return tokens.tolist(), logprobs.tolist()
 
     def finish(self) -> None:
-        """Take part in the passes that other processes have left: each needs every part of the model."""
+        """Join the passes that other processes still have to make: each needs every part of the model."""
         while self._announce(working=False):
             self._logits(1, 1)
 
     @property
-    def _kept(self) -> KeyValueCache:
+    def _kv_cache(self) -> KeyValueCache:
         assert self._cache is not None, "prepare comes first"
         return self._cache
 
     def _has_room(self, num_slots: int, length: int) -> bool:
-        kept = self._cache
-        return kept is not None and kept.num_slots >= num_slots and kept.capacity >= self._capacity(length)
+        cache = self._cache
+        return cache is not None and cache.num_slots >= num_slots and cache.capacity >= self._capacity(length)
 
     def _allocate(self, num_slots: int, capacity: int) -> None:
         self._cache = KeyValueCache(self._shapes, num_slots, capacity, self.device)
@@ -217,38 +216,38 @@ class Decoder:
         step = 128 if self.device.type == "cuda" else 32
         return -(-length // step) * step
 
-    def _reading_length(self, length: int) -> int:
-        """On CUDA powers of two: each length is a graph of its own."""
+    def _attended_length(self, length: int) -> int:
+        """Rounded up; on CUDA to powers of two, as each length is a graph of its own."""
         if self.device.type == "cuda":
             length = 1 << max(length - 1, 127).bit_length()
-        return min(self._capacity(length), self._kept.capacity)
+        return min(self._capacity(length), self._kv_cache.capacity)
 
-    def _step(self, num_rows: int, length: int, truncation: Truncation) -> tuple[Tensor, ...]:
+    def _step(self, batch_size: int, length: int, truncation: Truncation) -> tuple[Tensor, ...]:
         def step() -> tuple[Tensor, ...]:
-            with self._quick_parts():
-                return self._compute_step(num_rows, length, truncation)
+            with self._fast_modules():
+                return self._compute_step(batch_size, length, truncation)
 
         self._announce(working=True)
-        if self._graphs is None:
+        if self.graphs is None:
             return step()
-        return self._graphs.run((num_rows, length, truncation), step, (self._tokens, self._positions))
+        return self.graphs.run((batch_size, length, truncation), step, (self._tokens, self._positions))
 
-    def _quick_parts(self) -> AbstractContextManager[None]:
-        parts = self._joined if self._fused is None else self._fused
-        return contextlib.nullcontext() if parts is None else parts.in_place()
+    def _fast_modules(self) -> AbstractContextManager[None]:
+        modules = self.linears if self._compiled is None else self._compiled
+        return contextlib.nullcontext() if modules is None else modules.installed()
 
-    def _compute_step(self, num_rows: int, length: int, truncation: Truncation) -> tuple[Tensor, ...]:
-        positions = self._positions[:num_rows]
-        logits = self._logits(num_rows, length)
-        chosen, logprobs = sample_tokens(logits, truncation, uniforms(self._streams[:num_rows], positions + 1))
-        self._tokens[:num_rows] = chosen
-        positions.add_(1).clamp_(max=self._kept.capacity - 1)  # slots without a sequence count on
-        return chosen, logprobs
+    def _compute_step(self, batch_size: int, length: int, truncation: Truncation) -> tuple[Tensor, ...]:
+        positions = self._positions[:batch_size]
+        logits = self._logits(batch_size, length)
+        tokens, logprobs = sample_tokens(logits, truncation, uniforms(self._streams[:batch_size], positions + 1))
+        self._tokens[:batch_size] = tokens
+        positions.add_(1).clamp_(max=self._kv_cache.capacity - 1)  # empty slots count on
+        return tokens, logprobs
 
-    def _logits(self, num_rows: int, length: int) -> Tensor:
-        """[rows, V] after the tokens in place, as the trainer's head has them: transformed in float32 or wider."""
-        tokens, positions = self._tokens[:num_rows], self._positions[:num_rows]
-        hidden = self._hidden(tokens[:, None], positions[:, None], DecodePass(self._kept, positions, length))
+    def _logits(self, batch_size: int, length: int) -> Tensor:
+        """[slots, V] after the current tokens, as in the trainer's head: transformed in float32 or wider."""
+        tokens, positions = self._tokens[:batch_size], self._positions[:batch_size]
+        hidden = self._hidden(tokens[:, None], positions[:, None], DecodePass(self._kv_cache, positions, length))
         logits = self._head(hidden[:, 0])
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
         return self._transform.apply(logits.to(wide))
@@ -258,46 +257,49 @@ class Decoder:
         return body(input_ids=tokens, position_ids=positions, use_cache=False, cached_pass=attention).last_hidden_state
 
     def _announce(self, *, working: bool) -> bool:
-        """Whether any process has a pass to take now. All ranks, before every pass and until nobody has."""
+        """Whether any process has a pass to make now. All ranks call it, before every pass and until none has."""
         if not self._sharded:
             return working
         count = torch.tensor(float(working), device=self.device)
         dist.all_reduce(count)
         return count.item() > 0
 
-    def _examine(self, *, joins: bool) -> None:
-        """Find what the layers keep; then a few tokens one by one must give what the model itself gives for all."""
-        text = [number % self._causal.config.get_text_config().vocab_size for number in range(1, 7)]
-        whole, prompt = cache.ShapePass(len(text)), text[:4]
-        tokens, positions = torch.tensor([text], device=self.device), torch.arange(len(text), device=self.device)[None]
+    def _probe(self, *, fuses: bool) -> None:
+        """Find the shapes of the cache; then a few tokens one by one must give the model's own logits."""
+        tokens = [number % self._causal.config.get_text_config().vocab_size for number in range(1, 7)]
+        whole, prompt = kv_cache.ShapePass(len(tokens)), tokens[:4]
+        input_ids = torch.tensor([tokens], device=self.device)
+        position_ids = torch.arange(len(tokens), device=self.device)[None]
         try:
             self._announce(working=True)
-            own = self._causal(input_ids=tokens, position_ids=positions, use_cache=False, cached_pass=whole).logits[0]
+            own = self._causal(
+                input_ids=input_ids, position_ids=position_ids, use_cache=False, cached_pass=whole
+            ).logits[0]
             self._shapes = whole.shapes
-            self.prepare(1, len(text))
+            self.prepare(1, len(tokens))
             self.prefill([(0, prompt)])
             with recorded_groups(self._model) as groups:
-                self._take_in(text, len(prompt), own)
-            if joins:
-                self._join(groups)
-            with contextlib.nullcontext() if self._joined is None else self._joined.in_place():
-                for place in range(len(prompt) + 1, len(text)):
-                    self._take_in(text, place, own)
+                self._compare_step(tokens, len(prompt), own)
+            if fuses:
+                self._fuse(groups)
+            with contextlib.nullcontext() if self.linears is None else self.linears.installed():
+                for position in range(len(prompt) + 1, len(tokens)):
+                    self._compare_step(tokens, position, own)
         except (TypeError, AttributeError, ValueError) as error:
             reason = str(error).strip().split("\n")[0]
             raise UnsupportedModelError(f"{type(self._causal).__name__} cannot be called for it: {reason}") from error
 
-    def _take_in(self, text: Sequence[int], place: int, own: Tensor) -> None:
-        self.place([0], [text[place]], [place], torch.zeros(1, dtype=torch.int64))
+    def _compare_step(self, tokens: Sequence[int], position: int, own: Tensor) -> None:
+        self.place([0], [tokens[position]], [position], torch.zeros(1, dtype=torch.int64))
         self._announce(working=True)
-        _compare(self._logits(1, len(text))[0], own[place])
+        _compare(self._logits(1, len(tokens))[0], own[position])
 
-    def _join(self, groups: list[list[nn.Module]]) -> None:
-        """Not by what is free at the moment: the next start of a run would perhaps round otherwise."""
-        joined = FusedLinears(groups)
-        if joined.num_bytes <= _physical_bytes() // 8:
-            joined.lay_out(MIN_ROWS)
-            self._joined = joined
+    def _fuse(self, groups: list[list[nn.Module]]) -> None:
+        """Decided by all memory, not by what is free now: a restarted run could otherwise round differently."""
+        linears = FusedLinears(groups)
+        if linears.num_bytes <= _physical_bytes() // 8:
+            linears.lay_out(MIN_ROWS)
+            self.linears = linears
 
 
 def _physical_bytes() -> int:
@@ -309,24 +311,26 @@ def _refuse_unsuitable(causal: Any) -> None:
     if not getattr(causal, "_supports_attention_backend", False):
         raise UnsupportedModelError(f"{name} does not take its attention from transformers' AttentionInterface")
     rope = str(getattr(causal.config.get_text_config(), "rope_parameters", None))
-    for kind in _SHIFTING_ROPE:
+    for kind in _DYNAMIC_ROPE:
         if f"'{kind}'" in rope:
-            raise UnsupportedModelError(f"{name} has {kind} positions, which change with the longest text of a batch")
+            raise UnsupportedModelError(
+                f"{name} has {kind} positions, which change with the longest sequence of a batch"
+            )
 
 
-def _compare(found: Tensor, own: Tensor) -> None:
+def _compare(logits: Tensor, own: Tensor) -> None:
     exact = own.dtype in (torch.float32, torch.float64)
     if not own.isfinite().all():
-        return  # whoever asks for an answer is told
-    found, own = (logits.double() - logits.double().mean() for logits in (found, own))
-    distance = float((found - own).norm() / own.norm().clamp(min=1e-30))
+        return  # sampling reports it
+    logits, own = (values.double() - values.double().mean() for values in (logits, own))
+    distance = float((logits - own).norm() / own.norm().clamp(min=1e-30))
     if not distance < (1e-3 if exact else 0.3):  # nan is not below either
         raise UnsupportedModelError(
             f"its logits token by token are {distance:.1%} off its own: it keeps more than keys and values"
         )
 
 
-def _split(prompts: list[tuple[int, Sequence[int]]]) -> Iterator[list[tuple[int, Sequence[int]]]]:
+def _split_prefill(prompts: list[tuple[int, Sequence[int]]]) -> Iterator[list[tuple[int, Sequence[int]]]]:
     """Parts of at most _PREFILL_TOKENS tokens, or of one prompt."""
     part: list[tuple[int, Sequence[int]]] = []
     for prompt in prompts:

@@ -1,7 +1,6 @@
-"""A sampler in this process, on one device: the trainer's own model object, decoded in slots that are filled at once.
+"""The inference engine of this process, on one device: it samples from the trainer's own model object.
 
-Only what SamplingParams says shapes the output: sampling defaults that come with a model are set aside.
-Must not know runs in training, processes or terminals.
+Only SamplingParams shape the output: sampling defaults that come with a model are ignored.
 """
 
 from __future__ import annotations
@@ -11,28 +10,22 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-from lockstep.inference.completion import GrowingAnswer
 from lockstep.inference.decoder import Decoder
-from lockstep.inference.hf_generate import generate
 from lockstep.inference.kv_cache import UnsupportedModelError
-from lockstep.inference.scheduler import ContinuousBatch, Limits, SequenceRequest, answer_all
-from lockstep.inference.token_sampling import Truncation, random_streams
-from lockstep.inference.weights import apply_weights
-from lockstep.types import (
-    PartialCompletion,
-    PartialCompletions,
-    Prompt,
-    SamplingParams,
-    TextCompletion,
-    Weights,
-)
+from lockstep.inference.scheduler import BatchLimits, ContinuousBatch, decode_all
+from lockstep.inference.sequence import TokenSequence
+from lockstep.inference.token_sampling import random_streams
+from lockstep.model.load import apply_weights, load_for_inference
+from lockstep.types import PartialCompletion, PartialCompletions, Prompt, SamplingParams, TextCompletion, Weights
 
 Message = Mapping[str, Any]
 
@@ -50,15 +43,15 @@ class LocalEngine:
         graphs: bool = True,
         compiles: bool = False,
     ) -> None:
-        """`batch_size`: sequences computed at once; fewer where their cache would be more than `max_cache_bytes`, by
-        default half of the memory that is free. `sharded`: several processes hold the model together, and all call
-        alike. `steps_per_read`: tokens are fetched from the device only so often. `graphs`: on a GPU, replay steps.
-        `compiles`: on a GPU, compile what is replayed: half a minute once, and steps take half the time.
+        """`batch_size`: sequences decoded at once; fewer where their cache would exceed `max_cache_bytes`, by default
+        half of the free memory. `sharded`: several processes hold the model together, and all make the same calls.
+        `steps_per_read`: tokens are fetched from the device only so often. `graphs`: on a GPU, replay CUDA graphs.
+        `compiles`: on a GPU, compile the captured steps: half a minute once, and steps take half the time.
         """
         self.tokenizer = tokenizer
         on_gpu = model.device.type == "cuda"
         self.batch_size = batch_size or (64 if on_gpu else 16)
-        self.limits = Limits(self.batch_size, max_cache_bytes, steps_per_read or (8 if on_gpu else 1))
+        self.limits = BatchLimits(self.batch_size, max_cache_bytes, steps_per_read or (8 if on_gpu else 1))
         self._sharded, self._graphs, self._compiles = sharded, graphs, compiles
         self.version = 0
         self._use(model)
@@ -66,17 +59,13 @@ class LocalEngine:
     @classmethod
     def load(cls, source: str | Path, device: str = "auto", batch_size: int | None = None) -> LocalEngine:
         """`source` is a run directory, a model folder or a Hub id."""
-        from lockstep.model.load import load_for_inference
-
         return cls(*load_for_inference(str(source), device=device), batch_size=batch_size)
 
     def load_weights(self, source: Weights, version: int) -> None:
-        """A run directory or a model folder replaces model and tokenizer; tensors by name go into the model in place.
+        """A run directory or a model folder replaces model and tokenizer; named tensors are copied into the model.
 
-        What does not fit raises, and the engine goes on with what it had.
+        Weights that do not fit raise, and nothing changes.
         """
-        from lockstep.model.load import load_for_inference
-
         if isinstance(source, Mapping):
             apply_weights(self.model, source)
         else:
@@ -111,7 +100,7 @@ class LocalEngine:
 
     @property
     def cache_bytes(self) -> int:
-        """Memory held for keys and values, also between calls: graphs on a GPU stand on it."""
+        """Memory held for keys and values, also between calls: CUDA graphs read and write it."""
         return 0 if self._decoder is None else self._decoder.cache_bytes
 
     def release_cache(self) -> None:
@@ -123,79 +112,85 @@ class LocalEngine:
         prompts: Sequence[Prompt],
         params: SamplingParams,
         keys: Sequence[int] | None = None,
-        begun: PartialCompletions | None = None,
+        partial: PartialCompletions | None = None,
     ) -> list[list[TextCompletion]]:
-        groups = self.make_requests(prompts, params, keys, begun)
-        self.answer([request for group in groups for request in group], params)
-        return [[request.answer.completion() for request in group] for group in groups]
+        groups = self.make_sequences(prompts, params, keys, partial)
+        self.decode([sequence for group in groups for sequence in group], params)
+        return [[sequence.completion() for sequence in group] for group in groups]
 
-    def make_requests(
+    def make_sequences(
         self,
         prompts: Sequence[Prompt],
         params: SamplingParams,
         keys: Sequence[int] | None = None,
-        begun: PartialCompletions | None = None,
-    ) -> list[list[SequenceRequest]]:
-        """For each prompt those of its samples."""
+        partial: PartialCompletions | None = None,
+    ) -> list[list[TokenSequence]]:
+        """For each prompt its `num_samples` sequences."""
         keys = range(len(prompts)) if keys is None else keys
         if len(keys) != len(prompts):
             raise ValueError(f"{len(keys)} keys for {len(prompts)} prompts: each needs one")
-        if begun is not None and [len(group) for group in begun] != [params.num_samples] * len(prompts):
-            raise ValueError(f"begun must have {params.num_samples} entries for each of the {len(prompts)} prompts")
+        if partial is not None and [len(group) for group in partial] != [params.num_samples] * len(prompts):
+            raise ValueError(f"partial must have {params.num_samples} entries for each of the {len(prompts)} prompts")
         numbers = list(range(params.num_samples))
         each_key = [key for key in keys for _ in numbers]
         streams = iter(random_streams(self._seed(params), each_key, numbers * len(prompts)).tolist())
-        groups = [[self._request(prompt, params, next(streams)) for _ in numbers] for prompt in prompts]
-        for group, parts in zip(groups, begun or (), strict=begun is not None):
-            for request, part in zip(group, parts, strict=True):
+        groups = [[self._sequence(prompt, params, next(streams)) for _ in numbers] for prompt in prompts]
+        for group, parts in zip(groups, partial or (), strict=partial is not None):
+            for sequence, part in zip(group, parts, strict=True):
                 if part is not None:
-                    request.answer.go_on_from(part)
+                    sequence.resume(part)
         return groups
 
-    def answer(
-        self, requests: Sequence[SequenceRequest], params: SamplingParams, steps_per_read: int | None = None
+    def decode(
+        self, sequences: Sequence[TokenSequence], params: SamplingParams, steps_per_read: int | None = None
     ) -> None:
-        """All of them, made with these `params`."""
-        if not requests and not self._sharded:
+        """Until all are finished. They were made with these `params`."""
+        if not sequences and not self._sharded:
             return
         decoder = self.find_decoder()
         if decoder is not None:
-            answer_all(
-                decoder, requests, replace(self.limits, steps_per_read=steps_per_read or self.limits.steps_per_read)
-            )
+            limits = replace(self.limits, steps_per_read=steps_per_read or self.limits.steps_per_read)
+            decode_all(decoder, sequences, limits)
             return
         pad = self.tokenizer.pad_token_id
         pad = pad if pad is not None else next(iter(self._end_tokens), 0)
-        pairs = [(request.text, request.answer) for request in requests if not request.answer.finished]
-        generate(self.model, pairs, params, pad_id=pad, batch_size=self.batch_size, sharded=self._sharded)
+        unfinished = [sequence for sequence in sequences if not sequence.finished]
+        _hf_generate(self.model, unfinished, params, pad_id=pad, batch_size=self.batch_size, sharded=self._sharded)
 
     def stream(self, prompt: Prompt, params: SamplingParams, on_text: Callable[[str], None]) -> TextCompletion:
         """One completion, whose text also arrives in pieces. An exception in `on_text` ends it."""
-        stream = int(random_streams(self._seed(params), [0], [0]))
-        request = self._request(prompt, params, stream, on_text)
-        self.answer([request], params, steps_per_read=1)
-        return request.answer.completion()
+        random_stream = int(random_streams(self._seed(params), [0], [0]))
+        sequence = self._sequence(prompt, params, random_stream, on_text)
+        self.decode([sequence], params, steps_per_read=1)
+        return sequence.completion()
 
     def _use(self, model: Any) -> None:
         self.model = model.eval()
         self._end_tokens = stop_token_ids(model, self.tokenizer)
         self._num_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self._decoder: Decoder | None = None
-        self._serves = True  # until the model turns out to be one that the decoder cannot serve
+        self.decodes = True  # False once the decoder has refused the model
 
-    def _request(
-        self, prompt: Prompt, params: SamplingParams, stream: int, on_text: Callable[[str], None] | None = None
-    ) -> SequenceRequest:
-        ends, num_new = self._end_tokens | frozenset(params.stop_tokens), self._num_new(prompt, params)
-        answer = GrowingAnswer(self.tokenizer, params, ends, num_new, on_text, self.version)
-        return SequenceRequest(tuple(int(token) for token in prompt), answer, stream, Truncation.of(params))
+    def _sequence(
+        self, prompt: Prompt, params: SamplingParams, random_stream: int, on_text: Callable[[str], None] | None = None
+    ) -> TokenSequence:
+        return TokenSequence(
+            prompt,
+            self.tokenizer,
+            params,
+            self._end_tokens | frozenset(params.stop_tokens),
+            self._max_new_tokens(prompt, params),
+            random_stream=random_stream,
+            on_text=on_text,
+            version=self.version,
+        )
 
     def _seed(self, params: SamplingParams) -> int:
         if self._sharded and params.temperature > 0 and params.seed is None:
             raise ValueError("a model that several processes hold needs a seed: each would draw tokens of its own")
         return params.seed if params.seed is not None else int(torch.randint(2**62, ()))
 
-    def _num_new(self, prompt: Prompt, params: SamplingParams) -> int:
+    def _max_new_tokens(self, prompt: Prompt, params: SamplingParams) -> int:
         if not len(prompt):
             raise ValueError("an empty prompt: nothing predicts its first token")
         if self._num_positions is None:
@@ -205,21 +200,21 @@ class LocalEngine:
         return min(params.max_tokens, self._num_positions - len(prompt))
 
     def find_decoder(self) -> Decoder | None:
-        """None, and a warning once, for a model that it cannot serve."""
-        if self._decoder is None and self._serves:
+        """None, and one warning, for a model that it cannot decode."""
+        if self._decoder is None and self.decodes:
             try:
                 self._decoder = Decoder(self.model, sharded=self._sharded, graphs=self._graphs, compiles=self._compiles)
             except UnsupportedModelError as error:
-                self._serves = False
+                self.decodes = False
                 warnings.warn(
-                    f"{error}. Answers come from transformers' generate: slower, and samples depend on their batch",
+                    f"{error}. Completions come from transformers' generate: slower, and samples depend on their batch",
                     stacklevel=4,
                 )
         return self._decoder
 
 
 def stop_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """End of text as model and tokenizer name it, and the token with which the chat template ends a turn."""
+    """End of text in the configurations of model and tokenizer, and the chat template's end of turn."""
     ids: set[int] = set()
     for configured in (model.generation_config.eos_token_id, tokenizer.eos_token_id):
         if configured is not None:
@@ -229,14 +224,14 @@ def stop_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
 
 
 def _end_of_turn_id(tokenizer: Any) -> int | None:
-    """A base model's end of text is often not the token its chat template puts after an answer: read the template."""
+    """A base model's end of text is often not its chat template's end of turn: read that from the template."""
     if not getattr(tokenizer, "chat_template", None):
         return None
     answer = "lockstep"
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
     try:
         text = tokenizer.apply_chat_template(turns, tokenize=False)
-    except Exception:  # a template may refuse any conversation; then only the configured ends count
+    except Exception:  # a template may refuse any conversation; then only the configured tokens count
         return None
     tail = text.rpartition(answer)[2]
     ids = tokenizer(tail.lstrip(), add_special_tokens=False)["input_ids"]
@@ -244,50 +239,50 @@ def _end_of_turn_id(tokenizer: Any) -> int | None:
     return ids[0] if ids and ids[0] in special else None
 
 
-_PIECE_S = 0.05  # of decoding, before whoever waits is heard
+class SampleCall:
+    """The sequences of one `submit`. `take_progress` is for another thread than the one that samples."""
 
-
-class Call:
-    """What was asked for at once. `news` is for another thread than the one that samples."""
-
-    def __init__(self, name: str, groups: list[list[SequenceRequest]], params: SamplingParams) -> None:
+    def __init__(self, name: str, groups: list[list[TokenSequence]], params: SamplingParams) -> None:
         self.name, self.groups, self.params = name, groups, params
         self.error: Exception | None = None
-        self._num_told = [[request.answer.num_tokens for request in group] for group in groups]
+        self._num_taken = [[sequence.num_sampled for sequence in group] for group in groups]
 
     @property
-    def requests(self) -> list[SequenceRequest]:
-        return [request for group in self.groups for request in group]
+    def sequences(self) -> list[TokenSequence]:
+        return [sequence for group in self.groups for sequence in group]
 
     @property
     def finished(self) -> bool:
-        return self.error is not None or all(request.answer.finished for request in self.requests)
+        return self.error is not None or all(sequence.finished for sequence in self.sequences)
 
     def completions(self) -> list[list[TextCompletion]]:
-        return [[request.answer.completion() for request in group] for group in self.groups]
+        return [[sequence.completion() for sequence in group] for group in self.groups]
 
-    def news(self) -> list[tuple[int, int, PartialCompletion]]:
-        """(prompt, sample, tokens since the last time), of those that have any."""
-        found = []
-        for place, group in enumerate(self.groups):
-            for sample, request in enumerate(group):
-                new = request.answer.so_far(self._num_told[place][sample])
+    def take_progress(self) -> list[tuple[int, int, PartialCompletion]]:
+        """(prompt, sample, tokens since the last time), where there are any."""
+        progress = []
+        for prompt, group in enumerate(self.groups):
+            for sample, sequence in enumerate(group):
+                new = sequence.partial(self._num_taken[prompt][sample])
                 if new.tokens:
-                    self._num_told[place][sample] += len(new.tokens)
-                    found.append((place, sample, new))
-        return found
+                    self._num_taken[prompt][sample] += len(new.tokens)
+                    progress.append((prompt, sample, new))
+        return progress
 
 
 class ContinuousEngine:
-    """`progress` counts passes: an engine that has something to do and does not count is stuck."""
+    """Calls join while others are decoded. `progress` counts passes: with work to do and no progress it is stuck."""
+
+    slice_s = 0.05  # of decoding in one `advance`, before new calls and weights are looked at
 
     def __init__(self, engine: LocalEngine) -> None:
         self._engine = engine
         self._batch: ContinuousBatch | None = None
-        self._whole: deque[Call] = deque()  # of a model that cannot be decoded step by step
-        self._attached, self._is_attached = contextlib.ExitStack(), False  # from piece to piece
+        self._undecodable: deque[SampleCall] = deque()  # of a model that only transformers' generate can serve
+        # The decoder's attention stays installed from slice to slice.
+        self._attention, self._has_attention = contextlib.ExitStack(), False
         self._lock = threading.Lock()
-        self._calls: list[Call] = []
+        self._calls: list[SampleCall] = []
         self.progress = 0
 
     @property
@@ -296,72 +291,74 @@ class ContinuousEngine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._whole) or (self._batch is not None and self._batch.busy)
+        return bool(self._undecodable) or (self._batch is not None and self._batch.busy)
 
     @property
-    def under_way(self) -> list[Call]:
+    def active_calls(self) -> list[SampleCall]:
         """Those whose tokens can be read while they grow. From any thread."""
         with self._lock:
             return list(self._calls)
 
-    def begin(
+    def submit(
         self,
         prompts: Sequence[Prompt],
         params: SamplingParams,
         keys: Sequence[int] | None = None,
-        begun: PartialCompletions | None = None,
+        partial: PartialCompletions | None = None,
         name: str = "",
-    ) -> Call:
-        """To be answered by `advance`. What can never be answered raises, and nothing is begun."""
-        call = Call(name, self._engine.make_requests(prompts, params, keys, begun), params)
+    ) -> SampleCall:
+        """A call for `advance` to work on. Raises, and changes nothing, if it can never be answered."""
+        call = SampleCall(name, self._engine.make_sequences(prompts, params, keys, partial), params)
         decoder = self._engine.find_decoder()
         if decoder is None:
-            self._whole.append(call)
+            self._undecodable.append(call)
             return call
         if self._batch is None:
             limits = self._engine.limits
-            least = limits.max_slots if decoder.has_fixed_rows else 1  # every other number would be graphs of its own
-            self._batch = ContinuousBatch(decoder, replace(limits, min_slots=least))
-        self._batch.add(call.requests)
-        if not call.finished:  # as one is that was begun to its end
+            min_slots = (
+                limits.max_slots if decoder.has_fixed_batch else 1
+            )  # other numbers would need graphs of their own
+            self._batch = ContinuousBatch(decoder, replace(limits, min_slots=min_slots))
+        self._batch.add(call.sequences)
+        if not call.finished:  # a partial call may have been complete
             with self._lock:
                 self._calls.append(call)
         return call
 
-    def advance(self) -> list[Call]:
-        """A short piece of work: the calls that it ended, with their answers or with the reason why there are none."""
-        if self._whole:
-            return [self._answer_whole(self._whole.popleft())]
+    def advance(self) -> list[SampleCall]:
+        """At least one pass, for about `slice_s`. Returns the calls that ended, with completions or with an error."""
+        if self._undecodable:
+            return [self._generate(self._undecodable.popleft())]
         try:
             self._decode()
-        except ValueError as error:  # such as weights that are no good: for all that were computed with them
-            for call in self.under_way:
+        except ValueError as error:  # such as weights with nan: for every call that was computed with them
+            for call in self.active_calls:
                 call.error = call.error or error
             self._batch = None
-            self._detach()
-        ended = [call for call in self.under_way if call.finished]
+            self._restore_attention()
+        ended = [call for call in self.active_calls if call.finished]
         with self._lock:
             self._calls = [call for call in self._calls if not call.finished]
         return ended
 
     def load_weights(self, weights: Mapping[str, Any], version: int) -> None:
-        """Between two steps, for all that follows. What does not fit raises and changes nothing."""
+        """Between two steps, for all later tokens. Weights that do not fit raise, and nothing changes."""
         apply_weights(self._engine.model, weights)
         self._engine.version = version
         if self._batch is not None:
-            self._batch.renew(version)
-        for call in self._whole:
-            for request in call.requests:
-                request.answer.version = version
+            self._batch.set_version(version)
+        for call in self._undecodable:
+            for sequence in call.sequences:
+                sequence.version = version
 
     def _decode(self) -> None:
         decoder = self._engine.find_decoder()
         if decoder is None or self._batch is None:
             return
-        end = time.monotonic() + _PIECE_S
-        if not self._is_attached:
-            self._attached.enter_context(decoder.attached())
-            self._is_attached = True
+        end = time.monotonic() + self.slice_s
+        if not self._has_attention:
+            self._attention.enter_context(decoder.installed_attention())
+            self._has_attention = True
         with torch.inference_mode():
             while self._batch.busy:
                 finished = self._batch.advance()
@@ -369,17 +366,115 @@ class ContinuousEngine:
                 if finished or time.monotonic() >= end:
                     break
         if not self._batch.busy:
-            self._detach()
+            self._restore_attention()
 
-    def _detach(self) -> None:
-        """From now on the model is as it was made."""
-        self._attached.close()
-        self._is_attached = False
+    def _restore_attention(self) -> None:
+        self._attention.close()
+        self._has_attention = False
 
-    def _answer_whole(self, call: Call) -> Call:
+    def _generate(self, call: SampleCall) -> SampleCall:
         try:
-            self._engine.answer(call.requests, call.params)
+            self._engine.decode(call.sequences, call.params)
         except ValueError as error:
             call.error = error
         self.progress += 1
         return call
+
+
+@torch.inference_mode()
+def _hf_generate(
+    model: Any,
+    sequences: Sequence[TokenSequence],
+    params: SamplingParams,
+    *,
+    pad_id: int,
+    batch_size: int,
+    sharded: bool,
+) -> None:
+    """transformers' own generate, padded on the left, for models that the decoder does not serve.
+
+    Slower, and a batch draws from one generator: samples depend on what else is in it. Sequences with equally many
+    tokens left go together.
+    """
+    by_num_left: dict[int, list[TokenSequence]] = {}
+    for sequence in sequences:
+        by_num_left.setdefault(sequence.num_left, []).append(sequence)
+    with _seeded(params.seed), _without_defaults(model):
+        for num_left, group in by_num_left.items():
+            for start in range(0, len(group), batch_size):
+                _hf_generate_batch(model, group[start : start + batch_size], num_left, params, pad_id, sharded)
+
+
+def _hf_generate_batch(
+    model: Any, batch: Sequence[TokenSequence], max_new_tokens: int, params: SamplingParams, pad_id: int, sharded: bool
+) -> None:
+    width = max(sequence.length for sequence in batch)
+    rows = [[pad_id] * (width - sequence.length) + list(sequence.tokens) for sequence in batch]
+    mask = [[0] * (width - sequence.length) + [1] * sequence.length for sequence in batch]
+    starts = [sequence.num_sampled for sequence in batch]
+    options: dict[str, Any] = {}
+    if params.temperature > 0:
+        options = {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k}
+        options["min_p"] = params.min_p or None
+    output = model.generate(
+        inputs=torch.tensor(rows, device=model.device),
+        attention_mask=torch.tensor(mask, device=model.device),
+        generation_config=GenerationConfig(
+            max_new_tokens=max_new_tokens,
+            do_sample=params.temperature > 0,
+            pad_token_id=pad_id,
+            output_logits=params.logprobs,
+            return_dict_in_generate=True,
+            **options,
+        ),
+        stopping_criteria=StoppingCriteriaList([_SequenceCriteria(batch)]),
+        synced_gpus=sharded,
+    )
+    if params.logprobs:
+        logprobs_bt = _logprobs(output.logits, output.sequences[:, width:], params.temperature)
+        for sequence, start, row in zip(batch, starts, logprobs_bt.tolist(), strict=True):
+            sequence.logprobs[start:] = row[: sequence.num_sampled - start]
+
+
+class _SequenceCriteria(StoppingCriteria):
+    """Called after every token: appends it to its sequence, which knows when it is finished."""
+
+    def __init__(self, batch: Sequence[TokenSequence]) -> None:
+        self._batch = batch
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        for sequence, token in zip(self._batch, input_ids[:, -1].tolist(), strict=True):
+            if not sequence.finished:
+                sequence.append(token, 0.0)
+        return torch.tensor([sequence.finished for sequence in self._batch], device=input_ids.device)
+
+
+def _logprobs(logits: Sequence[Tensor], new_bt: Tensor, temperature: float) -> Tensor:
+    columns = []
+    for step, step_bv in enumerate(logits):
+        wide = step_bv if step_bv.dtype == torch.float64 else step_bv.float()
+        logprobs_bv = torch.log_softmax(wide / temperature if temperature > 0 else wide, dim=-1)
+        columns.append(logprobs_bv.gather(1, new_bt[:, step : step + 1]))
+    return torch.cat(columns, dim=1)
+
+
+@contextlib.contextmanager
+def _without_defaults(model: Any) -> Iterator[None]:
+    """Ignore the sampling defaults that come with a model."""
+    own = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+@contextlib.contextmanager
+def _seeded(seed: int | None) -> Iterator[None]:
+    """The caller's random state is restored."""
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield

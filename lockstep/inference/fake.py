@@ -1,7 +1,4 @@
-"""A sampler without a model, for tests of whatever stands on top of one: it answers with its prompt, reversed.
-
-What was begun it begins anew: it would say the same again.
-"""
+"""A sampler without a model, for tests of its callers: the completion is the prompt, reversed."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ class FakeSampler:
         prompts: Sequence[Prompt],
         params: SamplingParams,
         keys: Sequence[int] | None = None,
-        begun: PartialCompletions | None = None,
+        partial: PartialCompletions | None = None,
     ) -> list[list[TextCompletion]]:
         return [[self._answer(prompt, params)] * params.num_samples for prompt in prompts]
 

@@ -1,7 +1,6 @@
-"""Keys and values of every sequence under way, in slots of fixed length, and the attention that fills and reads them.
+"""Keys and values of all active sequences, in slots of fixed length, and the attention that writes and reads them.
 
-Registered with transformers under a name of its own; what an attention call is to do arrives in `cached_pass`.
-Must not know sampling, text or queues.
+Registered with transformers under its own name; a model's `cached_pass` argument says what an attention call does.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class UnsupportedModelError(Exception):
 
 
 class AttentionPass(Protocol):
-    """One pass through the model as each of its attention layers sees it; gives [batch, tokens, heads, head_dim]."""
+    """What the attention layers do in one pass; gives [batch, tokens, heads, head_dim]."""
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
@@ -33,7 +32,7 @@ class AttentionPass(Protocol):
 
 
 def register() -> None:
-    """Make the name known to transformers. Idempotent. It has no mask function: no mask is ever built."""
+    """Idempotent. There is no mask function: no mask is ever built."""
     AttentionInterface.register(CACHED, cached_attention)
 
 
@@ -66,7 +65,7 @@ def cached_attention(
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one attention layer keeps of a token."""
+    """Keys and values of one token in one attention layer."""
 
     num_heads: int
     key_dim: int
@@ -79,7 +78,7 @@ class LayerShape:
 
 
 class KeyValueCache:
-    """`num_slots` sequences of at most `capacity` tokens. Zeros at first: what is masked is still multiplied by 0."""
+    """`num_slots` sequences of at most `capacity` tokens. Zeros at first: masked values are still multiplied by 0."""
 
     def __init__(
         self, shapes: dict[nn.Module, LayerShape], num_slots: int, capacity: int, device: torch.device
@@ -97,7 +96,7 @@ class KeyValueCache:
     def num_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for pair in self._layers.values() for t in pair)
 
-    def of(self, module: nn.Module) -> tuple[Tensor, Tensor]:
+    def layer(self, module: nn.Module) -> tuple[Tensor, Tensor]:
         """Keys and values, each [slots, heads, capacity, dim]."""
         return self._layers[module]
 
@@ -110,22 +109,22 @@ class KeyValueCache:
             for tensor in pair:
                 tensor[targets, :, :length] = tensor[sources, :, :length]
 
-    def take_over(self, other: KeyValueCache) -> None:
-        """What the other cache holds, as far as there is room here."""
+    def copy_from(self, other: KeyValueCache) -> None:
+        """As much as fits."""
         for module, pair in self._layers.items():
-            for new, old in zip(pair, other.of(module), strict=True):
+            for new, old in zip(pair, other.layer(module), strict=True):
                 num_slots, length = min(new.shape[0], old.shape[0]), min(new.shape[2], old.shape[2])
                 new[:num_slots, :, :length] = old[:num_slots, :, :length]
 
     def clear(self) -> None:
-        """Numbers that are not finite, of weights that were no good, must not reach those that follow."""
+        """Values that are not finite, left by bad weights, must not reach later sequences."""
         for pair in self._layers.values():
             for tensor in pair:
                 tensor.zero_()
 
 
 class ShapePass:
-    """One text from its beginning, kept nowhere: finds out what the layers would have to keep."""
+    """One sequence without a cache: records the shapes that the layers would cache."""
 
     def __init__(self, length: int) -> None:
         self.shapes: dict[nn.Module, LayerShape] = {}
@@ -143,7 +142,7 @@ class ShapePass:
 
 
 class PrefillPass:
-    """New prompts from their beginning, packed into one row, each kept in its slot."""
+    """New sequences from their beginning, packed into one row, each cached in its slot."""
 
     def __init__(
         self, cache: KeyValueCache, slots: Sequence[int], lengths: Sequence[int], device: torch.device
@@ -158,45 +157,45 @@ class PrefillPass:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
     ) -> Tensor:
-        keys, values = self._cache.of(module)
+        keys, values = self._cache.layer(module)
         keys[self._slots, :, self.positions] = key[0].transpose(0, 1)
         values[self._slots, :, self.positions] = value[0].transpose(0, 1)
-        how: dict[str, Any] = {"packed_layout": self._layout}
+        layout: dict[str, Any] = {"packed_layout": self._layout}
         fused = variable_length_problem(query.device, query.dtype, query.shape[-1]) is None
         if fused and key.shape[-1] == value.shape[-1]:
-            how = {"packed_boundaries": self._boundaries, "packed_max_length": max(self._layout.lengths)}
-        return packed_attention(module, query, key, value, None, scaling=scaling, sliding_window=window, **how)[0]
+            layout = {"packed_boundaries": self._boundaries, "packed_max_length": max(self._layout.lengths)}
+        return packed_attention(module, query, key, value, None, scaling=scaling, sliding_window=window, **layout)[0]
 
 
 class DecodePass:
-    """One more token for each of the first slots. `length`: as far as any of them reaches, this token included."""
+    """One more token for each of the first slots. `length`: of the longest sequence, this token included."""
 
     def __init__(self, cache: KeyValueCache, positions: Tensor, length: int) -> None:
         self._cache, self._positions, self._length = cache, positions, length
-        self._rows = torch.arange(len(positions), device=positions.device)
+        self._slots = torch.arange(len(positions), device=positions.device)
         self._masks: dict[int | None, Tensor] = {}  # by window; one serves all layers
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
     ) -> Tensor:
-        keys, values = self._cache.of(module)
-        keys[self._rows, :, self._positions] = key[:, :, 0]
-        values[self._rows, :, self._positions] = value[:, :, 0]
-        rows, num_heads = query.shape[:2]
-        # Heads that share keys stand where tokens would: no copy of the keys for each of them.
+        keys, values = self._cache.layer(module)
+        keys[self._slots, :, self._positions] = key[:, :, 0]
+        values[self._slots, :, self._positions] = value[:, :, 0]
+        num_slots, num_heads = query.shape[:2]
+        # Query heads that share keys take the dimension of tokens: keys are not copied for each of them.
         attended = F.scaled_dot_product_attention(
             query[:, :, 0].unflatten(1, (keys.shape[1], -1)),
-            keys[:rows, :, : self._length],
-            values[:rows, :, : self._length],
+            keys[:num_slots, :, : self._length],
+            values[:num_slots, :, : self._length],
             attn_mask=self._mask(window, query.dtype),
             scale=scaling,
         )
-        return attended.reshape(rows, 1, num_heads, -1)
+        return attended.reshape(num_slots, 1, num_heads, -1)
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """[slots, 1, 1, length] to be added to the scores: a token sees itself and what is before, in the window."""
+        """[slots, 1, 1, length] to be added to the scores: causal, within the window."""
         if window not in self._masks:
-            # Slots without a sequence may count on beyond the length; with nothing to see they would give nan.
+            # Empty slots may count on beyond the length; with everything masked they would give nan.
             last = self._positions.clamp(max=self._length - 1)[:, None]
             distance = last - torch.arange(self._length, device=last.device)
             seen = distance >= 0

@@ -1,7 +1,6 @@
-"""Who is computed when: sequences wait in order, a free slot takes the next one at once.
+"""Continuous batching: sequences wait in order, and a free slot of the cache takes the next one at once.
 
-A prompt is computed once: later samples of it copy what a slot still holds of it. Numbers only; must not know tensors,
-models or text.
+A prompt is computed once: its other samples copy what a slot still holds of it.
 """
 
 from __future__ import annotations
@@ -13,135 +12,112 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lockstep.inference.completion import GrowingAnswer
 from lockstep.inference.decoder import Decoder
-from lockstep.inference.token_sampling import Truncation
+from lockstep.inference.sequence import TokenSequence
 
 
 @dataclass
 class SlotAdmission:
-    """Slots that take new sequences. In this order: copy from slots as they are, compute, copy what was computed."""
+    """Slots that take new sequences. The order is: copies, then computations, then copies of what was computed."""
 
-    placed: list[tuple[int, int]] = field(default_factory=list)  # (slot, sequence)
+    placed: list[tuple[int, int]] = field(default_factory=list)  # (slot, sequence id)
     copied: list[tuple[int, int]] = field(default_factory=list)  # (from slot, to slot)
-    computed: list[tuple[int, int]] = field(default_factory=list)  # (slot, sequence)
+    computed: list[tuple[int, int]] = field(default_factory=list)  # (slot, sequence id)
     shared: list[tuple[int, int]] = field(default_factory=list)  # (from slot, to slot)
 
 
 class SlotSchedule:
-    """`prompts`: for each sequence what names its prompt; equal names are equal prompts. Sequences are numbered."""
+    """Which sequence is in which slot. `prompts`: a name for each sequence's prompt; equal names are equal prompts."""
 
     def __init__(self, prompts: Iterable[Hashable] = (), num_slots: int = 0) -> None:
-        self._prompts: dict[int, Hashable] = {}
-        self._begun: set[int] = set()
+        self._prompts: dict[int, Hashable] = {}  # by sequence id
+        self._partial: set[int] = set()
         self._waiting: deque[int] = deque()
         self._num_added = 0
-        self.live: dict[int, int] = {}  # slot -> sequence
-        self._held: list[Hashable | None] = [None] * num_slots  # also after a sequence ended, until the next one
+        self.active: dict[int, int] = {}  # slot -> sequence id
+        self._cached: list[Hashable | None] = [None] * num_slots  # prompt in each slot, also after its sequence ended
         for prompt in prompts:
             self.add(prompt)
 
     @property
     def busy(self) -> bool:
-        return bool(self.live or self._waiting)
+        return bool(self.active or self._waiting)
 
     @property
     def num_slots(self) -> int:
-        return len(self._held)
+        return len(self._cached)
 
-    def add(self, prompt: Hashable, *, begun: bool = False) -> int:
-        """The number of a new sequence. One that was `begun` elsewhere has more than its prompt, and is computed."""
-        number = self._num_added
+    def add(self, prompt: Hashable, *, partial: bool = False) -> int:
+        """The id of a new sequence. A `partial` one has more tokens than its prompt, so its cache is not shared."""
+        sequence_id = self._num_added
         self._num_added += 1
-        self._prompts[number] = prompt
-        if begun:
-            self._begun.add(number)
-        self._waiting.append(number)
-        return number
+        self._prompts[sequence_id] = prompt
+        if partial:
+            self._partial.add(sequence_id)
+        self._waiting.append(sequence_id)
+        return sequence_id
 
     def resize(self, num_slots: int) -> None:
-        """More slots, or fewer as long as none of those that go is in use."""
-        assert all(slot < num_slots for slot in self.live)
-        self._held = [*self._held[:num_slots], *[None] * (num_slots - len(self._held))]
+        """More slots, or fewer if the last ones are free."""
+        assert all(slot < num_slots for slot in self.active)
+        self._cached = [*self._cached[:num_slots], *[None] * (num_slots - len(self._cached))]
 
-    def forget(self) -> None:
-        """What slots held is worth nothing any more; those with a sequence are filled again by whoever says so."""
-        self._held = [self._prompts[self.live[slot]] if slot in self.live else None for slot in range(len(self._held))]
+    def forget_cached(self) -> None:
+        """The cache is outdated. The caller recomputes the slots of active sequences."""
+        active = self.active
+        self._cached = [self._prompts[active[slot]] if slot in active else None for slot in range(self.num_slots)]
 
-    def admit(self, may_begin: Callable[[int], bool] = lambda sequence: True) -> SlotAdmission:
-        """Fill the free slots. First come, first served: while a prompt has samples waiting, some slot holds it.
+    def admit(self, may_start: Callable[[int], bool] = lambda sequence_id: True) -> SlotAdmission:
+        """Fill free slots, first come first served: while a prompt has samples waiting, some slot holds it.
 
-        A sequence that may not begin yet keeps all behind it waiting: nobody is overtaken for ever.
+        A sequence that may not start yet blocks all behind it, so that none waits forever.
         """
         admission, fresh = SlotAdmission(), dict[Hashable, int]()
-        before = list(self._held)
-        free = deque(slot for slot in range(len(self._held)) if slot not in self.live)
-        while self._waiting and free and may_begin(self._waiting[0]):
-            sequence = self._waiting.popleft()
-            prompt, slot = self._prompts[sequence], free.popleft()
-            if sequence in self._begun:
-                admission.computed.append((slot, sequence))
+        before = list(self._cached)
+        free = deque(slot for slot in range(len(self._cached)) if slot not in self.active)
+        while self._waiting and free and may_start(self._waiting[0]):
+            sequence_id = self._waiting.popleft()
+            prompt, slot = self._prompts[sequence_id], free.popleft()
+            if sequence_id in self._partial:
+                admission.computed.append((slot, sequence_id))
                 fresh.setdefault(prompt, slot)
-            elif self._held[slot] != prompt:
+            elif self._cached[slot] != prompt:
                 if prompt in before:
                     admission.copied.append((before.index(prompt), slot))
                 elif prompt in fresh:
                     admission.shared.append((fresh[prompt], slot))
                 else:
-                    admission.computed.append((slot, sequence))
+                    admission.computed.append((slot, sequence_id))
                     fresh[prompt] = slot
-            self._held[slot] = prompt
-            self.live[slot] = sequence
-            admission.placed.append((slot, sequence))
+            self._cached[slot] = prompt
+            self.active[slot] = sequence_id
+            admission.placed.append((slot, sequence_id))
         return admission
 
     def release(self, slot: int) -> None:
-        sequence = self.live.pop(slot)
-        del self._prompts[sequence]
-        self._begun.discard(sequence)
+        sequence_id = self.active.pop(slot)
+        del self._prompts[sequence_id]
+        self._partial.discard(sequence_id)
 
     def compact(self) -> list[tuple[int, int]]:
-        """When nobody waits: move the last sequences into free slots before them. (from slot, to slot), all at once."""
+        """With nothing waiting: move the last sequences into free slots before them. (from slot, to slot), at once."""
         if self._waiting:
             return []
         moves = []
-        holes = [slot for slot in range(len(self.live)) if slot not in self.live]
-        for target, source in zip(holes, sorted(s for s in self.live if s >= len(self.live)), strict=True):
-            self.live[target] = self.live.pop(source)
-            self._held[target] = self._held[source]
+        holes = [slot for slot in range(len(self.active)) if slot not in self.active]
+        for target, source in zip(holes, sorted(s for s in self.active if s >= len(self.active)), strict=True):
+            self.active[target] = self.active.pop(source)
+            self._cached[target] = self._cached[source]
             moves.append((source, target))
         return moves
 
 
-@dataclass(frozen=True, eq=False)
-class SequenceRequest:
-    """`stream`: what its random numbers follow from, together with their places in the text."""
-
-    prompt: tuple[int, ...]
-    answer: GrowingAnswer
-    stream: int
-    truncation: Truncation
-
-    @property
-    def text(self) -> tuple[int, ...]:
-        """So far, the answer included."""
-        return (*self.prompt, *self.answer.tokens)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.prompt) + self.answer.num_tokens
-
-    @property
-    def max_tokens(self) -> int:
-        return self.num_tokens + self.answer.num_left
-
-
 @dataclass(frozen=True)
-class Limits:
-    """`max_slots` sequences at once, in at most `max_bytes` of cache (None: what can be spared).
+class BatchLimits:
+    """`max_slots` sequences at once, in at most `max_bytes` of cache (None: what the decoder can spare).
 
-    `steps_per_read`: tokens are looked at only so often; an answer that ended in between is noticed late, and cut.
-    `min_slots`: room is made for as many at once, also for fewer sequences, so that steps keep their size.
+    `steps_per_read`: tokens are fetched from the device only so often; tokens after the end of a sequence are dropped.
+    `min_slots`: at least as many slots are made, also for fewer sequences, so that steps keep their shape.
     """
 
     max_slots: int
@@ -150,11 +126,11 @@ class Limits:
     min_slots: int = 1
 
 
-def answer_all(decoder: Decoder, requests: Sequence[SequenceRequest], limits: Limits) -> None:
-    """Fill the answers. Every sequence must fit, before the first is begun."""
+def decode_all(decoder: Decoder, sequences: Sequence[TokenSequence], limits: BatchLimits) -> None:
+    """Until all are finished. Raises before the first starts if one does not fit."""
     with decoder.in_use():
         batch = ContinuousBatch(decoder, limits)
-        batch.add(requests)
+        batch.add(sequences)
         if not batch.busy:
             decoder.prepare(1, 1)  # for the passes of other processes
         while batch.busy:
@@ -163,126 +139,131 @@ def answer_all(decoder: Decoder, requests: Sequence[SequenceRequest], limits: Li
 
 
 class ContinuousBatch:
-    """The sequences that a decoder has under way. It must be in use while they `advance`."""
+    """The sequences that a decoder works on. The decoder must be in use when they `advance`."""
 
-    def __init__(self, decoder: Decoder, limits: Limits) -> None:
+    def __init__(self, decoder: Decoder, limits: BatchLimits) -> None:
         self._decoder, self._limits = decoder, limits
-        self._room = decoder.spare_bytes() if limits.max_bytes is None else limits.max_bytes
+        self._max_bytes = decoder.spare_bytes() if limits.max_bytes is None else limits.max_bytes
         self._schedule = SlotSchedule()
-        self._requests: dict[int, SequenceRequest] = {}  # by their numbers in the schedule, until they have ended
-        self._length = 0  # of the longest text that a slot has room for
-        self._has_new = True  # those who came since slots were last made
-        self._is_outdated = False
+        self._sequences: dict[int, TokenSequence] = {}  # unfinished, by id
+        self._max_length = 0  # of a sequence that fits a slot
+        self._has_new = True  # sequences came since slots were last made
+        self._is_outdated = False  # the cache is of older weights
 
     @property
     def busy(self) -> bool:
         return self._schedule.busy
 
-    def add(self, requests: Sequence[SequenceRequest]) -> None:
-        """To be answered as soon as there is a slot, first come, first served. One that can never fit raises."""
-        if requests:
-            self._refuse_too_long(max(requests, key=lambda request: request.max_tokens))
-        for request in requests:
-            if not request.answer.finished:
-                number = self._schedule.add(request.prompt, begun=request.answer.num_tokens > 0)
-                self._requests[number] = request
+    @property
+    def unfinished(self) -> list[TokenSequence]:
+        return list(self._sequences.values())
+
+    def add(self, sequences: Sequence[TokenSequence]) -> None:
+        """First come, first served. One that can never fit raises."""
+        if sequences:
+            self._refuse_too_long(max(sequences, key=lambda sequence: sequence.max_length))
+        for sequence in sequences:
+            if not sequence.finished:
+                sequence_id = self._schedule.add(sequence.prompt, partial=sequence.num_sampled > 0)
+                self._sequences[sequence_id] = sequence
                 self._has_new = True
 
-    def renew(self, version: int) -> None:
-        """The weights have changed: tokens stay, and what follows them comes from the new weights alone."""
+    def set_version(self, version: int) -> None:
+        """The weights have changed: tokens stay, the cache is recomputed before the next step."""
         self._is_outdated = True
-        for request in self._requests.values():
-            request.answer.version = version
+        for sequence in self._sequences.values():
+            sequence.version = version
 
-    def advance(self) -> list[SequenceRequest]:
-        """A few steps for everybody under way: those whose answers ended."""
+    def advance(self) -> list[TokenSequence]:
+        """A few steps of every active sequence. Returns those that finished."""
         if self._is_outdated:
-            self._compute_again()
+            self._recompute_cache()
         if self._has_new:
-            self._make_room()
+            self._make_slots()
         self._admit()
         finished = self._step()
-        if self._schedule.live and not self._decoder.has_fixed_rows:
-            longest = max(self._requests[sequence].num_tokens for sequence in self._schedule.live.values())
+        if self._schedule.active and not self._decoder.has_fixed_batch:
+            longest = max(self._sequences[sequence_id].length for sequence_id in self._schedule.active.values())
             self._decoder.move(self._schedule.compact(), longest)
         return finished
 
-    def _refuse_too_long(self, request: SequenceRequest) -> None:
-        needed = self._decoder.slot_bytes(request.max_tokens)
-        if needed > self._room:
+    def _refuse_too_long(self, sequence: TokenSequence) -> None:
+        needed = self._decoder.slot_bytes(sequence.max_length)
+        if needed > self._max_bytes:
             raise ValueError(
-                f"a prompt of {len(request.prompt)} tokens and {request.answer.num_left} new ones need "
-                f"{needed / 2**20:,.3f} MiB of cache, and there is room for {self._room / 2**20:,.3f}: lower max_tokens"
+                f"a prompt of {len(sequence.prompt)} tokens and {sequence.num_left} new ones need "
+                f"{needed / 2**20:,.3f} MiB of cache, and there is room for {self._max_bytes / 2**20:,.3f}: "
+                "lower max_tokens"
             )
 
-    def _make_room(self) -> None:
-        """Slots for everybody who is here, as many and as long as there is room for."""
-        length = max(request.max_tokens for request in self._requests.values())
-        wanted = max(len(self._requests), self._limits.min_slots)
-        if self._decoder.has_fixed_rows:
-            wanted = 1 << (wanted - 1).bit_length()  # calls of about one size then share their graphs
-        num_slots = min(self._limits.max_slots, wanted, self._room // self._decoder.slot_bytes(length))
+    def _make_slots(self) -> None:
+        """For all sequences, as many and as long as memory allows."""
+        length = max(sequence.max_length for sequence in self._sequences.values())
+        num_wanted = max(len(self._sequences), self._limits.min_slots)
+        if self._decoder.has_fixed_batch:
+            num_wanted = 1 << (num_wanted - 1).bit_length()  # calls of about one size then share their graphs
+        num_slots = min(self._limits.max_slots, num_wanted, self._max_bytes // self._decoder.slot_bytes(length))
         self._has_new = False
-        if length <= self._length and num_slots <= self._schedule.num_slots:
+        if length <= self._max_length and num_slots <= self._schedule.num_slots:
             return
-        if not self._schedule.live:
+        if not self._schedule.active:
             self._decoder.prepare(num_slots, length)
-            self._schedule.forget()
+            self._schedule.forget_cached()
         elif num_slots >= self._schedule.num_slots:
-            length = max(length, self._length)
+            length = max(length, self._max_length)
             self._decoder.grow(num_slots, length)
         else:
-            self._has_new = True  # longer slots would be too few for those under way: tried again until they fit
+            self._has_new = True  # longer slots would be too few for the active sequences: retried until they fit
             return
         self._schedule.resize(num_slots)
-        self._length = length
+        self._max_length = length
 
-    def _compute_again(self) -> None:
-        """Keys and values of every text under way; what slots still hold of others is forgotten."""
+    def _recompute_cache(self) -> None:
+        """Keys and values of every active sequence; cached prompts of others are forgotten."""
         self._is_outdated = False
-        self._schedule.forget()
+        self._schedule.forget_cached()
         self._decoder.check_model()
-        live = self._schedule.live.items()
-        self._decoder.prefill([(slot, self._requests[sequence].text[:-1]) for slot, sequence in live])
+        active = self._schedule.active.items()
+        self._decoder.prefill([(slot, self._sequences[sequence_id].tokens[:-1]) for slot, sequence_id in active])
 
     def _admit(self) -> None:
-        """The last token of a text is left to the first step, which gives the token after it in every slot."""
-        admission = self._schedule.admit(self._may_begin)
+        """The last token is left to the first step, which gives the token after it in every slot."""
+        admission = self._schedule.admit(self._may_start)
         if not admission.placed:
             return
-        requests = {slot: self._requests[sequence] for slot, sequence in admission.placed}
-        longest = max(len(request.prompt) for request in requests.values()) - 1
+        sequences = {slot: self._sequences[sequence_id] for slot, sequence_id in admission.placed}
+        longest = max(len(sequence.prompt) for sequence in sequences.values()) - 1
         self._decoder.copy(admission.copied, longest)
-        self._decoder.prefill([(slot, requests[slot].text[:-1]) for slot, _ in admission.computed])
+        self._decoder.prefill([(slot, sequences[slot].tokens[:-1]) for slot, _ in admission.computed])
         self._decoder.copy(admission.shared, longest)
-        lasts = [request.text[-1] for request in requests.values()]
-        places = [request.num_tokens - 1 for request in requests.values()]
-        streams = torch.tensor([request.stream for request in requests.values()])
-        self._decoder.place(list(requests), lasts, places, streams)
+        last_tokens = [sequence.tokens[-1] for sequence in sequences.values()]
+        positions = [sequence.length - 1 for sequence in sequences.values()]
+        streams = torch.tensor([sequence.random_stream for sequence in sequences.values()])
+        self._decoder.place(list(sequences), last_tokens, positions, streams)
 
-    def _may_begin(self, sequence: int) -> bool:
-        """In a step all tokens are drawn in one way: a sequence that wants another waits for those under way."""
-        request = self._requests[sequence]
-        other = next(iter(self._schedule.live.values()), sequence)
-        return request.max_tokens <= self._length and request.truncation == self._requests[other].truncation
+    def _may_start(self, sequence_id: int) -> bool:
+        """One step has one truncation: a sequence with another waits for the active ones to finish."""
+        sequence = self._sequences[sequence_id]
+        other = self._sequences[next(iter(self._schedule.active.values()), sequence_id)]
+        return sequence.max_length <= self._max_length and sequence.truncation == other.truncation
 
-    def _step(self) -> list[SequenceRequest]:
-        live = [(slot, sequence, self._requests[sequence]) for slot, sequence in self._schedule.live.items()]
-        num_rows = self._schedule.num_slots if self._decoder.has_fixed_rows else max(self._schedule.live) + 1
-        num_steps = min(self._limits.steps_per_read, min(request.answer.num_left for _, _, request in live))
-        reach = max(request.num_tokens for _, _, request in live) + num_steps - 1
-        tokens, logprobs = self._decoder.advance(num_steps, num_rows, reach, live[0][2].truncation)
+    def _step(self) -> list[TokenSequence]:
+        active = [(slot, self._sequences[sequence_id]) for slot, sequence_id in self._schedule.active.items()]
+        batch_size = self._schedule.num_slots if self._decoder.has_fixed_batch else max(self._schedule.active) + 1
+        num_steps = min(self._limits.steps_per_read, min(sequence.num_left for _, sequence in active))
+        length = max(sequence.length for _, sequence in active) + num_steps - 1
+        tokens, logprobs = self._decoder.advance(num_steps, batch_size, length, active[0][1].truncation)
         finished = []
-        for slot, sequence, request in live:
+        for slot, sequence in active:
             for step in range(num_steps):
                 if not math.isfinite(logprobs[step][slot]):
                     raise ValueError(
                         f"the model gives {logprobs[step][slot]} as a log-prob: its weights hold nan or inf, "
                         "or overflow"
                     )
-                request.answer.push(tokens[step][slot], logprobs[step][slot])
-                if request.answer.finished:
+                sequence.append(tokens[step][slot], logprobs[step][slot])
+                if sequence.finished:
+                    finished.append(self._sequences.pop(self._schedule.active[slot]))
                     self._schedule.release(slot)
-                    finished.append(self._requests.pop(sequence))
                     break
         return finished

@@ -1,7 +1,7 @@
-"""The next token of every row: from logits and one random number each, which is a pure function of what it is for.
+"""The next token of every sequence in a batch, from logits and one random number each.
 
-No generator has a state here: the number for a token follows from (seed, key, sample, position), the same on every
-device, whatever else is in the batch. Must not know models, slots or text.
+There is no generator state: the random number is a pure function of (seed, key, sample, position), the same on every
+device and in every batch.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import Tensor
 
 from lockstep.types import SamplingParams
 
-# Legend for names below: N rows, V vocabulary, B blocks of the vocabulary.
+# Legend for names below: N sequences, V vocabulary, B blocks of the vocabulary, K tokens of a block.
 _BLOCK = 128
 
 
 @dataclass(frozen=True)
 class Truncation:
-    """How a distribution is shaped before a token is drawn from it; `temperature` 0 takes the likeliest."""
+    """How a distribution is shaped before a token is drawn; `temperature` 0 takes the likeliest token."""
 
     temperature: float
     top_k: int = 0
@@ -33,20 +33,20 @@ class Truncation:
 
 
 def sample_tokens(logits_nv: Tensor, truncation: Truncation, uniform_n: Tensor) -> tuple[Tensor, Tensor]:
-    """([N] tokens, [N] log-probs at the temperature, before truncation). Logits in float32 or wider."""
+    """([N] tokens, [N] log-probs at the temperature, before truncation). Logits are float32 or wider."""
     scaled = logits_nv if truncation.temperature in (0, 1) else logits_nv / truncation.temperature
     normaliser_n = torch.logsumexp(scaled, dim=1)
     if truncation.temperature == 0:
         tokens_n = scaled.argmax(dim=1)
     else:
         probabilities_nv = _truncate((scaled - normaliser_n[:, None]).exp_(), truncation)
-        # Of nan any token: its log-prob says what is wrong.
+        # With nan any token: its log-prob reports the problem.
         tokens_n = _invert(probabilities_nv, uniform_n).clamp(max=scaled.shape[1] - 1)
     return tokens_n, scaled.gather(1, tokens_n[:, None])[:, 0] - normaliser_n
 
 
 def _truncate(probabilities_nv: Tensor, truncation: Truncation) -> Tensor:
-    """What is kept, not brought back to a sum of 1. Tokens as likely as the last one kept are kept with it."""
+    """Not renormalised. Tokens as likely as the last one kept are kept too."""
     if 0 < truncation.top_k < probabilities_nv.shape[1]:
         least_n = probabilities_nv.topk(truncation.top_k, dim=1).values[:, -1]
         probabilities_nv = probabilities_nv * (probabilities_nv >= least_n[:, None])
@@ -63,38 +63,38 @@ def _truncate(probabilities_nv: Tensor, truncation: Truncation) -> Tensor:
 
 
 def _invert(weights_nv: Tensor, uniform_n: Tensor) -> Tensor:
-    """The token at which the running sum, in the order of token ids, passes the given part of the whole.
+    """Inverse of the cumulative distribution: the first token whose running sum passes `uniform` of the total.
 
     First the block, then the token in it: running sums over a whole vocabulary are slow, and their rounding depends
-    on how many rows there are.
+    on the batch size.
     """
     missing = -weights_nv.shape[1] % _BLOCK
-    whole_nv = F.pad(weights_nv, (0, missing)) if missing else weights_nv  # padding by nothing would copy, too
+    whole_nv = F.pad(weights_nv, (0, missing)) if missing else weights_nv  # padding by 0 would copy
     blocks_nbk = whole_nv.unflatten(1, (-1, _BLOCK))
     sums_nb = blocks_nbk.sum(dim=2).double()
     reached_nb = sums_nb.cumsum(dim=1)
-    wanted_n = uniform_n * reached_nb[:, -1]
-    block_n = _first_beyond(reached_nb, sums_nb, wanted_n)
+    threshold_n = uniform_n * reached_nb[:, -1]
+    block_n = _first_beyond(reached_nb, sums_nb, threshold_n)
     before_n = (reached_nb - sums_nb).gather(1, block_n[:, None])[:, 0]
     block_nk = blocks_nbk[torch.arange(len(block_n), device=block_n.device), block_n].double()
-    place_n = _first_beyond(block_nk.cumsum(dim=1), block_nk, (wanted_n - before_n).clamp(min=0))
-    return block_n * _BLOCK + place_n
+    index_n = _first_beyond(block_nk.cumsum(dim=1), block_nk, (threshold_n - before_n).clamp(min=0))
+    return block_n * _BLOCK + index_n
 
 
-def _first_beyond(reached: Tensor, weights: Tensor, wanted_n: Tensor) -> Tensor:
-    """The first place with any weight where the running sum is above what is wanted; the last such place if rounding
-    left none. Places without weight are never given."""
+def _first_beyond(reached: Tensor, weights: Tensor, threshold_n: Tensor) -> Tensor:
+    """The first index with weight whose running sum is above the threshold; the last one with weight if rounding left
+    none. An index without weight is never returned."""
     possible = weights > 0
-    beyond = possible & (reached > wanted_n[:, None])
+    beyond = possible & (reached > threshold_n[:, None])
     last_n = possible.shape[1] - 1 - possible.flip(1).int().argmax(dim=1)
     return torch.where(beyond.any(dim=1), beyond.int().argmax(dim=1), last_n)
 
 
 def random_streams(seed: int, keys: list[int], samples: list[int]) -> Tensor:
-    """[N] int64, on CPU: what a sample's random numbers follow from, together with their positions."""
+    """[N] int64, on CPU: each sample's stream, from which and from the position its random numbers follow."""
     start = _mix(torch.tensor(_signed(seed)))
-    of_prompts = _mix(start ^ torch.tensor([_signed(key) for key in keys], dtype=torch.int64))
-    return _mix(of_prompts ^ torch.tensor(samples, dtype=torch.int64))
+    prompt_streams = _mix(start ^ torch.tensor([_signed(key) for key in keys], dtype=torch.int64))
+    return _mix(prompt_streams ^ torch.tensor(samples, dtype=torch.int64))
 
 
 def uniforms(streams_n: Tensor, positions_n: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ def uniforms(streams_n: Tensor, positions_n: Tensor) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """splitmix64's finaliser: int64 products wrap around alike on every device."""
+    """splitmix64's finaliser: int64 products wrap around on every device."""
     x = x + _signed(0x9E3779B97F4A7C15)
     x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shift_right(x, 27)) * _signed(0x94D049BB133111EB)
@@ -112,7 +112,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _shift_right(x: Tensor, count: int) -> Tensor:
-    """As if there were no sign."""
+    """Logical, not arithmetic."""
     return (x >> count) & ((1 << (64 - count)) - 1)
 
 

@@ -17,7 +17,7 @@ import torch
 
 from lockstep.backend.torch_backend import TorchBackend
 from lockstep.config import GrpoConfig, RunConfig
-from lockstep.inference.openai.engine import RolloutEndpoint, connect
+from lockstep.inference.openai.rollout_endpoint import RolloutEndpoint, connect
 from lockstep.model.export import save_weights
 from lockstep.model.load import load_run_tokenizer
 from lockstep.parallel.group import ProcessGroup as Ranks

@@ -37,7 +37,7 @@ class Engines(Protocol):
         keys: Sequence[int],
         *,
         versions: tuple[int, int],
-        begun: Any = None,
+        partial: Any = None,
         on_progress: Callable[[Drafts], None] | None = None,
     ) -> list[list[TextCompletion]]:
         """`on_progress` is called on the thread that asks."""
@@ -258,7 +258,9 @@ class Orchestrator:
                     raise RuntimeError("no more answers are wanted")
                 begun = progress.drafts
             on_progress = keep if self._runs_ahead else None
-            return self._engines.sample(prompts, params, keys, versions=versions, begun=begun, on_progress=on_progress)
+            return self._engines.sample(
+                prompts, params, keys, versions=versions, partial=begun, on_progress=on_progress
+            )
 
         def keep(drafts: Drafts) -> None:
             with self._changed:

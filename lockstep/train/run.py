@@ -24,12 +24,12 @@ from lockstep.data.dataset import CompiledData, compile_data
 from lockstep.data.order import Batches
 from lockstep.data.packing import partition
 from lockstep.evaluation import metrics
-from lockstep.model.allocation import keep_freed_memory
 from lockstep.model.export import export_run
 from lockstep.model.load import (
     build_model,
     check_model_source,
     choose_precision,
+    keep_freed_memory,
     load_hf_config,
     load_run_tokenizer,
     load_tokenizer,

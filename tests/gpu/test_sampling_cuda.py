@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from lockstep.config import LoraConfig
-from lockstep.inference.engine import LocalEngine
+from lockstep.inference.engine import ContinuousEngine, LocalEngine
 from lockstep.inference.token_sampling import random_streams, uniforms
 from lockstep.model.lora import add_lora
 from lockstep.model.policy import PackedTokens, Policy
@@ -58,11 +58,18 @@ def trainer_logprobs(model: Any, prompt: list[int], answer: TextCompletion) -> t
     policy.use_variable_length(model.device, model.dtype)
     text = torch.tensor([*prompt, *answer.tokens], device=model.device)
     places = torch.arange(len(text), device=model.device)
-    asked = places[len(prompt) - 1 : -1]
+    at = places[len(prompt) - 1 : -1]
     with torch.no_grad():
-        found = policy(PackedTokens(text, places, (len(text),), asked, text[asked + 1]))
+        logprobs = policy(PackedTokens(text, places, (len(text),), at, text[at + 1]))
     policy.stop_packing()
-    return found.double().cpu()
+    return logprobs.double().cpu()
+
+
+def captured(engine: LocalEngine) -> set[Any]:
+    decoder = engine.find_decoder()
+    assert decoder is not None
+    assert decoder.graphs is not None
+    return decoder.graphs.keys
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
@@ -106,13 +113,11 @@ def test_graphs_give_what_eager_steps_give(params: SamplingParams) -> None:
         assert [[a.tokens for a in answers] for answers in found] == [
             [a.tokens for a in answers] for answers in expected
         ]
-    assert graphed._decoder is not None
-    assert graphed._decoder._graphs is not None
-    assert graphed._decoder._graphs._graphs, "nothing was captured"
+    assert captured(graphed), "nothing was captured"
 
 
 @pytest.mark.parametrize("graphs", [True, False])
-def test_company_and_slots_do_not_change_a_sample(graphs: bool) -> None:
+def test_batch_and_slots_do_not_change_a_sample(graphs: bool) -> None:
     model, prompts = make_model(dtype=torch.float64), make_prompts()
     ways = [(2, 1), (5, 8), (64, 3)]
     found = [
@@ -193,7 +198,31 @@ def test_compiled_steps_are_as_near_to_the_truth_as_others() -> None:
     assert "forward" not in model.model.layers[0].mlp.__dict__  # the model is as it was
 
 
-def test_weights_of_a_model_in_training_stay_where_they_are_so_that_graphs_serve_again() -> None:
+@pytest.mark.filterwarnings("error:steps of this model are not captured")
+def test_graphs_are_captured_again_whenever_the_cache_has_grown() -> None:
+    model, prompts = make_model(dtype=torch.float32), make_prompts()
+    local = LocalEngine(model, NoText(), batch_size=8)
+    engine, calls = ContinuousEngine(local), []
+    engine.slice_s = 0.0
+    sizes = (60, 300, 1200)  # each needs longer slots than the one before, while that is still decoded
+    for key, max_tokens in enumerate(sizes):
+        params = SamplingParams(max_tokens, temperature=1.0, seed=1)
+        calls.append((params, key, engine.submit(prompts[key : key + 1], params, [key])))
+        before = local.cache_bytes
+        engine.advance()
+        assert local.cache_bytes > before
+        assert captured(local), "nothing was captured for this size"
+    while engine.has_work:
+        engine.advance()
+    eager = LocalEngine(model, NoText(), batch_size=8, graphs=False)
+    for params, key, call in calls:
+        expected = eager.sample(prompts[key : key + 1], params, [key])
+        assert [a.tokens for a in call.completions()[0]] == [a.tokens for a in expected[0]]
+
+
+def test_weights_of_a_model_in_training_stay_where_they_are_so_that_graphs_serve_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Of bf16 training the model that is sampled from is a narrow copy, refreshed in place."""
     from lockstep.backend.torch_backend import TorchBackend
     from lockstep.rollouts.engines.colocated import ColocatedEngine
@@ -204,16 +233,21 @@ def test_weights_of_a_model_in_training_stay_where_they_are_so_that_graphs_serve
         lambda: backend.lend_model(stable=True), NoText(), lambda mine: [mine], max_kept_bytes=1 << 30, compiles=True
     )
     prompts = make_prompts()
+    captures, capture = [0], torch.cuda.graph
+
+    def count(*arguments: Any, **options: Any) -> Any:
+        captures[0] += 1
+        return capture(*arguments, **options)
+
+    monkeypatch.setattr(torch.cuda, "graph", count)
     first = engine.sample(prompts, PARAMS)
-    decoder = engine._engine._decoder
-    graphs = dict(decoder._graphs._graphs)
-    assert graphs
+    num_captures = captures[0]
+    assert num_captures
     datum = Datum(prompts[0], [Completion(prompts[2], [1.0] * len(prompts[2]))])
     backend.forward_backward([datum], LossSpec(scale=0.1))
     backend.optim_step(OptimStep(1e-2))
     second = engine.sample(prompts, PARAMS)
-    assert decoder._graphs._graphs.keys() == graphs.keys()
-    assert all(decoder._graphs._graphs[key] is graph for key, graph in graphs.items())
+    assert captures[0] == num_captures, "graphs were captured again"
     assert [a.tokens for own in first for a in own] != [a.tokens for own in second for a in own]
     fresh = ColocatedEngine(backend.lend_model, NoText(), lambda mine: [mine], compiles=True).sample(prompts, PARAMS)
     assert [a.tokens for own in fresh for a in own] == [a.tokens for own in second for a in own]

@@ -49,12 +49,12 @@ class FakeEngines:
         keys: Sequence[int],
         *,
         versions: tuple[int, int],
-        begun: Any = None,
+        partial: Any = None,
         on_progress: Any = None,
     ) -> list[list[TextCompletion]]:
         self.asked.append((list(keys), versions))
         assert versions[0] <= self.version <= versions[1], f"asked for {versions}, at {self.version}"
-        known = begun or [[None] * params.num_samples for _ in prompts]
+        known = partial or [[None] * params.num_samples for _ in prompts]
         grown: list[list[PartialCompletion | None]] = [list(own) for own in known]
         for place, key in enumerate(keys):
             self.begun.setdefault(key, sum(len(own.tokens) for own in known[place] if own))

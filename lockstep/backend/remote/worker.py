@@ -19,8 +19,7 @@ from torch import Tensor
 from lockstep.backend.remote import wire
 from lockstep.backend.torch_backend import TorchBackend, agree_on_precision, join_group
 from lockstep.config import LoraConfig, ModelConfig, ParallelConfig
-from lockstep.model.allocation import keep_freed_memory
-from lockstep.model.load import build_model
+from lockstep.model.load import build_model, keep_freed_memory
 from lockstep.processes.worker import Reply
 from lockstep.rundir import RunDir, damage
 

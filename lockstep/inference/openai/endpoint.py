@@ -1,32 +1,226 @@
-"""Answers from an OpenAI-compatible server, as vLLM, SGLang and others run: chat for conversations, plain completions.
+"""Text from an OpenAI-compatible server (vLLM, SGLang and others): chat for conversations, completions for plain text.
 
-Text goes in and comes out; tokens stay with the server. Every request has a deadline and is tried a bounded number
-of times. Must not know torch, metrics or files.
+`Connection` is JSON over HTTP: every request has a deadline and a bounded number of tries.
 """
 
 from __future__ import annotations
 
 import json
+import queue
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
-from lockstep.inference.openai.http import Connection, EndpointError, ask_all, normalise_url, shorten
-from lockstep.inference.prompts import PromptRow
+import httpx
+
+from lockstep.inference.chat import TextPrompt
 from lockstep.types import SamplingParams
+
+MAX_PAUSE_S = 30.0
+_MAX_REPLY_BYTES = 64 << 20
+_RETRY_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class EndpointError(OSError):
+    """The server or the connection failed: not the user's settings."""
+
+
+class EndpointRefusal(ValueError):
+    """The server rejects the request. `status` is the HTTP status."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class _TransientError(Exception):
+    """Worth another try, after `pause_s` where the server named a pause."""
+
+    def __init__(self, reason: str, pause_s: float | None = None) -> None:
+        super().__init__(reason)
+        self.pause_s = pause_s
+
+
+class Connection:
+    """All routes below the address `root`. Safe to use from several threads."""
+
+    def __init__(
+        self,
+        root: str,
+        *,
+        api_key: str | None = None,
+        timeout_s: float = 120.0,
+        num_tries: int = 5,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.root = root
+        self.timeout_s, self.num_tries, self._sleep = timeout_s, num_tries, sleep
+        headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
+        # No connection is kept between requests: one that a restarted server has closed would cost a try.
+        self._client = httpx.Client(
+            headers=headers | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),
+            timeout=timeout_s,
+            follow_redirects=False,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+        )
+
+    def request_json(self, path: str, body: Any = None, *, origin: str) -> Any:
+        """The reply, parsed. `origin` names what is asked, for error messages."""
+        content = self.request(path, body, origin=origin)
+        try:
+            return json.loads(content)
+        except ValueError as error:
+            raise EndpointError(
+                f"{self.root + path} answered {origin} with something that is not JSON: "
+                f"{shorten(content.decode(errors='replace'))!r}"
+            ) from error
+
+    def request_object(self, path: str, body: Any = None, *, origin: str) -> dict[str, Any]:
+        reply = self.request_json(path, body, origin=origin)
+        if not isinstance(reply, dict):
+            raise EndpointError(f"{self.root + path} answered {origin} with JSON that is not an object")
+        return reply
+
+    def request(self, path: str, body: Any = None, *, origin: str) -> bytes:
+        """GET without a body, POST with one. Transient errors are retried with growing pauses."""
+        for attempt in range(1, self.num_tries + 1):
+            try:
+                return self._exchange(self.root + path, body, origin)
+            except _TransientError as error:
+                if attempt == self.num_tries:
+                    raise EndpointError(
+                        f"{self.root + path} gave no answer to {origin} in {attempt} tries: {error}"
+                    ) from error
+                pause_s = error.pause_s if error.pause_s is not None else 0.5 * 2.0 ** (attempt - 1)
+                self._sleep(min(max(pause_s, 0.0), MAX_PAUSE_S))
+        raise AssertionError("num_tries is at least 1")
+
+    def _exchange(self, url: str, body: Any, origin: str) -> bytes:
+        deadline = time.monotonic() + self.timeout_s
+        try:
+            with self._client.stream("GET" if body is None else "POST", url, json=body) as response:
+                if response.is_success:
+                    return _read_body(response, deadline)
+                reason = f"HTTP {response.status_code}: {_error_message(response, deadline)}"
+        except httpx.TimeoutException as error:
+            raise _TransientError(f"no reply within {self.timeout_s:g} s") from error
+        except httpx.ConnectError as error:
+            raise _TransientError(str(error)) from error
+        except httpx.TransportError as error:
+            raise _TransientError(f"the connection broke: {str(error) or type(error).__name__}") from error
+        if response.status_code in _RETRY_STATUSES:
+            raise _TransientError(reason, _retry_after(response.headers.get("Retry-After")))
+        raise EndpointRefusal(f"{url} refused {origin}: {reason}", response.status_code)
+
+
+def _read_body(response: httpx.Response, deadline: float) -> bytes:
+    """httpx limits the time between two reads; a server that sends a byte now and then would never end."""
+    content = bytearray()
+    for chunk in response.iter_bytes():
+        content += chunk
+        if len(content) > _MAX_REPLY_BYTES:
+            raise EndpointError(f"a reply of more than {_MAX_REPLY_BYTES >> 20} MiB")
+        if time.monotonic() > deadline:
+            raise httpx.ReadTimeout("the reply is not complete")
+    return bytes(content)
+
+
+def _error_message(response: httpx.Response, deadline: float) -> str:
+    """The server's own words, from the JSON shapes that servers use or as plain text."""
+    if response.has_redirect_location:
+        return f"a redirect to {response.headers['Location']}, which is not followed"
+    try:
+        text = _read_body(response, deadline).decode(errors="replace")
+    except (httpx.TransportError, EndpointError):
+        return response.reason_phrase
+    try:
+        message: Any = json.loads(text)
+    except ValueError:
+        return shorten(text) or response.reason_phrase
+    for key in ("error", "message", "detail"):
+        if isinstance(message, dict) and message.get(key):
+            message = message[key]
+    return shorten(message if isinstance(message, str) else json.dumps(message))
+
+
+def _retry_after(header: str | None) -> float | None:
+    """In seconds; a date is ignored."""
+    try:
+        return float(header) if header is not None else None
+    except ValueError:
+        return None
+
+
+def normalise_url(url: str) -> str:
+    """The address below which /chat/completions is: "host:8000", "http://host/v1/" and the full path all lead there."""
+    text = url.strip() if "://" in url else f"http://{url.strip()}"
+    parts = urlsplit(text)
+    try:
+        is_address = parts.scheme in ("http", "https") and bool(httpx.URL(text).host) and parts.port != 0
+    except (httpx.InvalidURL, ValueError):
+        is_address = False
+    if not is_address:
+        raise ValueError(f"the endpoint {url!r} is not an address: write it like http://localhost:8000")
+    path = parts.path.rstrip("/")
+    for ending in ("/chat/completions", "/completions", "/models"):
+        path = path.removesuffix(ending)
+    if not path.rpartition("/")[2].startswith("v1"):
+        path += "/v1"
+    return f"{parts.scheme}://{parts.netloc}{path}"
+
+
+def shorten(text: str, length: int = 200) -> str:
+    flat = " ".join(text.split())
+    return flat if len(flat) <= length else flat[: length - 3] + "..."
+
+
+def map_concurrently(
+    call: Callable[[Item], Result], items: Sequence[Item], num_at_once: int
+) -> Iterator[tuple[int, Result]]:
+    """(index, result) for every item in the order of completion. The first exception ends it."""
+    waiting, lock, stop = iter(enumerate(items)), threading.Lock(), threading.Event()
+    finished: queue.SimpleQueue[tuple[int, Result | Exception]] = queue.SimpleQueue()
+
+    def work() -> None:
+        while not stop.is_set():
+            with lock:
+                following = next(waiting, None)
+            if following is None:
+                return
+            index, item = following
+            try:
+                finished.put((index, call(item)))
+            except Exception as error:
+                finished.put((index, error))
+
+    # Daemon threads instead of a pool: an interrupted program must not wait for requests in flight.
+    for _ in range(min(num_at_once, len(items))):
+        threading.Thread(target=work, daemon=True, name="endpoint").start()
+    try:
+        for _ in items:
+            index, result = finished.get()  # always comes: every request has a deadline
+            if isinstance(result, Exception):
+                raise result
+            yield index, result
+    finally:
+        stop.set()
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """`finish_reason` length: the answer was cut."""
+class EndpointCompletion:
+    """`finish_reason` length: the completion is truncated."""
 
     text: str
     finish_reason: Literal["stop", "length"]
 
 
 class EndpointEngine:
-    """One server and one of its models; `batch_size` requests are under way at once."""
+    """One model of one server; `batch_size` requests at once. Tokens stay with the server."""
 
     def __init__(
         self,
@@ -41,44 +235,43 @@ class EndpointEngine:
     ) -> None:
         self.url = normalise_url(url)
         self.batch_size = batch_size
-        self._server = Connection(self.url, api_key=api_key, timeout_s=timeout_s, num_tries=num_tries, sleep=sleep)
+        self._connection = Connection(self.url, api_key=api_key, timeout_s=timeout_s, num_tries=num_tries, sleep=sleep)
         self.model = model or self._find_model()
 
-    def answer(self, rows: Sequence[PromptRow], params: SamplingParams) -> Iterator[tuple[int, Answer]]:
-        """(place in `rows`, answer) of every row as they come. A row that fails ends it; the error names the row."""
-        return ask_all(lambda row: self.answer_one(row, params), rows, self.batch_size)
+    def complete_all(
+        self, prompts: Sequence[TextPrompt], params: SamplingParams
+    ) -> Iterator[tuple[int, EndpointCompletion]]:
+        """(index, completion) in the order of arrival. The first failure ends it; the error names the prompt."""
+        return map_concurrently(lambda prompt: self.complete(prompt, params), prompts, self.batch_size)
 
-    def answer_one(self, row: PromptRow, params: SamplingParams) -> Answer:
+    def complete(self, prompt: TextPrompt, params: SamplingParams) -> EndpointCompletion:
         body: dict[str, Any] = {"model": self.model, "max_tokens": params.max_tokens, "top_p": params.top_p}
         body["temperature"] = params.temperature
         if params.seed is not None and params.temperature > 0:
             body["seed"] = params.seed
         if params.stop:
             body["stop"] = list(params.stop)
-        # Beyond OpenAI's own, by the names that vLLM and SGLang know.
-        more = {"top_k": params.top_k, "min_p": params.min_p, "stop_token_ids": list(params.stop_tokens)}
-        body |= {name: value for name, value in more.items() if value}
-        if isinstance(row.content, str):
-            body["prompt"] = row.content
-            return _read_choice(self._server.ask_object("/completions", body, origin=row.origin), self.url)
-        body["messages"] = row.content
-        if row.tools:
-            body["tools"] = row.tools
-        return _read_choice(self._server.ask_object("/chat/completions", body, origin=row.origin), self.url)
+        # Not part of OpenAI's API; these are the names in vLLM and SGLang.
+        extensions = {"top_k": params.top_k, "min_p": params.min_p, "stop_token_ids": list(params.stop_tokens)}
+        body |= {name: value for name, value in extensions.items() if value}
+        if isinstance(prompt.content, str):
+            path, body["prompt"] = "/completions", prompt.content
+        else:
+            path, body["messages"] = "/chat/completions", prompt.content
+            body |= {"tools": prompt.tools} if prompt.tools else {}
+        return _read_choice(self._connection.request_object(path, body, origin=prompt.origin), self.url)
 
     def _find_model(self) -> str:
-        listing = self._server.ask_object("/models", origin="its list of models")
-        entries = listing.get("data")
-        names = (
-            [str(m["id"]) for m in entries if isinstance(m, dict) and "id" in m] if isinstance(entries, list) else []
-        )
+        entries = self._connection.request_object("/models", origin="its list of models").get("data")
+        entries = entries if isinstance(entries, list) else []
+        names = [str(entry["id"]) for entry in entries if isinstance(entry, dict) and "id" in entry]
         if len(names) != 1:
-            found = f"serves {', '.join(names)}" if names else "does not say which models it serves"
-            raise ValueError(f"{self.url} {found}: choose one with --endpoint-model")
+            problem = f"serves {', '.join(names)}" if names else "does not say which models it serves"
+            raise ValueError(f"{self.url} {problem}: choose one with --endpoint-model")
         return names[0]
 
 
-def _read_choice(reply: dict[str, Any], url: str) -> Answer:
+def _read_choice(reply: dict[str, Any], url: str) -> EndpointCompletion:
     try:
         choice = reply["choices"][0]
         text = choice["message"]["content"] if "message" in choice else choice["text"]
@@ -91,4 +284,4 @@ def _read_choice(reply: dict[str, Any], url: str) -> Answer:
         text = ""
     if not isinstance(text, str):
         raise EndpointError(f"{url} sent an answer that is not text: {shorten(json.dumps(text))}")
-    return Answer(text, "length" if choice.get("finish_reason") == "length" else "stop")
+    return EndpointCompletion(text, "length" if choice.get("finish_reason") == "length" else "stop")

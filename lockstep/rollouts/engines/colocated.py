@@ -45,14 +45,14 @@ class ColocatedEngine:
         prompts: Sequence[Prompt],
         params: SamplingParams,
         keys: Sequence[int] | None = None,
-        begun: PartialCompletions | None = None,
+        partial: PartialCompletions | None = None,
     ) -> list[list[TextCompletion]]:
         mine = slice(self._replica, None, self._replicas)
         keys = range(len(prompts)) if keys is None else keys
         with self._borrow() as model:
             engine = self._engine_of(model)
             try:
-                answers = engine.sample(prompts[mine], params, keys[mine], None if begun is None else begun[mine])
+                answers = engine.sample(prompts[mine], params, keys[mine], None if partial is None else partial[mine])
             finally:
                 if engine.cache_bytes > self._max_kept_bytes:
                     engine.release_cache()

@@ -239,13 +239,13 @@ class EnginePool:
         keys: Sequence[int],
         *,
         versions: tuple[int, int],
-        begun: PartialCompletions | None = None,
+        partial: PartialCompletions | None = None,
         on_progress: Callable[[Drafts], None] | None = None,
     ) -> list[list[TextCompletion]]:
         """From any thread. `versions`: lowest and highest of the weights that an answer is begun with; later tokens
         may come from newer ones. `on_progress` is called on this thread, with what there is of every answer.
         """
-        asking = SampleRequest(prompts, params, keys, versions, begun)
+        asking = SampleRequest(prompts, params, keys, versions, partial)
         if on_progress is not None:
             self._engines.wants_news = True
         try:

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from lockstep.config import LoraConfig, ModelConfig, RunConfig
-from lockstep.inference.engine import Call, ContinuousEngine, LocalEngine
-from lockstep.model.allocation import keep_freed_memory
-from lockstep.model.load import DTYPES, build_model, load_tokenizer
+from lockstep.inference.engine import ContinuousEngine, LocalEngine, SampleCall
+from lockstep.model.load import DTYPES, build_model, keep_freed_memory, load_tokenizer
 from lockstep.model.lora import speed_up_eager
 from lockstep.processes.worker import Reply
 from lockstep.rollouts.engines.publishing import Manifest, WeightReceiver
@@ -78,7 +77,7 @@ class EngineHandler:
     def __init__(self, engine: LocalEngine) -> None:
         self._engine = ContinuousEngine(engine)
         self._receiver = WeightReceiver(self._engine.load_weights)
-        self._futures: dict[Call, Future[Reply]] = {}
+        self._futures: dict[SampleCall, Future[Reply]] = {}
         self._num_messages = 0
         self.methods: dict[str, Method] = {
             "begin_weights": self._begin_weights,
@@ -118,14 +117,14 @@ class EngineHandler:
         if version is None or not lowest <= version <= highest:
             has = "no weights yet" if version is None else f"version {version}"
             raise VersionRefused(f"this engine has {has}, and versions {lowest} to {highest} are accepted")
-        call = self._engine.begin(*unpack_request(body), name=body["call"])
+        call = self._engine.submit(*unpack_request(body), name=body["call"])
         future: Future[Reply] = Future()
         self._futures[call] = future
         if call.finished:
             self._answer(call)
         return future
 
-    def _answer(self, call: Call) -> None:
+    def _answer(self, call: SampleCall) -> None:
         future = self._futures.pop(call)
         if call.error is not None:
             future.set_exception(call.error)
@@ -136,9 +135,9 @@ class EngineHandler:
         """On another thread than everything else."""
         news: dict[str, Any] = {}
         if body.get("news"):
-            for call in self._engine.under_way:
+            for call in self._engine.active_calls:
                 if call in self._futures:  # otherwise it is being answered
-                    parts = [[place, sample, pack_begun(part)] for place, sample, part in call.news()]
+                    parts = [[place, sample, pack_begun(part)] for place, sample, part in call.take_progress()]
                     news |= {call.name: parts} if parts else {}
         return {
             "version": self._receiver.version,

@@ -11,7 +11,7 @@ import torch
 
 from lockstep.backend.torch_backend import TorchBackend
 from lockstep.config import LoraConfig
-from lockstep.inference.weights import apply_weights
+from lockstep.model.load import apply_weights
 from lockstep.model.lora import add_lora
 from lockstep.types import Completion, Datum, LossSpec, OptimStep
 

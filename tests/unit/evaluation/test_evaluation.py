@@ -12,7 +12,7 @@ import pytest
 import tiny
 import torch
 import torch.distributed.checkpoint as dcp
-from told_server import told_server
+from scripted_server import scripted_server
 from typer.testing import CliRunner
 
 from lockstep.cli import app
@@ -215,32 +215,32 @@ def test_a_reference_without_a_number_shows_before_a_model_is_loaded(place: Path
 
 
 def test_a_served_model_beside_one_of_ours(place: Path, tmp_path: Path):
-    with told_server() as server:
+    with scripted_server() as server:
         settings = {"endpoint": server.url, "max_tokens": 3, "limit": 4, "system": "Shout."}
         server.finish_reason = "length"
         results = evaluate(place / "one", place / "test.jsonl", ["loss", "exact_match"], **settings)
-        asked = [body["messages"] for _, body in server.asked]
+        asked = [body["messages"] for _, body in server.requests]
     ours, served = results["models"]
-    assert (served["name"], served["kind"], served["answers_cut"]) == ("told", "endpoint", 4)
+    assert (served["name"], served["kind"], served["answers_cut"]) == ("scripted", "endpoint", 4)
     assert "loss" in ours["metrics"]
     assert served["metrics"] == {"exact_match": 0.0}
     for row in results["rows"]:
         system, question = row["question"]
         assert system == {"role": "system", "content": "Shout."}
         assert row["question"] in asked
-        assert row["models"]["told"]["text"] == question["content"].upper()
+        assert row["models"]["scripted"]["text"] == question["content"].upper()
 
 
 def test_a_served_model_alone(place: Path, tmp_path: Path):
     (tmp_path / "echo.jsonl").write_text(
         '{"prompt": "go", "completion": "GO"}\n{"prompt": "no", "completion": "yes"}\n'
     )
-    with told_server() as server:
+    with scripted_server() as server:
         server.script = [(400, {}, b"broken")]
         with pytest.raises(ValueError, match=r"refused .*echo\.jsonl:1: HTTP 400: broken"):
             evaluate((), tmp_path / "echo.jsonl", ["exact_match"], endpoint=server.url, batch_size=1, raw=True)
         results = evaluate((), tmp_path / "echo.jsonl", ["exact_match"], endpoint=server.url, raw=True)
-        assert server.asked[-1][0] == "/v1/completions"
+        assert server.requests[-1][0] == "/v1/completions"
         with pytest.raises(ValueError, match="an endpoint gives answers and no loss"):
             evaluate((), tmp_path / "echo.jsonl", endpoint=server.url)
     assert results["models"][0]["metrics"] == {"exact_match": 0.5}

@@ -23,25 +23,25 @@ GREEDY = Truncation(0.0)
 TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-12}
 
 
-def step(decoder: Decoder, num_slots: int, num_rows: int | None = None) -> list[float]:
+def step(decoder: Decoder, num_slots: int, batch_size: int | None = None) -> list[float]:
     """Log-probs of the tokens after some prompts."""
     with decoder.in_use():
         decoder.prepare(num_slots, 32)
         decoder.prefill([(slot, [3 + slot, 5, 7]) for slot in range(num_slots)])
         decoder.place(list(range(num_slots)), [9] * num_slots, [3] * num_slots, torch.arange(num_slots))
-        _, logprobs = decoder.advance(3, num_rows or num_slots, 8, GREEDY)
+        _, logprobs = decoder.advance(3, batch_size or num_slots, 8, GREEDY)
     return [number for row in logprobs for number in row]
 
 
-def assert_joins(model: Any, num_slots: int = 6, num_rows: int | None = None) -> Decoder:
+def assert_fuses(model: Any, num_slots: int = 6, batch_size: int | None = None) -> Decoder:
     """And gives what the model gives without."""
-    joined, plain = Decoder(model), Decoder(model, joins=False)
-    assert joined._joined is not None
+    fused, plain = Decoder(model), Decoder(model, fuses=False)
+    assert fused.linears is not None
     dtype = next(model.parameters()).dtype
-    found = step(joined, num_slots, num_rows)
-    assert joined._joined._forwards
-    assert found == pytest.approx(step(plain, num_slots, num_rows), abs=TOLERANCES[dtype], rel=0)
-    return joined
+    logprobs = step(fused, num_slots, batch_size)
+    assert fused.linears.is_laid_out
+    assert logprobs == pytest.approx(step(plain, num_slots, batch_size), abs=TOLERANCES[dtype], rel=0)
+    return fused
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -49,8 +49,8 @@ def assert_joins(model: Any, num_slots: int = 6, num_rows: int | None = None) ->
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
 def test_numbers_are_the_models_own(family: str, lora: bool, dtype: torch.dtype) -> None:
     model = make_model(family, dtype, lora)
-    for num_slots, num_rows in ((4, 4), (8, 5), (11, 11), (64, 33)):
-        assert_joins(model, num_slots, num_rows)
+    for num_slots, batch_size in ((4, 4), (8, 5), (11, 11), (64, 33)):
+        assert_fuses(model, num_slots, batch_size)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -62,14 +62,16 @@ def test_biases_are_added(dtype: torch.dtype) -> None:
         for part in (layer.self_attn.q_proj, layer.self_attn.v_proj):
             nn.init.normal_(part.bias)
         layer.self_attn.k_proj.bias = None
-    assert_joins(model)
+    assert_fuses(model)
 
 
 def test_neighbours_are_one_product() -> None:
     model = make_model("llama", lora=True)
-    groups = assert_joins(model)._joined._groups  # type: ignore[union-attr]
+    linears = assert_fuses(model).linears
+    assert linears is not None
+    groups = linears.groups
     layers = model.get_base_model().model.layers
-    names = [tuple(name for name, part in layers[0].named_modules() if part in group.layers) for group in groups[:4]]
+    names = [tuple(name for name, part in layers[0].named_modules() if part in group) for group in groups[:4]]
     attention, mlp = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")
     assert names == [attention, ("self_attn.o_proj",), mlp, ("mlp.down_proj",)]
     assert len(groups) == 4 * len(layers) + 1
@@ -129,46 +131,46 @@ NAMES = ["in-place", "data", "adapters", "scaling", "second", "dora", "disabled"
 @pytest.mark.parametrize("change", CHANGES, ids=NAMES)
 def test_a_change_between_two_calls_counts(change: Callable[[Any], None]) -> None:
     model = make_model("llama", lora=True)
-    joined = assert_joins(model)
-    before = step(joined, 6)
+    fused = assert_fuses(model)
+    before = step(fused, 6)
     change(model)
-    after = step(joined, 6)
-    assert after == pytest.approx(step(Decoder(model, joins=False), 6), abs=1e-12, rel=0)
+    after = step(fused, 6)
+    assert after == pytest.approx(step(Decoder(model, fuses=False), 6), abs=1e-12, rel=0)
     if change is not CHANGES[-1]:
         assert after != pytest.approx(before, abs=1e-6, rel=0)
 
 
-def test_adapters_that_were_sped_up_join() -> None:
+def test_adapters_that_were_sped_up_are_fused() -> None:
     model = make_model("llama", lora=True)
     speed_up_eager(model)
     held = {layer: layer.__dict__.get("forward") for layer in model.modules()}
-    assert_joins(model)
+    assert_fuses(model)
     assert held == {layer: layer.__dict__.get("forward") for layer in model.modules()}
 
 
 def test_a_forward_that_somebody_has_put_in_place_is_taken() -> None:
     model = make_model("llama")
-    joined = assert_joins(model)
+    fused = assert_fuses(model)
     value = model.model.layers[0].self_attn.v_proj
     value.forward = lambda x: nn.Linear.forward(value, x) * 2
-    changed = step(joined, 6)
-    assert changed == pytest.approx(step(Decoder(model, joins=False), 6), abs=1e-12, rel=0)
+    changed = step(fused, 6)
+    assert changed == pytest.approx(step(Decoder(model, fuses=False), 6), abs=1e-12, rel=0)
     assert changed == pytest.approx(step(Decoder(model), 6), abs=1e-12, rel=0)
 
 
 def test_a_single_sequence_and_very_many_take_plain_products() -> None:
     model = make_model("llama")
     decoder = Decoder(model)
-    assert decoder._joined is not None
-    for num_slots, joins in ((1, False), (4, True), (3, False), (64, True), (65, False)):
+    assert decoder.linears is not None
+    for num_slots, fuses in ((1, False), (4, True), (3, False), (64, True), (65, False)):
         step(decoder, num_slots)
-        assert bool(decoder._joined._forwards) == joins
+        assert decoder.linears.is_laid_out == fuses
 
 
-def test_without_memory_for_a_copy_nothing_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_memory_for_a_copy_nothing_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("llama")
     monkeypatch.setattr("lockstep.inference.decoder._physical_bytes", lambda: 8000)
-    assert Decoder(model)._joined is None
+    assert Decoder(model).linears is None
 
 
 def test_samples_are_those_of_plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +178,7 @@ def test_samples_are_those_of_plain_products(monkeypatch: pytest.MonkeyPatch) ->
     params = SamplingParams(max_tokens=15, temperature=1.0, seed=3, num_samples=9)
     prompts = [[5, 6, 7], [8]]
     found = LocalEngine(model, build_tokenizer()).sample(prompts, params)
-    monkeypatch.setattr(Decoder, "_join", lambda decoder, groups: None)
+    monkeypatch.setattr("lockstep.inference.decoder._physical_bytes", lambda: 0)
     assert found == LocalEngine(model, build_tokenizer()).sample(prompts, params)
 
 
@@ -210,11 +212,11 @@ def test_a_neighbour_with_another_input_is_right(way: str) -> None:
         with recorded_groups(module) as groups:
             module(x)
         assert groups == [[module.first, module.second]]  # what is called twice, or by name, stays as it is
-        joined = FusedLinears(groups)
-        joined.lay_out(5)
+        fused = FusedLinears(groups)
+        fused.lay_out(5)
         module.way = way
         expected = [module(x.clone()), module(x.clone())]
-        with joined.in_place():
+        with fused.installed():
             same = x.clone()
             found = [module(same), module(x.clone())]
         assert "forward" not in module.first.__dict__
@@ -226,8 +228,8 @@ def test_forwards_come_back_after_an_exception() -> None:
     module = Awkward()
     with torch.inference_mode(), recorded_groups(module) as groups:
         module(torch.zeros(5, 6, dtype=torch.float64))
-    joined = FusedLinears(groups)
-    joined.lay_out(5)
-    with pytest.raises(ValueError, match="9 numbers a token, and the layer takes 6"), joined.in_place():
+    fused = FusedLinears(groups)
+    fused.lay_out(5)
+    with pytest.raises(ValueError, match="9 features a token, and the layer takes 6"), fused.installed():
         module(torch.zeros(5, 9, dtype=torch.float64))
     assert "forward" not in module.first.__dict__

@@ -14,10 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from lockstep.cli import app
-from lockstep.inference.chat import converse
+from lockstep.inference.chat import TextPrompt, answer_prompts, converse, read_prompts
 from lockstep.inference.engine import LocalEngine, stop_token_ids
 from lockstep.inference.fake import FakeSampler
-from lockstep.inference.prompts import PromptRow, answer_prompts, read_prompts
 from lockstep.types import Sampler, SamplingParams
 
 TEMPLATE = (
@@ -230,7 +229,7 @@ def test_a_bad_row_names_its_line(tmp_path: Path, line: str, message: str) -> No
 
 
 def test_answers_come_in_order(engine: LocalEngine) -> None:
-    rows = [PromptRow(f"f:{i}", f"prompt {i}") for i in range(5)]
+    rows = [TextPrompt(f"f:{i}", f"prompt {i}") for i in range(5)]
     answers = list(answer_prompts(engine, rows, SamplingParams(max_tokens=3), batch_size=2))
     assert [a["prompt"] for a in answers] == [row.content for row in rows]
     expected = engine.sample([engine.encode([{"role": "user", "content": "prompt 4"}])], SamplingParams(max_tokens=3))

@@ -242,7 +242,7 @@ def test_a_model_that_keeps_more_than_keys_and_values_is_found_out() -> None:
     layers = ["conv", "full_attention", "conv"]
     model = transformers.AutoModelForCausalLM.from_config(transformers.Lfm2Config(**SHAPE, layer_types=layers))
     engine = LocalEngine(model, build_tokenizer())
-    with pytest.warns(UserWarning, match="off its own: it keeps more than keys and values. Answers come from"):
+    with pytest.warns(UserWarning, match="off its own: it keeps more than keys and values. Completions come from"):
         ((answer,),) = engine.sample([PROMPTS[0]], SamplingParams(max_tokens=5))
     own = model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=5, do_sample=False, pad_token_id=0)
     assert list(answer.tokens) == own[0, len(PROMPTS[0]) :].tolist()

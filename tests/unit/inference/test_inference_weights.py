@@ -10,7 +10,7 @@ import torch
 from tiny import build_model, build_tokenizer, write_model
 
 from lockstep.config import LoraConfig
-from lockstep.inference.cuda_graphs import _fingerprint
+from lockstep.inference.cuda_graphs import model_fingerprint
 from lockstep.inference.engine import LocalEngine
 from lockstep.model.lora import add_lora
 from lockstep.types import SamplingParams
@@ -121,17 +121,17 @@ def test_weights_from_a_folder_replace_the_model(tmp_path: Path) -> None:
 def test_a_graph_would_notice_other_weights_and_other_adapters() -> None:
     """Captured steps read where the weights were, and do what the model did then."""
     model = make_lora(1)
-    first = _fingerprint(model)
+    first = model_fingerprint(model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.1)
-    assert _fingerprint(model) == first
+    assert model_fingerprint(model) == first
     with model.disable_adapter():
-        assert _fingerprint(model) != first
-    assert _fingerprint(model) == first
+        assert model_fingerprint(model) != first
+    assert model_fingerprint(model) == first
     layer = model.get_base_model().model.layers[1].mlp.up_proj
     layer.scaling["default"] *= 2
-    assert _fingerprint(model) != first
+    assert model_fingerprint(model) != first
     layer.scaling["default"] /= 2
     layer.base_layer.weight.data = layer.base_layer.weight.data.clone()
-    assert _fingerprint(model) != first
+    assert model_fingerprint(model) != first

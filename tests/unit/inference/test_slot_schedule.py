@@ -41,22 +41,22 @@ def test_every_sequence_runs_once_in_order_on_its_own_prompt(
 ) -> None:
     prompts = [name for name, count in groups for _ in range(count)]
     schedule, contents = SlotSchedule(prompts, num_slots), [None] * num_slots
-    begun: list[int] = []
+    started: list[int] = []
     while schedule.busy:
         admission = schedule.admit()
         carry_out(contents, admission, prompts)
-        begun += [sequence for _, sequence in admission.placed]
-        assert len(schedule.live) == num_slots or len(begun) == len(prompts), "a slot is free and somebody waits"
-        for slot, sequence in schedule.live.items():
+        started += [sequence for _, sequence in admission.placed]
+        assert len(schedule.active) == num_slots or len(started) == len(prompts), "a slot is free and a sequence waits"
+        for slot, sequence in schedule.active.items():
             assert contents[slot] == prompts[sequence]
-        for slot in random.sample(sorted(schedule.live), random.randint(1, len(schedule.live))):
+        for slot in random.sample(sorted(schedule.active), random.randint(1, len(schedule.active))):
             schedule.release(slot)
         if compacts:
             for source, target in schedule.compact():
                 contents[target] = contents[source]
-            if len(begun) == len(prompts):
-                assert sorted(schedule.live) == list(range(len(schedule.live)))
-    assert begun == list(range(len(prompts)))
+            if len(started) == len(prompts):
+                assert sorted(schedule.active) == list(range(len(schedule.active)))
+    assert started == list(range(len(prompts)))
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=5), st.integers(1, 4), st.randoms(use_true_random=False))
@@ -65,7 +65,7 @@ def test_the_prompt_of_a_group_is_computed_once(sizes: list[int], num_slots: int
     schedule, computed = SlotSchedule(prompts, num_slots), []
     while schedule.busy:
         computed += [prompts[sequence] for _, sequence in schedule.admit().computed]
-        for slot in random.sample(sorted(schedule.live), random.randint(1, len(schedule.live))):
+        for slot in random.sample(sorted(schedule.active), random.randint(1, len(schedule.active))):
             schedule.release(slot)
     assert computed == list(range(len(sizes)))
 
@@ -110,12 +110,13 @@ def test_a_free_slot_is_filled_at_once(engine: LocalEngine, monkeypatch: pytest.
     steps: list[int] = []
     advance = Decoder.advance
 
-    def count(self: Decoder, num_steps: int, num_rows: int, *rest: Any) -> Any:
-        steps.append(num_rows)
-        return advance(self, num_steps, num_rows, *rest)
+    def count(self: Decoder, num_steps: int, batch_size: int, *rest: Any) -> Any:
+        steps.append(batch_size)
+        return advance(self, num_steps, batch_size, *rest)
 
     monkeypatch.setattr(Decoder, "advance", count)
-    engine._num_positions = 20  # so the prompt's length decides the answer's
+    model = build_model(max_position_embeddings=20).double()  # so the prompt's length decides the answer's
+    engine = LocalEngine(model, engine.tokenizer, batch_size=3)
     prompts = [[40 + i] * (20 - length) for i, length in enumerate([9, 1, 2, 8, 1, 7, 3, 5])]
     found = engine.sample(prompts, SamplingParams(max_tokens=100, temperature=1.0, seed=1))
     lengths = [len(answer.tokens) for (answer,) in found]
@@ -138,7 +139,7 @@ def test_answers_noticed_late_are_cut(engine: LocalEngine) -> None:
             assert answer.logprobs == pytest.approx(other.logprobs, abs=1e-11)
 
 
-def test_replicas_of_a_borrowed_model_answer_as_one(engine: LocalEngine) -> None:
+def test_replicas_of_a_colocated_model_answer_as_one(engine: LocalEngine) -> None:
     prompts = [[20 + i, 21, 22 + i] for i in range(5)]
     params = SamplingParams(max_tokens=8, temperature=1.0, seed=2, num_samples=2)
     shares: dict[int, Any] = {}

@@ -31,7 +31,7 @@ from lockstep.types import PartialCompletion
 
 @pytest.fixture
 def towns(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Town]]:
-    monkeypatch.setattr("lockstep.inference.engine._PIECE_S", 0.0)  # one step at a time
+    monkeypatch.setattr("lockstep.inference.engine.ContinuousEngine.slice_s", 0.0)  # one step at a time
     made: list[Town] = []
 
     def make(*arguments: Any, **options: Any) -> Town:
@@ -332,7 +332,7 @@ def test_a_request_that_cannot_be_answered_is_the_callers_alone(towns: Callable[
     with pytest.raises(ValueError, match="1 keys for 2 prompts"):
         town.pool.sample(PROMPTS[:2], PARAMS, [0], versions=(1, 1))
     with pytest.raises(ValueError, match="begun must have 2 entries"):
-        town.pool.sample(PROMPTS[:2], PARAMS, [0, 1], versions=(1, 1), begun=[[None]])
+        town.pool.sample(PROMPTS[:2], PARAMS, [0, 1], versions=(1, 1), partial=[[None]])
     assert_alike(town.sample(1), expected_of(1))
     assert not town.fields_of("engine_lost")
 

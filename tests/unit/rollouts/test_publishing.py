@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tiny import build_model
 from torch import Tensor
 
-from lockstep.inference.weights import apply_weights
+from lockstep.model.load import apply_weights
 from lockstep.rollouts.engines.publishing import Manifest, Publication, WeightReceiver, WeightsRejected
 
 Send = Callable[["Model", Publication], None]

@@ -1,4 +1,4 @@
-"""A real HTTP server that speaks as OpenAI-compatible ones do, and fails as it is told."""
+"""A real HTTP server that speaks as OpenAI-compatible ones do, and fails as its script says."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, TypeVar
 
 
-class ToldServer(ThreadingHTTPServer):
+class ScriptedServer(ThreadingHTTPServer):
     """Answers a prompt with itself in capitals. What is in `script` comes first: (status, headers, body) or "hang"."""
 
     daemon_threads = True
@@ -19,8 +19,8 @@ class ToldServer(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.script: list[Any] = []
-        self.models = ["told"]
-        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.models = ["scripted"]
+        self.requests: list[tuple[str, dict[str, Any]]] = []
         self.keys: list[str | None] = []
         self.finish_reason = "stop"
         self.release = threading.Event()
@@ -42,7 +42,7 @@ class ToldServer(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    server: ToldServer
+    server: ScriptedServer
 
     def do_GET(self) -> None:
         status, reply = self.server.get(self.path)
@@ -51,23 +51,23 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with self.server.lock:
-            self.server.asked.append((self.path, body))
+            self.server.requests.append((self.path, body))
             self.server.keys.append(self.headers.get("Authorization"))
-            told = self.server.script.pop(0) if self.server.script else None
-        if told == "hang":  # a patient client would get its answer
+            scripted = self.server.script.pop(0) if self.server.script else None
+        if scripted == "hang":  # a patient client would get its answer
             self.server.release.wait(3)
-            told = None
-        if told == "cut":  # promises more than it sends
+            scripted = None
+        if scripted == "cut":  # promises more than it sends
             self.send_response(200)
             self.send_header("Content-Length", "1000")
             self.end_headers()
             self.wfile.write(b'{"choices": [')
             return
-        if told == "drip":  # a byte now and then, so that the line is never silent for long
+        if scripted == "drip":  # a byte now and then, so that the line is never silent for long
             self._drip(b'{"choices": [{"text": "late"}]}')
             return
-        if told is not None:
-            self._reply(told[2], told[0], told[1])
+        if scripted is not None:
+            self._reply(scripted[2], scripted[0], scripted[1])
             return
         status, reply = self.server.post(self.path, body)
         self._reply(reply, status)
@@ -98,18 +98,18 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-Server = TypeVar("Server", bound=ToldServer)
+Server = TypeVar("Server", bound=ScriptedServer)
 
 
 @contextlib.contextmanager
-def told_server(make: Callable[[], Server] = ToldServer) -> Iterator[Server]:  # type: ignore[assignment]
-    told = make()
-    thread = threading.Thread(target=told.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+def scripted_server(make: Callable[[], Server] = ScriptedServer) -> Iterator[Server]:  # type: ignore[assignment]
+    scripted = make()
+    thread = threading.Thread(target=scripted.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     try:
-        yield told
+        yield scripted
     finally:
-        told.release.set()
-        told.shutdown()
-        told.server_close()
+        scripted.release.set()
+        scripted.shutdown()
+        scripted.server_close()
         thread.join(5)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import build_tokenizer
 
-from lockstep.inference.completion import GrowingAnswer
+from lockstep.inference.sequence import TokenSequence
 from lockstep.types import SamplingParams, TextCompletion
 
 TOKENIZER = build_tokenizer()
@@ -24,12 +24,13 @@ def grow(tokens: list[int], max_tokens: int = 1000, **options: Any) -> tuple[Tex
     """The answer after as many of the tokens as it takes, and the pieces of its text."""
     pieces: list[str] = []
     params = SamplingParams(logprobs=True, **options)
-    answer = GrowingAnswer(TOKENIZER, params, frozenset({END}), max_tokens, pieces.append, version=3)
+    ends = frozenset({END})
+    sequence = TokenSequence([1], TOKENIZER, params, ends, max_tokens, on_text=pieces.append, version=3)
     for number, token in enumerate(tokens):
-        if answer.finished:
+        if sequence.finished:
             break
-        answer.push(token, -float(number))
-    return answer.completion(), pieces
+        sequence.append(token, -float(number))
+    return sequence.completion(), pieces
 
 
 def test_the_token_that_ends_a_turn_is_kept_and_its_text_is_not() -> None:
@@ -83,7 +84,7 @@ def test_pieces_are_the_text_and_the_text_has_no_stop(text: str, stops: list[str
 
 
 def test_an_answer_takes_nothing_after_its_end() -> None:
-    answer = GrowingAnswer(TOKENIZER, SamplingParams(), frozenset({END}), 5)
-    answer.push(END, 0.0)
-    with pytest.raises(AssertionError, match="has ended"):
-        answer.push(END, 0.0)
+    sequence = TokenSequence([1], TOKENIZER, SamplingParams(), frozenset({END}), 5)
+    sequence.append(END, 0.0)
+    with pytest.raises(AssertionError, match="a finished sequence"):
+        sequence.append(END, 0.0)

@@ -1,4 +1,4 @@
-"""A run's engine behind HTTP: what it publishes is what answers, and a server that misbehaves is told apart."""
+"""A run's engine behind HTTP: what it publishes is what answers, and a server that misbehaves is recognised."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from told_rollout_servers import RolloutServer, ToldSglang, ToldVllm, draw
-from told_server import told_server
+from scripted_rollout_servers import ScriptedRolloutServer, ScriptedSglang, ScriptedVllm, draw
+from scripted_server import scripted_server
 
-from lockstep.inference.openai.engine import RolloutEndpoint, connect, draw_seeds
-from lockstep.inference.openai.http import EndpointError, EndpointRefusal
+from lockstep.inference.openai.endpoint import EndpointError, EndpointRefusal
+from lockstep.inference.openai.rollout_endpoint import RolloutEndpoint, connect, draw_seeds
 from lockstep.types import SamplingParams, TextCompletion
 
 PROMPTS, KEYS = [[5, 6, 7], [8], [9, 10]], [11, 4, 30]
 PARAMS = SamplingParams(max_tokens=8, temperature=1.0, top_p=0.9, seed=3, num_samples=4, stop=("END",), logprobs=True)
-KINDS: dict[str, tuple[type[RolloutServer], bool]] = {
-    "vllm": (ToldVllm, False),
-    "vllm adapters": (ToldVllm, True),
-    "sglang": (ToldSglang, False),
-    "sglang adapters": (ToldSglang, True),
+KINDS: dict[str, tuple[type[ScriptedRolloutServer], bool]] = {
+    "vllm": (ScriptedVllm, False),
+    "vllm adapters": (ScriptedVllm, True),
+    "sglang": (ScriptedSglang, False),
+    "sglang adapters": (ScriptedSglang, True),
 }
 FULL = ("vllm", "sglang")
 
@@ -33,9 +33,9 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def server(kind: str) -> Iterator[RolloutServer]:
-    with told_server(KINDS[kind][0]) as told:
-        yield told
+def server(kind: str) -> Iterator[ScriptedRolloutServer]:
+    with scripted_server(KINDS[kind][0]) as scripted:
+        yield scripted
 
 
 every_kind = pytest.mark.parametrize("kind", KINDS, indirect=True)
@@ -47,7 +47,7 @@ def write(tensors: Mapping[str, Any], folder: Path) -> None:
     (folder / "weights.bin").write_bytes(tensors["w"])
 
 
-def engine_for(server: RolloutServer, kind: str, folder: Path, **options: Any) -> RolloutEndpoint:
+def engine_for(server: ScriptedRolloutServer, kind: str, folder: Path, **options: Any) -> RolloutEndpoint:
     settings = {"timeout_s": 20.0, "num_tries": 1, "sleep": lambda _: None, **options}
     return connect(server.url, kind.split()[0], write, folder, adapters=KINDS[kind][1], **settings)
 
@@ -75,7 +75,7 @@ def complete(pairs: list[tuple[int, float]], version: int, max_tokens: int) -> T
 
 
 @every_kind
-def test_answers_are_of_the_weights_that_were_published(server: RolloutServer, kind: str, tmp_path: Path):
+def test_answers_are_of_the_weights_that_were_published(server: ScriptedRolloutServer, kind: str, tmp_path: Path):
     engine = engine_for(server, kind, tmp_path / "published")
     for version, weights in ((3, b"one"), (4, b"two"), (6, b"three")):
         engine.publish(version, {"w": weights})
@@ -87,7 +87,7 @@ def test_answers_are_of_the_weights_that_were_published(server: RolloutServer, k
 
 
 @every_kind
-def test_samples_of_a_group_differ_and_can_be_had_again(server: RolloutServer, kind: str, tmp_path: Path):
+def test_samples_of_a_group_differ_and_can_be_had_again(server: ScriptedRolloutServer, kind: str, tmp_path: Path):
     engine = engine_for(server, kind, tmp_path, num_at_once=2)
     engine.publish(0, {"w": b"one"})
     first = sample(engine, 0)
@@ -98,11 +98,11 @@ def test_samples_of_a_group_differ_and_can_be_had_again(server: RolloutServer, k
 
 
 @every_kind
-def test_everything_that_shapes_a_sample_is_said(server: RolloutServer, kind: str, tmp_path: Path):
+def test_everything_that_shapes_a_sample_is_said(server: ScriptedRolloutServer, kind: str, tmp_path: Path):
     engine = engine_for(server, kind, tmp_path)
     engine.publish(0, {"w": b"one"})
     sample(engine, 0)
-    body = next(body for path, body in server.asked if path in ("/v1/completions", "/generate"))
+    body = next(body for path, body in server.requests if path in ("/v1/completions", "/generate"))
     said = body["sampling_params"][0] if "sampling_params" in body else body
     assert (said["temperature"], said["top_p"], said["min_p"], said["stop"]) == (1.0, 0.9, 0.0, ["END"])
     assert said["top_k"] in (0, -1)
@@ -120,7 +120,7 @@ def test_seeds_follow_from_seed_and_key():
 
 
 @every_kind
-def test_the_same_weights_again_are_not_sent_again(server: RolloutServer, kind: str, tmp_path: Path):
+def test_the_same_weights_again_are_not_sent_again(server: ScriptedRolloutServer, kind: str, tmp_path: Path):
     engine = engine_for(server, kind, tmp_path)
     engine.publish(2, {"w": b"one"})
     before = len(server.visited)
@@ -130,7 +130,9 @@ def test_the_same_weights_again_are_not_sent_again(server: RolloutServer, kind: 
 
 
 @every_kind
-def test_a_run_that_comes_back_publishes_what_the_server_has_already(server: RolloutServer, kind: str, tmp_path: Path):
+def test_a_run_that_comes_back_publishes_what_the_server_has_already(
+    server: ScriptedRolloutServer, kind: str, tmp_path: Path
+):
     engine_for(server, kind, tmp_path).publish(2, {"w": b"one"})
     engine = engine_for(server, kind, tmp_path)
     engine.publish(2, {"w": b"one"})
@@ -138,7 +140,7 @@ def test_a_run_that_comes_back_publishes_what_the_server_has_already(server: Rol
 
 
 @pytest.mark.parametrize("kind", ["sglang"], indirect=True)
-def test_an_older_server_is_asked_by_its_older_names(server: ToldSglang, kind: str, tmp_path: Path):
+def test_an_older_server_is_asked_by_its_older_names(server: ScriptedSglang, kind: str, tmp_path: Path):
     server.has_new_names = False
     engine = engine_for(server, kind, tmp_path)
     engine.publish(1, {"w": b"one"})
@@ -146,7 +148,7 @@ def test_an_older_server_is_asked_by_its_older_names(server: ToldSglang, kind: s
 
 
 @pytest.mark.parametrize("kind", ["vllm"], indirect=True)
-def test_vllm_is_asked_for_nothing_but_temperature_one(server: ToldVllm, kind: str, tmp_path: Path):
+def test_vllm_is_asked_for_nothing_but_temperature_one(server: ScriptedVllm, kind: str, tmp_path: Path):
     engine = engine_for(server, kind, tmp_path)
     engine.publish(1, {"w": b"one"})
     with pytest.raises(ValueError, match=r"vLLM gives log-probs at temperature 1, and algorithm\.temperature is 0\.7"):
@@ -160,18 +162,18 @@ def test_vllm_is_asked_for_nothing_but_temperature_one(server: ToldVllm, kind: s
 
 @every_kind
 def test_nothing_is_sampled_before_weights_are_published_or_from_a_version_that_is_not_wanted(
-    server: RolloutServer, kind: str, tmp_path: Path
+    server: ScriptedRolloutServer, kind: str, tmp_path: Path
 ):
     engine = engine_for(server, kind, tmp_path)
-    with pytest.raises(EndpointError, match="serves version None, and 0 to 0 are asked for"):
+    with pytest.raises(EndpointError, match="serves version None, and 0 to 0 are requested"):
         sample(engine, 0)
     engine.publish(2, {"w": b"one"})
-    with pytest.raises(EndpointError, match="serves version 2, and 3 to 3 are asked for"):
+    with pytest.raises(EndpointError, match="serves version 2, and 3 to 3 are requested"):
         sample(engine, 3)
 
 
 @every_kind
-def test_a_server_that_was_restarted_is_found_out(server: RolloutServer, kind: str, tmp_path: Path):
+def test_a_server_that_was_restarted_is_found_out(server: ScriptedRolloutServer, kind: str, tmp_path: Path):
     """It answers with the weights it was started with, and would do so silently."""
     engine = engine_for(server, kind, tmp_path)
     engine.publish(2, {"w": b"one"})
@@ -181,7 +183,7 @@ def test_a_server_that_was_restarted_is_found_out(server: RolloutServer, kind: s
 
 
 @every_kind
-def test_an_update_that_is_refused_twice_stops_sampling(server: RolloutServer, kind: str, tmp_path: Path):
+def test_an_update_that_is_refused_twice_stops_sampling(server: ScriptedRolloutServer, kind: str, tmp_path: Path):
     engine = engine_for(server, kind, tmp_path)
     engine.publish(2, {"w": b"one"})
     refused = [(400, {}, b'{"message": "out of memory"}')] * 4
@@ -196,7 +198,7 @@ def test_an_update_that_is_refused_twice_stops_sampling(server: RolloutServer, k
 
 
 @every_kind
-def test_an_update_that_fails_once_is_sent_again(server: RolloutServer, kind: str, tmp_path: Path):
+def test_an_update_that_fails_once_is_sent_again(server: ScriptedRolloutServer, kind: str, tmp_path: Path):
     engine = engine_for(server, kind, tmp_path)
     server.script = [(500, {}, b"oops")]
     engine.publish(3, {"w": b"two"})
@@ -227,7 +229,7 @@ def with_changes(path: str, change: Callable[[Any], None]) -> Callable[[str, Any
     indirect=["kind"],
 )
 def test_an_update_that_the_server_does_not_confirm_is_none(
-    server: RolloutServer, kind: str, tmp_path: Path, path: str, change: dict[str, Any], said: str
+    server: ScriptedRolloutServer, kind: str, tmp_path: Path, path: str, change: dict[str, Any], said: str
 ):
     engine = engine_for(server, kind, tmp_path)
     server.spoil = with_changes(path, lambda reply: reply.update(change))
@@ -242,7 +244,7 @@ def test_an_update_that_the_server_does_not_confirm_is_none(
     indirect=["kind"],
 )
 def test_a_server_without_the_routes_is_told_how_to_start(
-    server: ToldVllm, kind: str, tmp_path: Path, route: str, needed: str
+    server: ScriptedVllm, kind: str, tmp_path: Path, route: str, needed: str
 ):
     engine = engine_for(server, kind, tmp_path)
     setattr(server, route, None)
@@ -251,7 +253,7 @@ def test_a_server_without_the_routes_is_told_how_to_start(
 
 
 @pytest.mark.parametrize("kind", ["vllm"], indirect=True)
-def test_a_reload_that_breaks_off_leaves_no_name_to_sample_from(server: ToldVllm, kind: str, tmp_path: Path):
+def test_a_reload_that_breaks_off_leaves_no_name_to_sample_from(server: ScriptedVllm, kind: str, tmp_path: Path):
     engine = engine_for(server, kind, tmp_path)
     engine.publish(2, {"w": b"one"})
     server.on_collective_rpc = lambda body: (500, {"detail": "worker died"})  # type: ignore[method-assign]
@@ -261,7 +263,7 @@ def test_a_reload_that_breaks_off_leaves_no_name_to_sample_from(server: ToldVllm
 
 
 @whole_models
-def test_weights_change_between_answers_and_never_within(server: RolloutServer, kind: str, tmp_path: Path):
+def test_weights_change_between_answers_and_never_within(server: ScriptedRolloutServer, kind: str, tmp_path: Path):
     """A publication waits for the samples under way, and those that come meanwhile wait for it."""
     engine, seen, problems = engine_for(server, kind, tmp_path), [], []
     engine.publish(0, {"w": b"0"})
@@ -339,7 +341,7 @@ FAULTS: dict[str, tuple[str, Callable[[Any], Any], str]] = {
 
 @pytest.mark.parametrize(("kind", "change", "said"), FAULTS.values(), ids=FAULTS, indirect=["kind"])
 def test_a_reply_that_is_not_sound_ends_it(
-    server: RolloutServer, kind: str, tmp_path: Path, change: Callable[[Any], Any], said: str
+    server: ScriptedRolloutServer, kind: str, tmp_path: Path, change: Callable[[Any], Any], said: str
 ):
     engine = engine_for(server, kind, tmp_path)
     engine.publish(0, {"w": b"one"})
@@ -350,11 +352,11 @@ def test_a_reply_that_is_not_sound_ends_it(
 
 
 @every_kind
-def test_more_tokens_than_asked_for_are_refused(server: RolloutServer, kind: str, tmp_path: Path):
+def test_more_tokens_than_asked_for_are_refused(server: ScriptedRolloutServer, kind: str, tmp_path: Path):
     engine = engine_for(server, kind, tmp_path)
     engine.publish(0, {"w": b"one"})
     path = "/v1/completions" if "vllm" in kind else "/generate"
-    asked = SamplingParams(max_tokens=1, temperature=1.0, seed=1)
+    one_token = SamplingParams(max_tokens=1, temperature=1.0, seed=1)
 
     def lengthen(reply: Any) -> None:
         pairs = pairs_of(reply)
@@ -368,25 +370,27 @@ def test_more_tokens_than_asked_for_are_refused(server: RolloutServer, kind: str
 
     server.spoil = with_changes(path, lengthen)
     with pytest.raises(EndpointError, match="with 2 tokens where at most 1 were asked for"):
-        sample(engine, 0, asked)
+        sample(engine, 0, one_token)
 
 
 @every_kind
 @pytest.mark.parametrize(
-    ("told", "said"), [("hang", r"no reply within 0\.5 s"), ((500, {}, b"oops"), "HTTP 500: oops")], ids=["hang", "500"]
+    ("fault", "said"),
+    [("hang", r"no reply within 0\.5 s"), ((500, {}, b"oops"), "HTTP 500: oops")],
+    ids=["hang", "500"],
 )
 def test_a_server_that_hangs_or_fails_is_named_with_the_prompt(
-    server: RolloutServer, kind: str, tmp_path: Path, told: Any, said: str
+    server: ScriptedRolloutServer, kind: str, tmp_path: Path, fault: Any, said: str
 ):
     engine = engine_for(server, kind, tmp_path, timeout_s=0.5)
     engine.publish(0, {"w": b"one"})
-    server.script = [told] * len(PROMPTS)
+    server.script = [fault] * len(PROMPTS)
     with pytest.raises(EndpointError, match=rf"the prompt of key (11|4|30) in 1 tries: {said}"):
         sample(engine, 0)
 
 
 @every_kind
-def test_what_passes_is_tried_again(server: RolloutServer, kind: str, tmp_path: Path):
+def test_what_passes_is_tried_again(server: ScriptedRolloutServer, kind: str, tmp_path: Path):
     engine = engine_for(server, kind, tmp_path, num_tries=4)
     engine.publish(0, {"w": b"one"})
     server.script = [(503, {}, b"busy"), "cut", (500, {}, b"oops")]
@@ -399,7 +403,7 @@ def test_nobody_at_the_address_shows_at_once(tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", ["vllm"], indirect=True)
-def test_which_of_several_models_must_be_said(server: ToldVllm, kind: str, tmp_path: Path):
+def test_which_of_several_models_must_be_said(server: ScriptedVllm, kind: str, tmp_path: Path):
     server.spoil = with_changes("/v1/models", lambda reply: reply["data"].append({"id": "second", "parent": None}))
     with pytest.raises(ValueError, match="serves base, second: name the one to train"):
         engine_for(server, kind, tmp_path)

@@ -1,11 +1,11 @@
-"""Servers that really sample: the told ones, with our own engine behind them, loaded from the folders they hear of."""
+"""Scripted servers that really sample: our own engine behind them, loaded from the folders they are sent."""
 
 from __future__ import annotations
 
 import threading
 from typing import Any
 
-from told_rollout_servers import ToldSglang, ToldVllm
+from scripted_rollout_servers import ScriptedSglang, ScriptedVllm
 
 from lockstep.inference.engine import LocalEngine
 from lockstep.types import SamplingParams, TextCompletion
@@ -37,7 +37,7 @@ def _shape(said: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-class ModelSglang(ToldSglang):
+class ModelSglang(ScriptedSglang):
     """Whole models."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class ModelSglang(ToldSglang):
         return 200, parts
 
 
-class ModelVllm(ToldVllm):
+class ModelVllm(ScriptedVllm):
     """Adapters."""
 
     def __init__(self) -> None:

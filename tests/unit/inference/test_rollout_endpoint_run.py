@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import tiny
-from told_model_server import ModelSglang, ModelVllm
-from told_rollout_servers import RolloutServer
-from told_server import told_server
+from model_servers import ModelSglang, ModelVllm
+from scripted_rollout_servers import ScriptedRolloutServer
+from scripted_server import scripted_server
 
 from lockstep.config import ConfigError, RunConfig, load_config
 from lockstep.rundir import RunDir
 from lockstep.train.run import run as train
 
 REWARD = {"name": "length", "options": {"most": 4, "unit": "characters", "soft": 12}}
-WAYS: dict[str, tuple[type[RolloutServer], dict[str, Any]]] = {
+WAYS: dict[str, tuple[type[ScriptedRolloutServer], dict[str, Any]]] = {
     "sglang": (ModelSglang, {"algorithm": {"temperature": 0.7}, "rollouts": {"kind": "sglang"}}),
     "vllm": (ModelVllm, {"lora": {"rank": 4}, "rollouts": {"kind": "vllm"}}),
     "ahead": (ModelSglang, {"rollouts": {"kind": "sglang", "max_staleness": 2}, "optim": {"learning_rate": 1e-4}}),
@@ -43,7 +43,7 @@ def configure(folder: Path, url: str, changes: dict[str, Any]) -> RunConfig:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_run_learns_from_what_a_server_samples(way: str, tmp_path: Path) -> None:
     kind, changes = WAYS[way]
-    with told_server(kind) as server:
+    with scripted_server(kind) as server:
         run = RunDir.create(tmp_path / "run", configure(tmp_path, server.url, changes))
         train(run.path)
         label = next(iter(server.adapters), server.label)
@@ -69,7 +69,7 @@ def test_a_server_that_loses_its_weights_ends_the_run(tmp_path: Path) -> None:
                 self.label = "default"
             return super().on_generate(body)
 
-    with told_server(Forgetful) as server:
+    with scripted_server(Forgetful) as server:
         run = RunDir.create(tmp_path / "run", configure(tmp_path, server.url, WAYS["sglang"][1]))
         with pytest.raises(OSError, match=r"has the weights 'default', and 'lockstep-2-.* were published"):
             train(run.path)

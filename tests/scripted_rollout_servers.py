@@ -1,4 +1,4 @@
-"""Servers that take weights and sample tokens as vLLM and SGLang document it, and misbehave as they are told.
+"""Servers that take weights and sample tokens as vLLM and SGLang document it, and misbehave as their script says.
 
 What they sample follows from the bytes of the weights they were given, the prompt and the seed.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from told_server import ToldServer
+from scripted_server import ScriptedServer
 
 BASE = b"the weights it was started with"
 
@@ -26,7 +26,7 @@ def read_weights(folder: str) -> bytes:
     return (Path(folder) / "weights.bin").read_bytes()
 
 
-class RolloutServer(ToldServer):
+class ScriptedRolloutServer(ScriptedServer):
     """`spoil` gets every reply before it is sent, with the path; `visited` has all paths, in order."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class RolloutServer(ToldServer):
         return status, self.spoil(path, reply)
 
 
-class ToldVllm(RolloutServer):
+class ScriptedVllm(ScriptedRolloutServer):
     def on_models(self, _: Any) -> tuple[int, Any]:
         cards = [{"id": "base", "root": "base", "parent": None}]
         return 200, {"data": cards + [{"id": n, "root": f, "parent": "base"} for n, f in self.adapters.items()]}
@@ -116,7 +116,7 @@ class ToldVllm(RolloutServer):
         return 200, {"model": body["model"], "choices": choices[::-1], "usage": usage}
 
 
-class ToldSglang(RolloutServer):
+class ScriptedSglang(ScriptedRolloutServer):
     has_new_names = True
 
     def on_update_weights_from_disk(self, body: Any) -> tuple[int, Any]:

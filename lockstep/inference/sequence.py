@@ -1,0 +1,149 @@
+"""One sequence: a prompt and the completion that is sampled for it, token by token, until it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from lockstep.inference.token_sampling import Truncation
+from lockstep.types import PartialCompletion, SamplingParams, TextCompletion
+
+
+class TokenSequence:
+    """`end_tokens` end it and are not part of its text. `on_text` receives the text in pieces, without stop texts.
+
+    `random_stream`: what its random numbers follow from, together with their positions. `version`: of the weights that
+    the next token comes from; the caller updates it when weights change.
+    """
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        tokenizer: Any,
+        params: SamplingParams,
+        end_tokens: frozenset[int],
+        max_new_tokens: int,
+        *,
+        random_stream: int = 0,
+        on_text: Callable[[str], None] | None = None,
+        version: int = 0,
+    ) -> None:
+        self.prompt = tuple(int(token) for token in prompt)
+        self.truncation, self.random_stream, self.version = Truncation.of(params), random_stream, version
+        # Append-only, in this order: another thread may read as many of each as the last one has.
+        self.sampled: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+        self._tokenizer, self._params, self._on_text = tokenizer, params, on_text
+        self._end_tokens, self._max_new_tokens = end_tokens, max_new_tokens
+        self._finish_reason: Literal["stop", "length"] | None = None
+        # Most completions need their text only once: detokenising each step costs as much as a step of a small model.
+        self._detokenizer = Detokenizer(tokenizer) if params.stop or on_text is not None else None
+        self._text, self._num_shown = "", 0  # the text so far, and how many of its characters went to `on_text`
+
+    @property
+    def finished(self) -> bool:
+        return self._finish_reason is not None
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Prompt and completion so far."""
+        return (*self.prompt, *self.sampled)
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.sampled)
+
+    @property
+    def num_left(self) -> int:
+        return self._max_new_tokens - len(self.sampled)
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.sampled)
+
+    @property
+    def max_length(self) -> int:
+        return len(self.prompt) + self._max_new_tokens
+
+    def resume(self, partial: PartialCompletion) -> None:
+        """Take over what another engine has sampled of this completion."""
+        current = self.version
+        for token, logprob, self.version in zip(partial.tokens, partial.logprobs, partial.versions, strict=True):
+            if self.finished:
+                raise ValueError(
+                    f"a partial completion has {len(partial.tokens)} tokens and ends after {self.num_sampled}"
+                )
+            self.append(token, logprob)
+        self.version = current
+
+    def partial(self, start: int = 0) -> PartialCompletion:
+        """The completion so far, from its token `start` on. From any thread."""
+        end = len(self.versions)
+        return PartialCompletion(
+            tuple(self.sampled[start:end]), tuple(self.logprobs[start:end]), tuple(self.versions[start:end])
+        )
+
+    def append(self, token: int, logprob: float) -> None:
+        assert not self.finished, "a finished sequence takes no more tokens"
+        self.sampled.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(self.version)
+        if token in self._end_tokens or self._completes_stop_text(token):
+            self._finish_reason = "stop"
+        elif self.num_left == 0:
+            self._finish_reason = "length"
+        if self._on_text is not None:
+            self._show(self._on_text)
+
+    def completion(self) -> TextCompletion:
+        assert self._finish_reason is not None, "the sequence is not finished"
+        logprobs = tuple(self.logprobs) if self._params.logprobs else None
+        newest = max(self.versions)
+        versions = tuple(self.versions) if min(self.versions) != newest else ()
+        return TextCompletion(tuple(self.sampled), self._final_text(), self._finish_reason, logprobs, newest, versions)
+
+    def _completes_stop_text(self, token: int) -> bool:
+        piece = self._detokenizer.push(token) if self._detokenizer is not None else ""
+        if not piece:
+            return False
+        before, self._text = len(self._text), self._text + piece
+        return any(self._text.find(stop, max(0, before - len(stop) + 1)) >= 0 for stop in self._params.stop)
+
+    def _final_text(self) -> str:
+        has_end_token = bool(self.sampled) and self.sampled[-1] in self._end_tokens
+        text = self._tokenizer.decode(self.sampled[:-1] if has_end_token else self.sampled, skip_special_tokens=True)
+        return text[: min((at for at in map(text.find, self._params.stop) if at >= 0), default=len(text))]
+
+    def _show(self, on_text: Callable[[str], None]) -> None:
+        """All text that cannot turn out to be the beginning of a stop text."""
+        if self.finished:
+            text, end = self._final_text(), None
+        else:
+            text, end = self._text, len(self._text) - max((len(stop) - 1 for stop in self._params.stop), default=0)
+        piece = text[self._num_shown : end]
+        if piece:
+            self._num_shown += len(piece)
+            on_text(piece)
+
+
+class Detokenizer:
+    """Tokens one by one to text, as soon as it is certain: the bytes of one character may span several tokens."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        # Text up to `_emitted` was returned; tokens from `_start` on are decoded again, as text depends on its left.
+        self._start = self._emitted = 0
+
+    def push(self, token: int) -> str:
+        self._tokens.append(token)
+        known = self._decode(self._tokens[self._start : self._emitted])
+        text = self._decode(self._tokens[self._start :])
+        if len(text) <= len(known) or text.endswith("\ufffd"):
+            return ""
+        self._start, self._emitted = self._emitted, len(self._tokens)
+        return text[len(known) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))

@@ -1,0 +1,62 @@
+"""What a CPU can show of CUDA graphs: which memory pool each capture gets."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.inference.cuda_graphs import StepGraphs
+
+
+@pytest.fixture
+def pools(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The pool of every capture, with CUDA replaced by stand-ins."""
+    used: list[Any] = []
+
+    @contextlib.contextmanager
+    def graph(_: Any, pool: Any) -> Iterator[None]:
+        used.append(pool)
+        yield
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    return used
+
+
+def test_graphs_share_a_pool_and_a_cleared_one_is_not_used_again(pools: list[Any]) -> None:
+    graphs, counter = StepGraphs(nn.Linear(2, 2)), torch.zeros(1)
+
+    def step() -> tuple[torch.Tensor]:
+        return (counter.add_(1).clone(),)
+
+    for key in ("a", "b", "a"):
+        graphs.run(key, step, [counter])
+    assert graphs.keys == {"a", "b"}
+    assert len(pools) == 2
+    assert pools[0] is pools[1]
+    graphs.clear()
+    assert not graphs.keys
+    graphs.run("a", step, [counter])
+    assert pools[2] is not pools[0], "CUDA's allocator refuses a capture into a pool whose graphs are gone"
+
+
+def test_the_run_before_a_capture_leaves_the_state_as_it_was(pools: list[Any]) -> None:
+    state, seen = torch.zeros(1), []
+
+    def step() -> tuple[torch.Tensor]:
+        seen.append(float(state))
+        return (state.add_(1).clone(),)
+
+    StepGraphs(nn.Linear(2, 2)).run("a", step, [state])
+    assert seen == [0.0, 0.0]  # the warm-up, then the capture

@@ -1,7 +1,7 @@
-"""How much better a sampled answer is than expected: baselines over its group or over the global batch.
+"""Advantages of sampled answers: baselines over their group or over the global batch, in float64.
 
-Pure, in float64: every rank has all rewards and computes the same. Answers whose reward is unknown (nan) take no part
-in any baseline and get no advantage. Must not know texts, models or ranks.
+Every rank has all rewards and computes the same. Answers whose reward is unknown (nan) have no part in any baseline
+and get no advantage.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def find_advantages(rewards: Groups, baseline: str) -> list[list[float]]:
     """
     centre, spread = BASELINES[baseline]
     everywhere = _known(chain.from_iterable(rewards))
-    found = [_differences(group, centre, everywhere) for group in rewards]
+    differences = [_differences(group, centre, everywhere) for group in rewards]
     if spread == "batch":
-        size = _deviation(_known(chain.from_iterable(found)))
-        return [[difference / (size + _EPSILON) for difference in group] for group in found]
+        size = _deviation(_known(chain.from_iterable(differences)))
+        return [[d / (size + _EPSILON) for d in group] for group in differences]
     if spread == "group":
         sizes = [_deviation(_known(group)) for group in rewards]
-        return [[d / (size + _EPSILON) for d in group] for group, size in zip(found, sizes, strict=True)]
-    return found
+        return [[d / (size + _EPSILON) for d in group] for group, size in zip(differences, sizes, strict=True)]
+    return differences
 
 
 def is_flat(rewards: Sequence[float]) -> bool:
@@ -87,5 +87,5 @@ def scale_of(aggregation: str, *, num_tokens: int, num_answers: int, max_tokens:
 
 
 def token_weight(aggregation: str, num_tokens: int) -> float:
-    """What a token counts in an answer of which `num_tokens` are learned."""
+    """Weight of a token in an answer of which `num_tokens` are learned."""
     return 1.0 / num_tokens if aggregation == "sequence" else 1.0

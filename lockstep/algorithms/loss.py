@@ -1,7 +1,4 @@
-"""What a loss is given and what it gives: log-probs of supervised tokens in, a sum and its metrics out.
-
-Must not know models, batches or ranks, nor any loss by name.
-"""
+"""The interface of a loss: log-probs of supervised tokens in, a sum and its metrics out."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ class LossInputs:
     `weights`: how much a token's log-prob counts in the sum of its completion. Not multiplied by `scale`.
     `scale`: the one number that normalises the sum over the global batch; a loss multiplies its result by it.
     `completions`: which completion a token belongs to (0, 1, 2, ... in order); a pair is chosen 2k, rejected 2k + 1.
-    `num_completions`: 0 where nothing is to be learned: the micro-batch only runs along with those of other ranks.
+    `num_completions`: 0 in a micro-batch without data, which only keeps this rank in step with others.
     """
 
     weights: Tensor
@@ -54,7 +51,7 @@ class Loss:
     """`fn` is pure and never waits for the device. Losses and metrics are sums, never means; metrics are not scaled.
 
     `linear`: the loss is -sum(scale * weights * logprobs), so its gradient is known before the forward pass.
-    `metrics`: the names that `fn` gives under these options. Ranks that do not compute the loss must know them too.
+    `metrics`: the names that `fn` returns under these options, needed also on ranks that do not compute the loss.
     `is_separable`: the loss of a batch is the sum of the losses of its data.
     `couples_completions`: the loss of a datum needs all its completions together, not only all tokens of each.
     `needs_reference`, `needs_log_sum_sq_probs`: whether `fn` reads values "reference_logprobs", "log_sum_sq_probs".

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from lockstep.algorithms.loss import Loss, LossFn, LossInputs, TensorMetrics
-from lockstep.algorithms.options import check_options
 from lockstep.algorithms.policy_gradient import POLICY_GRADIENT
 from lockstep.algorithms.preference import KTO, PREFERENCE
 from lockstep.types import Datum, LossSpec
 
-__all__ = ["LOSSES", "Loss", "LossFn", "LossInputs", "TensorMetrics", "check_options", "lacks_reference"]
+__all__ = ["LOSSES", "Loss", "LossFn", "LossInputs", "TensorMetrics", "lacks_reference"]
 
 
 def cross_entropy(logprobs: Tensor, inputs: LossInputs) -> tuple[Tensor, TensorMetrics]:

@@ -1,20 +1,46 @@
-"""Policy gradients of sampled answers: GRPO and its kin by options, one token after the other.
+"""Policy gradients of sampled answers: GRPO and its variants by options, token by token.
 
-What a token counts (its weight and the scale) is decided by whoever makes the batch, and so is its advantage.
-Must not know rewards, groups, models or ranks.
+Weights, scale and advantages come with the batch.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lockstep.algorithms.loss import CompletionSums, Loss, LossInputs, Options, TensorMetrics, nothing_learned
-from lockstep.algorithms.options import PolicyGradientOptions
 
 _METRICS = ("ratio", "clipped_low", "clipped_high", "moved")
-# A bigger exponent is cut off: its exponential, and a gradient multiplied by it, would not fit into float32.
+# Larger exponents are clamped: their exponential, and a gradient multiplied by it, would overflow float32.
 _MAX_EXPONENT = 80.0
+
+
+@dataclass(frozen=True)
+class PolicyGradientOptions:
+    """`ratio`: of the probability now to that before this step, of each token or of the whole answer: the geometric
+    mean over its tokens (GSPO).
+
+    `objective`: clip is PPO's, cispo weighs log-probs with the clipped ratio as a constant. Ratios are clipped to
+    1 - `clip_low` .. 1 + `clip_high`; `dual_clip` also bounds one ratio times a negative advantage.
+    `kl`: which estimate of the KL from the reference the loss adds, `kl_coefficient` times.
+    `importance_weighting`: weighs with trainer over sampler, of each token or each answer, at most `importance_cap`.
+    `on_policy`: nothing was learned from these answers before: the old log-probs are the present ones.
+    """
+
+    ratio: Literal["token", "sequence"] = "token"
+    objective: Literal["clip", "cispo"] = "clip"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    kl: Literal["k1", "k2", "k3"] = "k3"
+    kl_coefficient: float = 0.0
+    entropy_coefficient: float = 0.0
+    importance_weighting: Literal["none", "token", "sequence"] = "none"
+    importance_cap: float = 2.0
+    on_policy: bool = False
 
 
 def policy_gradient(logprobs: Tensor, inputs: LossInputs) -> tuple[Tensor, TensorMetrics]:

@@ -1,35 +1,74 @@
-"""Losses of preference pairs: DPO and its kin, several at once where asked for.
+"""Losses of preferences: DPO and its variants on pairs, one or several at once, and KTO on labelled answers.
 
 Each formula gives one loss per pair. Lengths are numbers of supervised tokens: `ipo`, `sigmoid_norm`, `simpo` and
-`orpo` divide a completion's sum by its own. Must not know models, batches or ranks.
+`orpo` divide a completion's sum by its own. Names and defaults of options are TRL's where it has them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from lockstep.algorithms.loss import CompletionSums, Loss, LossInputs, Options, TensorMetrics, nothing_learned
-from lockstep.algorithms.options import KtoOptions, PreferenceOptions
+from lockstep.config.algorithm import PREFERENCE_LOSSES, LossTraits
 
 _METRICS = ("chosen_reward", "rejected_reward", "margin", "accuracy", "chosen_logprob", "rejected_logprob")
-# A bigger exponent is cut off: its exponential, and a gradient multiplied by it, would not fit into float32.
+# Larger exponents are clamped: their exponential, and a gradient multiplied by it, would overflow float32.
 _MAX_EXPONENT = 80.0
 # A probability of 1 has no finite odds. Float32 rounds log-probs closer to 0 than about this.
 _MAX_LOG_PROBABILITY = -1e-8
 
 
 @dataclass(frozen=True)
-class Answers:
-    """One side of all pairs, [P] each.
+class PreferenceOptions:
+    """`losses`: the weight of each.
 
-    `logprob` and `ratio` (to the reference) are sums over tokens with their weights; `score` is the ratio as the
-    divergence sees it. `plain_logprob` and `length` count every supervised token as 1.
+    `margin`: how far apart SimPO wants a pair to be (its gamma).
+    `cpo_alpha`: weight of the chosen answers' cross-entropy in `cpo`.
+    `wpo`: pairs that the policy is unlikely to generate itself weigh less.
+    `bco_shift`: `bco_pair` measures rewards from their mean over the batch.
+    `ld_alpha`: weight of a token past the shorter answer's length. It reaches the loss as weights of tokens.
+    `num_chosen_tokens`: supervised tokens of the chosen answers in the global batch.
+    """
+
+    losses: Mapping[str, float] = field(default_factory=lambda: {"sigmoid": 1.0})
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl"
+    divergence_alpha: float = 0.5
+    discopop_tau: float = 0.05
+    margin: float = 0.5
+    cpo_alpha: float = 1.0
+    wpo: bool = False
+    bco_shift: bool = False
+    ld_alpha: float = 1.0
+    num_chosen_tokens: float | None = None
+
+    @property
+    def traits(self) -> list[LossTraits]:
+        return [PREFERENCE_LOSSES[name] for name in self.losses]
+
+    @property
+    def needs_reference(self) -> bool:
+        return any(loss.reference for loss in self.traits)
+
+    @property
+    def is_separable(self) -> bool:
+        return all(loss.paired for loss in self.traits) and not (self.bco_shift and "bco_pair" in self.losses)
+
+
+@dataclass(frozen=True)
+class PairSide:
+    """The chosen or the rejected answers of all pairs, [P] each.
+
+    `logprob` and `ratio` (to the reference) are weighted sums over tokens; `score` is the ratio under the divergence.
+    `plain_logprob` and `length` count every supervised token as 1.
     """
 
     logprob: Tensor
@@ -41,8 +80,8 @@ class Answers:
 
 @dataclass(frozen=True)
 class Pairs:
-    chosen: Answers
-    rejected: Answers
+    chosen: PairSide
+    rejected: PairSide
 
     @property
     def score_gap(self) -> Tensor:
@@ -56,8 +95,8 @@ def preference(logprobs: Tensor, inputs: LossInputs) -> tuple[Tensor, TensorMetr
     assert inputs.num_completions % 2 == 0, "a pair is two completions"
     sums = CompletionSums(inputs)
     pairs = _gather(sums, logprobs.double(), inputs, options)
-    emphasis = _emphasis(sums, logprobs, inputs) if options.wpo else None
-    losses = {name: _part(name, pairs, emphasis, options, inputs.scale) for name in options.losses}
+    pair_weights = _wpo_weights(sums, logprobs, inputs) if options.wpo else None
+    losses = {name: _pair_losses(name, pairs, pair_weights, options, inputs.scale) for name in options.losses}
     total = torch.stack([weight * losses[name].sum() for name, weight in options.losses.items()]).sum()
     return (inputs.scale * total).to(logprobs.dtype), _measure(pairs, losses, options)
 
@@ -70,12 +109,12 @@ def _gather(sums: CompletionSums, logprobs: Tensor, inputs: LossInputs, options:
         ratio = sums.of(weights * (logprobs - inputs.values["reference_logprobs"].double()))
     score = _score(ratio, options)
     length = sums.lengths.clamp(min=1)
-    sides = [Answers(*(x[side::2] for x in (logprob, ratio, score, plain_logprob, length))) for side in (0, 1)]
+    sides = [PairSide(*(x[side::2] for x in (logprob, ratio, score, plain_logprob, length))) for side in (0, 1)]
     return Pairs(*sides)
 
 
 def _score(ratio: Tensor, options: PreferenceOptions) -> Tensor:
-    """f'(t) of the divergence at t = exp(ratio), and 0 where policy and reference agree."""
+    """f'(t) of the divergence at t = exp(ratio), shifted to 0 where policy and reference agree."""
     if options.divergence == "forward_kl":
         return -torch.expm1((-ratio).clamp(max=_MAX_EXPONENT))
     if options.divergence == "js":
@@ -86,30 +125,32 @@ def _score(ratio: Tensor, options: PreferenceOptions) -> Tensor:
     return ratio
 
 
-def _emphasis(sums: CompletionSums, logprobs: Tensor, inputs: LossInputs) -> Tensor:
-    """WPO: how likely the policy itself is to write each pair, beside what it would write on average. No gradient."""
-    likeness = sums.of(logprobs.detach().double() - inputs.values["log_sum_sq_probs"].double())
-    likeness = likeness / sums.lengths.clamp(min=1)
-    return torch.exp(likeness[0::2] + likeness[1::2])
+def _wpo_weights(sums: CompletionSums, logprobs: Tensor, inputs: LossInputs) -> Tensor:
+    """[P]: how likely the policy is to generate each pair, relative to its average sample. No gradient."""
+    log_weight = sums.of(logprobs.detach().double() - inputs.values["log_sum_sq_probs"].double())
+    log_weight = log_weight / sums.lengths.clamp(min=1)
+    return torch.exp(log_weight[0::2] + log_weight[1::2])
 
 
-def _part(name: str, pairs: Pairs, emphasis: Tensor | None, options: PreferenceOptions, scale: float) -> Tensor:
-    """One loss per pair. WPO weighs what compares answers, not the cross-entropy of the chosen one."""
+def _pair_losses(
+    name: str, pairs: Pairs, pair_weights: Tensor | None, options: PreferenceOptions, scale: float
+) -> Tensor:
+    """[P]. WPO weighs comparisons, not the cross-entropy of the chosen answer."""
     losses = torch.zeros_like(pairs.chosen.logprob)
     if name in FORMULAS:
         losses = FORMULAS[name](pairs, options)
-        losses = losses if emphasis is None else losses * emphasis
-    share = {"sft": 1.0, "orpo": 1.0, "cpo": options.cpo_alpha}.get(name, 0.0)
-    if share == 0:
+        losses = losses if pair_weights is None else losses * pair_weights
+    sft_weight = {"sft": 1.0, "orpo": 1.0, "cpo": options.cpo_alpha}.get(name, 0.0)
+    if sft_weight == 0:
         return losses
     if options.num_chosen_tokens is None:
         raise ValueError(f"{name} needs the option num_chosen_tokens: the chosen tokens of the global batch")
     # 1 / scale pairs are in the global batch: their mean becomes the mean over its chosen tokens.
-    return losses - pairs.chosen.plain_logprob * (share / (scale * options.num_chosen_tokens))
+    return losses - pairs.chosen.plain_logprob * (sft_weight / (scale * options.num_chosen_tokens))
 
 
 def _smoothed(margin: Tensor, options: PreferenceOptions) -> Tensor:
-    """Logistic loss when a part of the labels, `label_smoothing`, is the wrong way round."""
+    """Logistic loss where a fraction of the labels, `label_smoothing`, is expected to be flipped."""
     wrong = options.label_smoothing
     return -(1 - wrong) * logsigmoid(margin) - wrong * logsigmoid(-margin)
 
@@ -135,20 +176,20 @@ def _ipo(pairs: Pairs, options: PreferenceOptions) -> Tensor:
 
 
 def _robust(pairs: Pairs, options: PreferenceOptions) -> Tensor:
-    """Unbiased when a part of the labels, `label_smoothing`, is known to be the wrong way round."""
+    """Unbiased where a fraction of the labels, `label_smoothing`, is known to be flipped."""
     wrong, margin = options.label_smoothing, options.beta * pairs.score_gap
     return (wrong * logsigmoid(-margin) - (1 - wrong) * logsigmoid(margin)) / (1 - 2 * wrong)
 
 
 def _exo_pair(pairs: Pairs, options: PreferenceOptions) -> Tensor:
-    """KL of the policy's choice between the two from that of a judge who errs in `label_smoothing` of the cases."""
+    """KL of the policy's choice from that of an annotator who errs in `label_smoothing` of the cases."""
     wrong, margin = options.label_smoothing, options.beta * pairs.score_gap
     prefers_chosen = torch.sigmoid(margin) * (logsigmoid(margin) - math.log1p(-wrong))
     return prefers_chosen + torch.sigmoid(-margin) * (logsigmoid(-margin) - math.log(wrong))
 
 
 def _discopop(pairs: Pairs, options: PreferenceOptions) -> Tensor:
-    """Between logistic and exponential loss. The exponential one is mixed in as one exponent, which stays small."""
+    """Between logistic and exponential loss, the latter as a single exponent, which stays small."""
     margin = options.beta * pairs.score_gap
     mixing = margin / options.discopop_tau
     return torch.exp(logsigmoid(mixing) - margin) - torch.sigmoid(-mixing) * logsigmoid(margin)
@@ -241,7 +282,7 @@ FORMULAS: dict[str, Callable[[Pairs, PreferenceOptions], Tensor]] = {
 
 
 def _rewards(pairs: Pairs, options: PreferenceOptions) -> tuple[Tensor, Tensor]:
-    """What the loss takes for the rewards of both answers."""
+    """The implicit rewards of both answers."""
     if options.needs_reference:
         return options.beta * pairs.chosen.ratio, options.beta * pairs.rejected.ratio
     if "simpo" in options.losses or "orpo" in options.losses:
@@ -251,13 +292,13 @@ def _rewards(pairs: Pairs, options: PreferenceOptions) -> tuple[Tensor, Tensor]:
 
 
 def _measure(pairs: Pairs, losses: dict[str, Tensor], options: PreferenceOptions) -> TensorMetrics:
-    """Sums over pairs. Two equal rewards are no right choice."""
+    """Sums over pairs. Equal rewards count as wrong."""
     chosen, rejected = _rewards(pairs, options)
     values = (chosen, rejected, chosen - rejected, chosen > rejected, pairs.chosen.logprob, pairs.rejected.logprob)
-    found = {name: value.detach().double().sum() for name, value in zip(_METRICS, values, strict=True)}
+    metrics = {name: value.detach().double().sum() for name, value in zip(_METRICS, values, strict=True)}
     if len(losses) > 1:
-        found |= {f"loss_{name}": loss.detach().sum() for name, loss in losses.items()}
-    return found
+        metrics |= {f"loss_{name}": loss.detach().sum() for name, loss in losses.items()}
+    return metrics
 
 
 def _metric_names(options: Options) -> tuple[str, ...]:
@@ -272,6 +313,17 @@ PREFERENCE = Loss(
     needs_reference=lambda options: PreferenceOptions(**options).needs_reference,
     needs_log_sum_sq_probs=lambda options: PreferenceOptions(**options).wpo,
 )
+
+
+@dataclass(frozen=True)
+class KtoOptions:
+    """`kl`: KL of the policy from the reference, estimated over the global batch; never negative."""
+
+    loss: Literal["kto", "apo_zero_unpaired"] = "kto"
+    beta: float = 0.1
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+    kl: float = 0.0
 
 
 _KTO_METRICS = (
@@ -291,21 +343,21 @@ def kto(logprobs: Tensor, inputs: LossInputs) -> tuple[Tensor, TensorMetrics]:
     options, sums, weights = KtoOptions(**inputs.options), CompletionSums(inputs), inputs.weights.double()
     logprob = sums.of(weights * logprobs.double())
     ratio = sums.of(weights * (logprobs.double() - inputs.values["reference_logprobs"].double()))
-    wanted = sums.of(inputs.values["label"].double()) / sums.lengths.clamp(min=1) > 0.5
-    losses = torch.where(wanted, *_losses(ratio, options))
-    return (inputs.scale * losses.sum()).to(logprobs.dtype), _measure_kto(logprob, ratio, wanted, options)
+    desirable = sums.of(inputs.values["label"].double()) / sums.lengths.clamp(min=1) > 0.5
+    losses = torch.where(desirable, *_kto_losses(ratio, options))
+    return (inputs.scale * losses.sum()).to(logprobs.dtype), _measure_kto(logprob, ratio, desirable, options)
 
 
-def _losses(ratio: Tensor, options: KtoOptions) -> tuple[Tensor, Tensor]:
-    """(were it wanted, were it not)."""
+def _kto_losses(ratio: Tensor, options: KtoOptions) -> tuple[Tensor, Tensor]:
+    """(as if desirable, as if not)."""
     origin = options.kl if options.loss == "kto" else 0.0
     reward = options.beta * (ratio - origin)
     return options.desirable_weight * torch.sigmoid(-reward), options.undesirable_weight * torch.sigmoid(reward)
 
 
-def _measure_kto(logprob: Tensor, ratio: Tensor, wanted: Tensor, options: KtoOptions) -> TensorMetrics:
-    """Sums over rows: rewards and log-probs over those of their side, the distance over all."""
-    chosen, reward = wanted.double(), options.beta * ratio.detach()
+def _measure_kto(logprob: Tensor, ratio: Tensor, desirable: Tensor, options: KtoOptions) -> TensorMetrics:
+    """Sums over rows: rewards and log-probs over those of their side, the KL over all."""
+    chosen, reward = desirable.double(), options.beta * ratio.detach()
     logprob = logprob.detach()
     sides = [(reward * side, logprob * side, side) for side in (chosen, 1 - chosen)]
     values = (*(column for columns in zip(*sides) for column in columns), torch.full_like(reward, options.kl))

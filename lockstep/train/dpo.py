@@ -9,8 +9,14 @@ from collections.abc import Sequence
 from lockstep.config import DpoConfig, KtoConfig, RunConfig
 from lockstep.data.order import Batches
 from lockstep.train.checkpoints import Progress
-from lockstep.train.options import label_options, pair_options
-from lockstep.train.preference_data import count_chosen_tokens, count_padded_tokens, discount_length
+from lockstep.train.preference_data import (
+    count_chosen_tokens,
+    count_padded_tokens,
+    discount_length,
+    estimates_kl,
+    label_options,
+    pair_options,
+)
 from lockstep.train.schedule import learning_rate_at, num_steps
 from lockstep.train.steps import (
     LoopInputs,
@@ -24,7 +30,7 @@ from lockstep.train.steps import (
     record_validation,
     starts_with_validation,
 )
-from lockstep.train.validation import estimate_kl, estimates_kl, preference_loss
+from lockstep.train.validation import estimate_kl, preference_loss
 from lockstep.types import Datum, LossSpec, TrainingBackend
 
 

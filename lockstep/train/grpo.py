@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from lockstep.algorithms.advantages import find_advantages
 from lockstep.config import GrpoConfig, RunConfig
@@ -27,7 +28,6 @@ from lockstep.rollouts.metrics import Updates, describe_groups, measure_stalenes
 from lockstep.rollouts.source import RolloutSource
 from lockstep.rundir import RunDir
 from lockstep.train.checkpoints import Progress
-from lockstep.train.options import policy_options
 from lockstep.train.schedule import learning_rate_at
 from lockstep.train.steps import (
     Diverged,
@@ -175,6 +175,14 @@ def update(
     if updates.count:
         progress.loss = updates.loss
     return updates
+
+
+def policy_options(algorithm: GrpoConfig, *, on_policy: bool = False) -> dict[str, Any]:
+    """Of the loss; a KL that counts in the reward is not in it. `on_policy`: see PolicyGradientOptions."""
+    names = ("ratio", "objective", "clip_low", "clip_high", "dual_clip", "kl", "entropy_coefficient")
+    options = {name: getattr(algorithm, name) for name in (*names, "importance_weighting", "importance_cap")}
+    kl_coefficient = algorithm.kl_coefficient if algorithm.kl_in == "loss" else 0.0
+    return {**options, "kl_coefficient": kl_coefficient, "on_policy": on_policy}
 
 
 def _is_near(gap: float, algorithm: GrpoConfig) -> bool:

@@ -1,7 +1,4 @@
-"""Rows that people judged, on their way to a loss: which tokens count, pairs as labelled answers, mixed-up answers.
-
-Pure functions and views of rows. Must not know backends, files or losses.
-"""
+"""From rows of preferences to batches of a loss and its options: pure functions and views of rows."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from typing import Any, cast, overload
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.config import ConfigError, RunConfig
+from lockstep.config import ConfigError, DpoConfig, KtoConfig, RunConfig
 from lockstep.data.dataset import CompiledData
 from lockstep.types import Completion, Datum, Metrics
 
@@ -201,3 +198,34 @@ def _mean_over_labels(sums: Metrics, num_rows: int) -> Metrics:
     if "chosen_reward" in found and "rejected_reward" in found:
         found["margin"] = found["chosen_reward"] - found["rejected_reward"]
     return found
+
+
+_PAIR_OPTIONS = (
+    "beta",
+    "label_smoothing",
+    "divergence",
+    "divergence_alpha",
+    "discopop_tau",
+    "margin",
+    "cpo_alpha",
+    "wpo",
+    "bco_shift",
+    "ld_alpha",
+)
+
+
+def pair_options(algorithm: DpoConfig, num_chosen_tokens: float | None = None) -> dict[str, Any]:
+    """Options of the loss. `num_chosen_tokens`: supervised tokens of the preferred answers in the global batch."""
+    options: dict[str, Any] = {name: getattr(algorithm, name) for name in _PAIR_OPTIONS}
+    return {**options, "losses": dict(algorithm.loss), "num_chosen_tokens": num_chosen_tokens}
+
+
+def label_options(algorithm: KtoConfig, kl: float = 0.0) -> dict[str, Any]:
+    """Options of the loss. `kl`: from the reference, estimated over the global batch."""
+    names = ("loss", "beta", "desirable_weight", "undesirable_weight")
+    return {**{name: getattr(algorithm, name) for name in names}, "kl": kl}
+
+
+def estimates_kl(algorithm: DpoConfig | KtoConfig) -> bool:
+    """Whether the loss needs an estimate of the KL from the reference over each batch."""
+    return algorithm.kind == "kto" and algorithm.loss == "kto"

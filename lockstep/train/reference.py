@@ -23,7 +23,7 @@ import numpy.typing as npt
 from lockstep.config import DpoConfig, GrpoConfig, KtoConfig, RunConfig, SftConfig
 from lockstep.config.algorithm import ReferenceKind
 from lockstep.data.order import Batches
-from lockstep.train.options import estimates_kl
+from lockstep.train.preference_data import estimates_kl
 from lockstep.train.schedule import num_steps
 from lockstep.types import Completion, Datum, Logprobs
 

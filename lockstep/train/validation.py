@@ -8,8 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from lockstep.config import DpoConfig, KtoConfig, RunConfig
-from lockstep.train.options import estimates_kl, label_options, pair_options
-from lockstep.train.preference_data import count_chosen_tokens, discount_length, mean_scores, mismatch
+from lockstep.train.preference_data import (
+    count_chosen_tokens,
+    discount_length,
+    estimates_kl,
+    label_options,
+    mean_scores,
+    mismatch,
+    pair_options,
+)
 from lockstep.train.reference import REFERENCE
 from lockstep.types import Datum, Logprobs, LossSpec, Metrics, Prompt, SamplingParams, TextCompletion, TrainingBackend
 

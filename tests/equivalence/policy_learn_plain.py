@@ -21,7 +21,7 @@ from lockstep.config import GrpoConfig
 from lockstep.data.prompts import PromptRow
 from lockstep.rollouts.episode import Answer, Group
 from lockstep.rollouts.rewards.reward import Outcome
-from lockstep.train.options import policy_options
+from lockstep.train.grpo import policy_options
 
 
 def make_scored_groups(seed: int, count: int = 6) -> list[Group]:

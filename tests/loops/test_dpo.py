@@ -21,7 +21,7 @@ from loops.fake_run import (
 from lockstep.algorithms.losses import LOSSES
 from lockstep.backend.fake import FakeBackend
 from lockstep.config import RunConfig
-from lockstep.train.options import label_options, pair_options
+from lockstep.train.preference_data import label_options, pair_options
 from lockstep.types import Completion, Datum
 
 SCORES = {"chosen_reward", "rejected_reward", "margin", "accuracy", "chosen_logprob", "rejected_logprob"}

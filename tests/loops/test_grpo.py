@@ -13,7 +13,7 @@ from lockstep.algorithms.advantages import find_advantages
 from lockstep.backend.fake import FakeBackend
 from lockstep.data.prompts import PromptRow, Prompts
 from lockstep.rollouts.rewards.reward import Attempt, Outcome, Turn
-from lockstep.train.options import policy_options
+from lockstep.train.grpo import policy_options
 from lockstep.train.steps import Diverged
 
 # --- one step -------------------------------------------------------------------------------------------------------

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
 from lockstep.algorithms.losses import LOSSES
-from lockstep.algorithms.options import check_options
+from lockstep.algorithms.policy_gradient import PolicyGradientOptions
+from lockstep.algorithms.preference import KtoOptions, PreferenceOptions
 from lockstep.config import ConfigError, DpoConfig, KtoConfig, RunConfig, SftConfig, parse_config
 from lockstep.config.algorithm import KINDS, PREFERENCE_LOSSES, SHORT_KINDS, PreferenceLoss
 from lockstep.config.grpo import SHORT_GRPO
 from lockstep.config.template import ALGORITHMS, starter_yaml
-from lockstep.train.options import label_options, pair_options, policy_options
+from lockstep.train.grpo import policy_options
+from lockstep.train.preference_data import label_options, pair_options
 
 MINIMAL = "model: org/model\ndata: {train: train.jsonl}\n"
 
@@ -201,12 +203,56 @@ def test_the_names_of_losses_are_those_that_there_are():
         assert LOSSES["preference"].needs_reference(pair_options(algorithm)) == algorithm.needs_reference
 
 
-def test_every_default_passes_the_checks_of_the_losses():
+def test_every_setting_is_an_option_of_its_loss_and_the_defaults_agree():
+    default = PreferenceOptions(num_chosen_tokens=None)
+    assert PreferenceOptions(**pair_options(algorithm_of("kind: dpo"))) == default
     for name in PREFERENCE_LOSSES:
-        check_options("preference", pair_options(algorithm_of(dpo_with(name))))
-    check_options("kto", label_options(algorithm_of("kind: kto")))
+        assert PreferenceOptions(**pair_options(algorithm_of(dpo_with(name)))).losses == {name: 1.0}
+    assert KtoOptions(**label_options(algorithm_of("kind: kto"))) == KtoOptions()
     for kind in ("grpo", *SHORT_GRPO):
-        check_options("policy_gradient", policy_options(algorithm_of(whole(kind))))
+        PolicyGradientOptions(**policy_options(algorithm_of(whole(kind))))
+    for section, options, name in ((DpoConfig, PreferenceOptions, "divergence"), (KtoConfig, KtoOptions, "loss")):
+        assert set(get_args(section.model_fields[name].annotation)) == set(get_args(get_type_hints(options)[name]))
+
+
+REFUSED = [
+    ("dpo", "loss: {dpo: 1.0}", "algorithm.loss: Input should be 'sigmoid', 'hinge'"),
+    ("dpo", "loss: {}", "algorithm.loss: Dictionary should have at least 1 item"),
+    ("dpo", "loss: {sigmoid: -1}", "algorithm.loss: Input should be greater than 0"),
+    ("dpo", "beta: 0", "algorithm.beta: Input should be greater than 0"),
+    ("dpo", "beta: .nan", "algorithm.beta: Input should be a finite number"),
+    ("dpo", "loss: robust; label_smoothing: 0.5", "algorithm.label_smoothing: Input should be less than 0.5"),
+    ("dpo", "label_smoothing: -0.1", "algorithm.label_smoothing: Input should be greater than or equal to 0"),
+    ("dpo", "loss: hinge; label_smoothing: 0.1", "algorithm.label_smoothing: it changes nothing in hinge"),
+    ("dpo", "loss: exo_pair", "algorithm.label_smoothing: exo_pair needs more than 0"),
+    ("dpo", "divergence: kl", "algorithm.divergence: Input should be 'reverse_kl', 'forward_kl', 'js' or 'alpha'"),
+    ("dpo", "loss: [sigmoid, aot]; divergence: js", "algorithm.divergence: aot is defined for reverse_kl only"),
+    ("dpo", "loss: simpo; divergence: js", "algorithm.divergence: it changes nothing in simpo"),
+    ("dpo", "divergence_alpha: .inf", "algorithm.divergence_alpha: Input should be a finite number"),
+    ("dpo", "discopop_tau: 0", "algorithm.discopop_tau: Input should be greater than 0"),
+    ("dpo", "margin: -1", "algorithm.margin: Input should be greater than or equal to 0"),
+    ("dpo", "cpo_alpha: -1", "algorithm.cpo_alpha: Input should be greater than or equal to 0"),
+    ("dpo", "loss: aot; wpo: true", "algorithm.wpo: aot sorts the batch"),
+    ("dpo", "loss: sft; wpo: true", "algorithm.wpo: it weighs pairs, and sft compares none"),
+    ("dpo", "ld_alpha: 1.1", "algorithm.ld_alpha: Input should be less than or equal to 1"),
+    ("dpo", "loss: [sigmoid, ipo]; ld_alpha: 0", "algorithm.ld_alpha: 0 leaves tokens out that ipo counts"),
+    ("dpo", "ld_alpha: 0; wpo: true", "algorithm.ld_alpha: 0 leaves tokens out that wpo counts"),
+    ("kto", "loss: dpo", "algorithm.loss: Input should be 'kto' or 'apo_zero_unpaired'"),
+    ("kto", "desirable_weight: -1", "algorithm.desirable_weight: Input should be greater than 0"),
+    ("kto", "undesirable_weight: much", "algorithm.undesirable_weight: Input should be a valid number"),
+    ("grpo; reward: exact", "clip_low: 1.5", "algorithm.clip_low: Input should be less than or equal to 1"),
+    ("grpo; reward: exact", "clip_high: -0.1", "algorithm.clip_high: Input should be greater than or equal to 0"),
+    ("grpo; reward: exact", "dual_clip: 1.0", "algorithm.dual_clip: Input should be greater than 1"),
+    ("grpo; reward: exact", "objective: cispo; dual_clip: 2.0", "algorithm.dual_clip is for objective clip"),
+    ("grpo; reward: exact", "kl: k4", "algorithm.kl: Input should be 'k1', 'k2' or 'k3'"),
+    ("grpo; reward: exact", "kl_coefficient: -1.0", "algorithm.kl_coefficient: Input should be greater than or equal"),
+    ("grpo; reward: exact", "importance_cap: 0", "algorithm.importance_cap: Input should be greater than 0"),
+]
+
+
+@pytest.mark.parametrize(("kind", "given", "words"), REFUSED, ids=[given for _, given, _ in REFUSED])
+def test_settings_that_a_loss_cannot_mean_are_refused_by_name(kind, given, words):
+    assert words in explain(f"kind: {kind}; {given}")
 
 
 def test_settings_reach_the_loss():

@@ -15,7 +15,7 @@ from equivalence.preference_plain import gradients_of
 
 from lockstep.config import ConfigError, RunConfig, load_config
 from lockstep.data.prompts import PromptRow, Prompts
-from lockstep.train.options import policy_options
+from lockstep.train.grpo import policy_options
 from lockstep.types import LossSpec, OptimStep
 from lockstep.verification import verify
 from lockstep.verification.checking import compare

@@ -17,8 +17,7 @@ from equivalence.preference_plain import gradients_of, make_pairs, padded_answer
 from lockstep.backend.batching import documents_of, plan_micro_batches
 from lockstep.cli.verify import verdict_table
 from lockstep.config import ConfigError, RunConfig, load_config
-from lockstep.train.options import pair_options
-from lockstep.train.preference_data import count_chosen_tokens, discount_length, mismatch
+from lockstep.train.preference_data import count_chosen_tokens, discount_length, mismatch, pair_options
 from lockstep.train.reference import ReferenceChoice
 from lockstep.types import Completion, Datum
 from lockstep.verification import reduced, verify

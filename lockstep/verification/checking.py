@@ -1,6 +1,6 @@
-"""Verifies a configuration: reference, ranks of each layout, comparison, report. What composes the rest of the package.
+"""Verifies a configuration: the plain loop, the ranks of each layout, the comparison, the report.
 
-Runs layouts one after another, each under a deadline; a rank that crashes is a failed layout, not an error here.
+Layouts run one after another, each under a deadline; a rank that crashes is a failed layout, not an error here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lockstep.verification.layouts import (
     problem,
 )
 from lockstep.verification.plain_loop import PlainAdamW, StepValues, plain_batches, run_plain_loop
-from lockstep.verification.plain_policy import train_policy_plainly
+from lockstep.verification.plain_policy import run_plain_policy
 from lockstep.verification.plain_preference import PlainPreference
 from lockstep.verification.ranks import WORKER_MODULE, run_ranks
 from lockstep.verification.reduced import Reduction, build_reduced, choose_reduction, find_limits, reference_config
@@ -51,14 +51,43 @@ from lockstep.verification.sample import (
 DEADLINE_S = 180.0
 _COLLECTIVE_S = 60.0  # the deadline of one collective
 _MIN_LAYERS = 4  # two ranks with two stages each
+TOLERANCE = 1e-10
+LOOSE_TOLERANCE = 1e-6  # for models that compute a part in float32 whatever their dtype
+# Errors are relative to a tensor's largest entry, but to no less than this fraction of the largest of all tensors: a
+# tensor that is zero up to rounding has no meaningful relative error.
+_FLOOR = 1e-4
 OnProgress = Callable[[str, int, int], None]
+
+
+@dataclass
+class StepErrors:
+    """The largest relative errors over all steps. `first` names the first value that exceeds the tolerance.
+
+    `reference` is the error of the reference's log-probs, `metrics` that of rewards, margins and ratios; sft has none.
+    """
+
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    logprobs: float = 0.0
+    gradients: float = 0.0
+    weights: float = 0.0
+    reference: float = 0.0
+    metrics: float = 0.0
+    worst_parameter: str = ""
+    first: str = ""
+    by_parameter: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def largest(self) -> float:
+        first, second = (self.loss, self.grad_norm, self.logprobs), (self.gradients, self.weights)
+        return max(*first, *second, self.reference, self.metrics)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of one layout. `problem` says what is wrong, or nothing. Loss, norm and metrics are of the first batch.
+    """Of one layout. `problem` is empty if it passed. Loss, norm and metrics are of the first batch.
 
-    `refused`: all ranks say, in the same words, that the model cannot be laid out like this.
+    `refused`: the reason, where all ranks agree that the model does not support this layout.
     """
 
     layout: Layout
@@ -78,9 +107,9 @@ class Verdict:
 
 @dataclass
 class Report:
-    """Everything that verify found. `notes` say what was reduced, changed or left out.
+    """The result of `verify`. `notes` say what was reduced, changed or left out.
 
-    `metrics` are what a loss besides cross-entropy measures, as sums over the first batch.
+    `metrics` are those of the loss, as sums over the first batch; cross-entropy has none.
     """
 
     model: str
@@ -110,7 +139,7 @@ class Report:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """`job` is of one rank; the other layouts have the same with themselves in it."""
+    """`job` has the layout of one rank; every layout gets a copy with itself in it."""
 
     job: LayoutJob
     expected: list[StepValues]
@@ -126,47 +155,47 @@ def verify(
     deadline_s: float = DEADLINE_S,
     on_progress: OnProgress | None = None,
 ) -> Report:
-    """Make two steps in the plainest way and in every layout, and compare all that can be compared.
+    """Make two steps with the plain loop and with every layout, and compare losses, gradients and weights.
 
-    `layouts` as in `--layouts`; without it, those that fit the model and this machine. The one-rank backend comes
-    first: it says how exact the model is. `deadline_s` is for each layout.
+    `layouts` as in `--layouts`; without it, those that fit the model and this machine. One rank comes first: its error
+    shows how exact the model itself is. `deadline_s` is for each layout.
     """
-    tell = on_progress or (lambda name, number, total: None)
-    tell("the plain loop", 0, 0)
-    asked = None if layouts is None else parse_layouts(layouts, config)
-    prepared = _prepare(config, asked)
-    chosen, notes = _choose(config, asked, prepared.limits)
+    report_progress = on_progress or (lambda name, number, total: None)
+    report_progress("the plain loop", 0, 0)
+    requested = None if layouts is None else parse_layouts(layouts, config)
+    prepared = _prepare(config, requested)
+    chosen, notes = _choose(config, requested, prepared.limits)
     total = len(chosen) + 1
 
     def check(layout: Layout, number: int, tolerance: float) -> tuple[Verdict, LayoutResult | None]:
-        tell(layout.name, number, total)
+        report_progress(layout.name, number, total)
         return _check(replace(prepared.job, layout=layout), prepared.expected, worker_module, deadline_s, tolerance)
 
-    first, found = check(ONE, 1, TOLERANCE)
+    first, result = check(ONE, 1, TOLERANCE)
     plain = prepared.expected[0]
     notes = [*prepared.notes, *notes]
     report = Report(_model_name(config), TOLERANCE, plain.loss, plain.norm, [first], notes, plain.metrics)
     if first.errors is not None and TOLERANCE < first.errors.largest <= LOOSE_TOLERANCE:
         _loosen(report, first, first.errors)
-    if asked is None and found is not None and not found.packs:
+    if requested is None and result is not None and not result.packs:
         chosen = _without_packing(chosen, own_layout(config), report)
     for number, layout in enumerate(chosen, start=2):
         verdict, _ = check(layout, number, report.tolerance)
-        if verdict.refused and asked is None and layout != own_layout(config):
+        if verdict.refused and requested is None and layout != own_layout(config):
             report.notes.append(left_out(layout, verdict.refused))
         else:
             report.verdicts.append(verdict)
     return report
 
 
-def _prepare(config: RunConfig, asked: Sequence[Layout] | None) -> _Prepared:
+def _prepare(config: RunConfig, requested: Sequence[Layout] | None) -> _Prepared:
     """The sample, the reduced model and the plain steps on it."""
     rows = compile_rows(config)
     choice = plan_reference(config, rows)
-    taken = plain_batches(rows, config)
-    tokens = distinct_tokens([part.data for part in taken])
-    numbered = [replace(part, data=renumber(part.data, tokens)) for part in taken]
-    stages = [layout.num_stages for layout in (*(asked or ()), own_layout(config))]
+    batches = plain_batches(rows, config)
+    tokens = distinct_tokens([batch.data for batch in batches])
+    batches = [replace(batch, data=renumber(batch.data, tokens)) for batch in batches]
+    stages = [layout.num_stages for layout in (*(requested or ()), own_layout(config))]
     reduction = choose_reduction(config, tokens, num_layers=max(_MIN_LAYERS, *stages))
     limits = _limit_sampling(config, find_limits(config, reduction))
     o = config.optim
@@ -178,36 +207,36 @@ def _prepare(config: RunConfig, asked: Sequence[Layout] | None) -> _Prepared:
     if getattr(config.algorithm, "reference_model", None) is not None:
         other = choose_reduction(reference_config(config), tokens, reduction.num_layers)
     optimizer = PlainAdamW(model, step, clip_at_half=clips)
-    expected = _plain_steps(config, model, numbered, choice.kind, optimizer, other)
+    expected = _plain_steps(config, model, batches, choice.kind, optimizer, other)
     step = optimizer.step
-    budgets = choose_budgets([part.data for part in numbered])
+    budgets = choose_budgets([batch.data for batch in batches])
     job = LayoutJob(config, ONE, reduction, tokens, budgets, step, _COLLECTIVE_S, choice.kind, other)
-    notes = _describe_changes(config, job, size, [len(p.data) for p in numbered])
-    return _Prepared(job, expected, limits, [*notes, *_describe_reference(config, choice, expected)])
+    notes = _describe_changes(config, job, size, [len(batch.data) for batch in batches])
+    return _Prepared(job, expected, limits, [*notes, *describe_reference(config, choice, expected)])
 
 
 def _plain_steps(
     config: RunConfig,
     model: Any,
-    taken: Sequence[SampleBatch],
+    batches: Sequence[SampleBatch],
     reference: str,
     optimizer: PlainAdamW,
     other: Reduction | None,
 ) -> list[StepValues]:
     if isinstance(config.algorithm, GrpoConfig):
-        expected = train_policy_plainly(config, model, taken, reference, optimizer)
+        expected = run_plain_policy(config, model, batches, reference, optimizer)
         if not expected:
-            raise ConfigError("nothing could be learned from made-up answers to the first prompts: give more of them")
+            raise ConfigError("the made-up answers to the first prompts give no gradient: add prompts")
         return expected
-    learn = None
+    forward_backward = None
     if not isinstance(config.algorithm, SftConfig):
         other_model = None if other is None else build_reduced(reference_config(config), other)
-        learn = PlainPreference(config, model, reference, other_model).learn
-    return run_plain_loop(model, taken, optimizer, learn)
+        forward_backward = PlainPreference(config, model, reference, other_model).forward_backward
+    return run_plain_loop(model, batches, optimizer, forward_backward)
 
 
 def _limit_sampling(config: RunConfig, limits: ModelLimits) -> ModelLimits:
-    """What a run that samples cannot be laid out like, whatever its model."""
+    """Adds the layouts that runs with sampling do not support, whatever the model."""
     algorithm = config.algorithm
     if not isinstance(algorithm, GrpoConfig):
         return limits
@@ -217,14 +246,16 @@ def _limit_sampling(config: RunConfig, limits: ModelLimits) -> ModelLimits:
     return limits
 
 
-def _choose(config: RunConfig, asked: Sequence[Layout] | None, limits: ModelLimits) -> tuple[list[Layout], list[str]]:
-    """What is asked for must be possible, and so must the configuration's own layout."""
-    for layout in [own_layout(config)] if asked is None else asked:
+def _choose(
+    config: RunConfig, requested: Sequence[Layout] | None, limits: ModelLimits
+) -> tuple[list[Layout], list[str]]:
+    """The requested layouts must be possible; without any, so must the configuration's own."""
+    for layout in [own_layout(config)] if requested is None else requested:
         if why_not := problem(layout, limits):
             raise ConfigError(f"{layout.name}: {why_not}")
-    if asked is None:
+    if requested is None:
         return default_layouts(config, limits, num_processes())
-    return [layout for layout in asked if layout != ONE], []
+    return [layout for layout in requested if layout != ONE], []
 
 
 def _check(
@@ -236,33 +267,33 @@ def _check(
         job.write(folder)
         failed = run_ranks(folder, job.layout.degrees.num_ranks, module=worker_module, deadline_s=deadline_s)
         refused = agreed_refusal(folder, job.layout.degrees.num_ranks) if failed else ""
-        found = None if failed else read_result(folder)
+        result = None if failed else read_result(folder)
     seconds = time.monotonic() - started
-    if found is None:
+    if result is None:
         return Verdict(job.layout, seconds, failed, refused=refused), None
-    errors = compare(found.steps, expected, tolerance)
-    wrong = errors.first or next(iter(found.disagreements), "")
-    first = found.steps[0]
-    warnings = tuple(found.warnings)
-    verdict = Verdict(job.layout, seconds, wrong, first.loss, first.norm, errors, warnings, metrics=first.metrics)
-    return verdict, found
+    errors = compare(result.steps, expected, tolerance)
+    difference = errors.first or next(iter(result.disagreements), "")
+    first = result.steps[0]
+    warnings = tuple(result.warnings)
+    verdict = Verdict(job.layout, seconds, difference, first.loss, first.norm, errors, warnings, metrics=first.metrics)
+    return verdict, result
 
 
 def _loosen(report: Report, first: Verdict, errors: StepErrors) -> None:
     report.tolerance = LOOSE_TOLERANCE
     report.verdicts[0] = replace(first, problem="")
     report.notes.append(
-        f"one rank is {errors.largest:.1g} from the plain loop: this model computes a part in float32 whatever it is "
-        f"in, so errors up to {LOOSE_TOLERANCE:g} are allowed"
+        f"one rank differs from the plain loop by {errors.largest:.1g}: this model computes a part in float32 whatever "
+        f"its dtype, so errors up to {LOOSE_TOLERANCE:g} are allowed"
     )
 
 
 def _without_packing(chosen: Sequence[Layout], own: Layout, report: Report) -> list[Layout]:
-    """A model whose documents cannot be packed cannot be split by tokens or into stages; that is no fault."""
+    """Without packing, a model can be split neither by tokens nor into stages: those layouts are left out."""
     kept = []
     for layout in chosen:
         if layout != own and (layout.degrees.context > 1 or layout.degrees.pipeline > 1):
-            report.notes.append(left_out(layout, "it needs packed documents, which this model does not take"))
+            report.notes.append(left_out(layout, "it needs packed documents, which this model does not support"))
         else:
             kept.append(layout)
     return kept
@@ -285,32 +316,36 @@ def _describe_changes(config: RunConfig, job: LayoutJob, size: int, rows: Sequen
             f"parallel.compression {config.parallel.compression} is not applied: it changes the numbers by design"
         )
     if config.lora is not None and config.lora.dropout:
-        notes.append(f"lora.dropout {config.lora.dropout:g} is set to 0: what is left out at random cannot be compared")
+        notes.append(f"lora.dropout {config.lora.dropout:g} is set to 0: random dropout cannot be compared")
     if job.step.max_grad_norm is not None:
-        notes.append("gradients are clipped to half of the first one's norm, so that clipping is seen")
+        notes.append("gradients are clipped to half of the first one's norm, so that clipping has an effect")
     if config.algorithm.kind == "grpo":
         notes += _describe_answers(config.algorithm.group_size)
-    notes.append("AdamW's eps is raised to the size of the gradient, so that its step shows more than signs")
+    notes.append(
+        "AdamW's eps is raised to the size of the gradient, so that its step depends on more than the gradient's signs"
+    )
     return notes
 
 
-def _describe_answers(num_samples: int) -> list[str]:
+def _describe_answers(group_size: int) -> list[str]:
     return [
-        f"answers, rewards and the sampler's log-probs are made up, {min(num_samples, MAX_ANSWERS)} to each prompt: "
-        "what is compared is how they are learned",
-        "log-probs from before the updates, where there are several, are moved: so ratios and clipping are seen",
+        f"answers, rewards and the sampler's log-probs are made up, {min(group_size, MAX_ANSWERS)} to each prompt: "
+        "what is compared is the training on them",
+        "with several updates, the log-probs from before them are shifted, so that ratios and clipping have an effect",
     ]
 
 
-def _describe_reference(config: RunConfig, choice: ReferenceChoice, expected: Sequence[StepValues]) -> list[str]:
+def describe_reference(config: RunConfig, choice: ReferenceChoice, expected: Sequence[StepValues]) -> list[str]:
     algorithm = config.algorithm
     if isinstance(algorithm, SftConfig):
         return []
     notes = [f"the reference is {choice}"]
     if choice.kind != "none":
-        notes.append("the model is moved away from its reference before the first batch: otherwise margins would be 0")
+        notes.append("the model is moved away from its reference before the first batch: margins would be 0 otherwise")
     if algorithm.reference_sync_steps is not None:
-        notes.append(f"the reference follows by {algorithm.reference_mix:g} after the first batch, not only later")
+        notes.append(
+            f"the reference is mixed with {algorithm.reference_mix:g} of the model already after the first batch"
+        )
     if algorithm.kind == "kto" and algorithm.loss == "kto" and not any(step.metrics["kl"] for step in expected):
         notes.append("kto's estimate of how far the model is from its reference is below 0 here, and counts as 0")
     return notes
@@ -321,44 +356,13 @@ def _model_name(config: RunConfig) -> str:
     return (architecture.architectures or [type(architecture).__name__])[0]
 
 
-TOLERANCE = 1e-10
-LOOSE_TOLERANCE = 1e-6  # for models that compute a part in float32 whatever they are in
-# Errors are relative to a tensor's largest entry, but to no less than this share of the largest of all: an entry that
-# is zero but for rounding has no relative error worth the name.
-_FLOOR = 1e-4
-
-
-@dataclass
-class StepErrors:
-    """The largest relative errors over all steps. `first` names the first thing that is further off than allowed.
-
-    `reference` is of the reference's log-probs, `metrics` of rewards, margin, ratios and the like: neither is of sft.
-    """
-
-    loss: float = 0.0
-    grad_norm: float = 0.0
-    logprobs: float = 0.0
-    gradients: float = 0.0
-    weights: float = 0.0
-    reference: float = 0.0
-    metrics: float = 0.0
-    worst_parameter: str = ""
-    first: str = ""
-    by_parameter: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def largest(self) -> float:
-        first, second = (self.loss, self.grad_norm, self.logprobs), (self.gradients, self.weights)
-        return max(*first, *second, self.reference, self.metrics)
-
-
-def compare(found: Sequence[StepValues], expected: Sequence[StepValues], tolerance: float) -> StepErrors:
+def compare(ours: Sequence[StepValues], expected: Sequence[StepValues], tolerance: float) -> StepErrors:
     errors = StepErrors()
-    if len(found) != len(expected):
-        errors.first = f"{len(found)} optimizer steps instead of {len(expected)}"
+    if len(ours) != len(expected):
+        errors.first = f"{len(ours)} optimizer steps instead of {len(expected)}"
         errors.loss = math.inf
-    for number, (ours, plain) in enumerate(zip(found, expected), start=1):
-        _compare_step(errors, ours, plain, plain.where or f"batch {number}", tolerance)
+    for number, (step, plain) in enumerate(zip(ours, expected), start=1):
+        _compare_step(errors, step, plain, plain.where or f"batch {number}", tolerance)
     return errors
 
 
@@ -416,12 +420,12 @@ def tensor_errors(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> dict[str
     largest = max((float(t.abs().max()) for t in plain.values()), default=0.0)
     errors = {name: math.inf for name in ours if name not in plain}
     for name, expected in plain.items():
-        found = ours.get(name)
-        if found is None or found.shape != expected.shape:
+        tensor = ours.get(name)
+        if tensor is None or tensor.shape != expected.shape:
             errors[name] = math.inf
             continue
         size = max(float(expected.abs().max()), _FLOOR * largest, 1e-30)
-        errors[name] = _finite(float(torch.sub(found, expected).abs().max()) / size)
+        errors[name] = _finite(float(torch.sub(tensor, expected).abs().max()) / size)
     return errors
 
 

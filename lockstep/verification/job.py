@@ -1,7 +1,4 @@
-"""What the ranks of one layout are told, and the files in which they answer: JSON and safetensors in one folder.
-
-Must not know what is computed.
-"""
+"""The job of the ranks of one layout, and their results: JSON and safetensors in one folder."""
 
 from __future__ import annotations
 
@@ -22,14 +19,14 @@ from lockstep.verification.layouts import Layout
 from lockstep.verification.plain_loop import StepValues
 from lockstep.verification.reduced import Reduction
 
-_JOB, _FOUND = "job.json", "found.json"
+_JOB, _RESULT = "job.json", "result.json"
 
 
 @dataclass(frozen=True)
 class LayoutJob:
-    """`tokens` are the user's tokens by their new numbers; `micro_batch_tokens` has a number for each batch.
+    """`tokens` are the user's token ids by their new ids; `micro_batch_tokens` has a number for each batch.
 
-    `reference` as in algorithm.reference, never auto; `other` is of algorithm.reference_model, where there is one.
+    `reference` as in algorithm.reference, never auto; `other` is the reduction of algorithm.reference_model, if any.
     """
 
     config: RunConfig
@@ -74,7 +71,7 @@ class LayoutJob:
 
 @dataclass(frozen=True)
 class LayoutResult:
-    """What the ranks of one layout computed, put together. `disagreements` are sentences about ranks that differ."""
+    """What the ranks of one layout computed. `disagreements` are sentences about values that differ between ranks."""
 
     steps: list[StepValues]
     disagreements: list[str]
@@ -83,17 +80,17 @@ class LayoutResult:
 
 
 def write_tensors(folder: Path, rank: int, tensors: dict[str, Tensor]) -> None:
-    """This rank's part of them."""
+    """Those that this rank owns."""
     save_file({name: t.contiguous() for name, t in tensors.items()}, folder / f"rank-{rank}.safetensors")
 
 
 def write_result(folder: Path, facts: dict[str, Any]) -> None:
-    """By rank 0, when every rank's tensors are written."""
-    write_atomically(folder / _FOUND, json.dumps(facts))
+    """Rank 0 only, after every rank has written its tensors."""
+    write_atomically(folder / _RESULT, json.dumps(facts))
 
 
 def read_result(folder: Path) -> LayoutResult:
-    facts = json.loads((folder / _FOUND).read_text(encoding="utf-8"))
+    facts = json.loads((folder / _RESULT).read_text(encoding="utf-8"))
     tensors: dict[str, Tensor] = {}
     for path in sorted(folder.glob("rank-*.safetensors")):
         tensors |= load_file(path)
@@ -113,22 +110,22 @@ def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def record_failure(folder: Path, rank: int, message: str, *, refused: bool = False) -> None:
-    """`refused`: not a fault, but a layout that the model cannot have."""
+    """`refused`: the model does not support this layout, which is no fault."""
     facts = {"rank": rank, "message": message, "time": time.time(), "refused": refused}
     write_atomically(folder / f"failure-{rank}.json", json.dumps(facts))
 
 
 def read_failures(folder: Path) -> list[dict[str, Any]]:
-    """The first one first."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("failure-*.json")]
-    return sorted(found, key=lambda failure: failure["time"])
+    """In the order of time."""
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("failure-*.json")]
+    return sorted(records, key=lambda failure: failure["time"])
 
 
 def agreed_refusal(folder: Path, num_ranks: int) -> str:
-    """Why this layout cannot be, if every rank says the same about it; otherwise nothing."""
-    found = read_failures(folder)
-    messages = {failure["message"] for failure in found if failure["refused"]}
-    return messages.pop() if len(found) == num_ranks and len(messages) == 1 else ""
+    """Why the model does not support this layout, if every rank gives the same reason; otherwise empty."""
+    failures = read_failures(folder)
+    messages = {failure["message"] for failure in failures if failure["refused"]}
+    return messages.pop() if len(failures) == num_ranks and len(messages) == 1 else ""
 
 
 def own_rank() -> int:

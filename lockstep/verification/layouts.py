@@ -1,7 +1,4 @@
-"""Which layouts are verified: their names, how a person writes them, and which ones fit the model and this machine.
-
-Must not know processes or tensors.
-"""
+"""Which layouts are verified: their names, how they are written, and which fit the model and this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from lockstep.config.parallel import AXES, Degrees
 
 _STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 2}
 _OWN = "own"
-_MOST_FOR_OWN = 8  # processes: the configuration's own layout may crowd a small machine for a few seconds
+_MOST_FOR_OWN = 8  # processes: the configuration's own layout may overload a small machine for a few seconds
 # The default set, in the order in which it is shown; of it, what fits.
 _USUAL = (
     "replicate=2; shard=2; tensor=2; context=2; pipeline=2; pipeline=2,schedule=interleaved; "
@@ -38,12 +35,12 @@ class Layout:
     @property
     def name(self) -> str:
         axes = [f"{axis} {size}" for axis, size in self.degrees._asdict().items() if size > 1]
-        words: list[str] = [self.parallel.schedule] if self.parallel.pipeline > 1 else []
+        settings: list[str] = [self.parallel.schedule] if self.parallel.pipeline > 1 else []
         for key, default in ParallelConfig(shard=1).model_dump().items():
             value = getattr(self.parallel, key)
             if key not in (*AXES, "schedule") and value != default:
-                words.append(key if value is True else f"{key} {value}")
-        return (" x ".join(axes) or "one rank") + (f" ({', '.join(words)})" if words else "")
+                settings.append(key if value is True else f"{key} {value}")
+        return (" x ".join(axes) or "one rank") + (f" ({', '.join(settings)})" if settings else "")
 
     @property
     def num_stages(self) -> int:
@@ -59,7 +56,7 @@ ONE = Layout(ParallelConfig(shard=1))
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """What the user's model allows. The last three say why not, or nothing."""
+    """What the user's model supports. The last three are reasons why not, or empty."""
 
     num_layers: int
     num_heads: int
@@ -70,7 +67,7 @@ class ModelLimits:
 
 
 def problem(layout: Layout, limits: ModelLimits) -> str:
-    """Why the model cannot be laid out like this; empty if it can."""
+    """Why the model does not support this layout; empty if it does."""
     degrees = layout.degrees
     if degrees.tensor > 1 and limits.not_tensor:
         return limits.not_tensor
@@ -99,18 +96,18 @@ def parse_layouts(text: str, config: RunConfig) -> list[Layout]:
 def _parse(text: str, config: RunConfig) -> Layout:
     if text == _OWN:
         return own_layout(config)
-    given: dict[str, Any] = {"shard": 1}
+    settings: dict[str, Any] = {"shard": 1}
     for setting in text.split(","):
         key, equals, value = setting.partition("=")
         if not equals or key.strip() not in ParallelConfig.model_fields or key.strip() == "compression":
             known = ", ".join(key for key in ParallelConfig.model_fields if key != "compression")
             raise ConfigError(f"--layouts: {setting.strip()!r} is not understood: write KEY=VALUE, of {known}")
-        given[key.strip()] = yaml.safe_load(value)
+        settings[key.strip()] = yaml.safe_load(value)
     for axis in AXES:
-        if axis in given and not (type(given[axis]) is int and given[axis] > 0):
-            raise ConfigError(f"--layouts: {axis} is {given[axis]!r} in {text!r}: write a number of ranks")
+        if axis in settings and not (type(settings[axis]) is int and settings[axis] > 0):
+            raise ConfigError(f"--layouts: {axis} is {settings[axis]!r} in {text!r}: write a number of ranks")
     try:
-        return Layout(ParallelConfig(**given))
+        return Layout(ParallelConfig(**settings))
     except ValidationError as error:
         reason = error.errors()[0]
         key = ".".join(str(part) for part in reason["loc"][:1])
@@ -140,9 +137,9 @@ def default_layouts(config: RunConfig, limits: ModelLimits, processes: int) -> t
     if own.degrees.num_ranks > max(processes, _MOST_FOR_OWN):
         small = own.with_degrees(Degrees(*(min(size, 2) for size in own.degrees)))
         chosen = [small] if small.degrees.num_ranks <= max(processes, _MOST_FOR_OWN) else []
-        instead = f"{small.name} stands for it" if chosen else "it is left out"
+        instead = f"{small.name} is verified instead" if chosen else "it is left out"
         notes.append(
-            f"your own layout, {own.name}, needs {own.degrees.num_ranks} processes: {instead}. To run it all the same: "
+            f"your own layout, {own.name}, needs {own.degrees.num_ranks} processes: {instead}. To run it anyway: "
             f"--layouts {_OWN}"
         )
     for layout in parse_layouts(_USUAL, config):

@@ -1,7 +1,6 @@
-"""The plainest training there is: one document at a time, the model's own forward, full logits, float64, AdamW by hand.
+"""The plain loop that every layout must equal: one document at a time, full logits, float64, AdamW written out.
 
-What every layout must equal. Shares no code with the backend; of the order of rows, only shuffling and filling.
-What is learned from a batch is handed in: answers here, preferences by their neighbour.
+Shares no code with the backend; of the order of rows, only shuffling and filling.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from lockstep.verification.sample import NUM_BATCHES, SampleBatch, make_sample_b
 
 @dataclass(frozen=True)
 class StepValues:
-    """Everything that is compared of one step. Log-probs are of the tokens that have a weight, row by row.
+    """Everything that is compared of one step. Log-probs are of the target tokens, row by row.
 
-    `reference_logprobs` and `metrics` are of preferences and of sampled answers; metrics are sums. `where` names the
-    step where it is not one of a batch.
+    `reference_logprobs` and `metrics` exist for preferences and sampled answers; metrics are sums. `where` names the
+    step where a batch has several.
     """
 
     names: tuple[str, ...]
@@ -41,7 +40,7 @@ class StepValues:
 
 @dataclass(frozen=True)
 class PassValues:
-    """What a pass over one batch found; its gradients are in the model."""
+    """What a forward-backward pass over one batch computes besides the gradients, which are in the model."""
 
     loss: float
     logprobs: list[float]
@@ -49,20 +48,20 @@ class PassValues:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-Pass = Callable[[Sequence[Datum]], PassValues]
+ForwardBackward = Callable[[Sequence[Datum]], PassValues]
 
 
 def plain_batches(rows: Any, config: RunConfig) -> list[SampleBatch]:
-    """The first batches, counted out by hand."""
-    taken: list[SampleBatch] = []
+    """The first batches, cut without the code that training uses for it."""
+    batches: list[SampleBatch] = []
     cursor = 0
     for epoch in range(NUM_BATCHES):
         for batch in _cut_epoch(rows, config, epoch):
             cursor += len(batch)
-            taken.append(make_sample_batch(batch, cursor))
-            if len(taken) == NUM_BATCHES:
-                return taken
-    return taken
+            batches.append(make_sample_batch(batch, cursor))
+            if len(batches) == NUM_BATCHES:
+                return batches
+    return batches
 
 
 def _cut_epoch(rows: Any, config: RunConfig, epoch: int) -> Iterator[list[Datum]]:
@@ -87,7 +86,7 @@ def _is_full(batch: Sequence[Datum], following: Datum, config: RunConfig) -> boo
 
 
 def token_distributions(model: nn.Module, datum: Datum, completion: Completion, temperature: float = 1.0) -> Tensor:
-    """Log-probs of the whole vocabulary, in the place of each token of the completion."""
+    """Log-probs of the whole vocabulary at each token of the completion: (tokens, vocabulary)."""
     tokens = torch.tensor([[*datum.prompt, *completion.tokens]])
     logits = model(input_ids=tokens, use_cache=False).logits[0]
     return torch.log_softmax(logits / temperature, dim=-1)[len(datum.prompt) - 1 : -1]
@@ -99,7 +98,7 @@ def target_logprobs(distributions: Tensor, completion: Completion) -> Tensor:
 
 
 class PlainAdamW:
-    """After Loshchilov and Hutter, in place. `step` is fitted to the first gradient."""
+    """As in Loshchilov and Hutter, in place. `step` is adapted to the first gradient, see `_fit_step`."""
 
     def __init__(self, model: nn.Module, step: OptimStep, *, clip_at_half: bool) -> None:
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -108,15 +107,15 @@ class PlainAdamW:
         self.step, self._clip_at_half = step, clip_at_half
         self._count = 0
 
-    def see(self, kind: str) -> dict[str, Tensor]:
+    def snapshot(self, kind: str) -> dict[str, Tensor]:
         """Copies of "gradients" or "weights"."""
         if kind == "weights":
             return {name: p.detach().clone() for name, p in self._trained.items()}
         return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in self._trained.items()}
 
     def apply(self) -> float:
-        """One step with the gradients in the model, which are used up; their norm."""
-        gradients = self.see("gradients")
+        """One step with the gradients in the model, which are cleared; returns their norm."""
+        gradients = self.snapshot("gradients")
         norm = float(torch.stack([g.square().sum() for g in gradients.values()]).sum().sqrt())
         self._count += 1
         if self._count == 1:
@@ -130,34 +129,37 @@ class PlainAdamW:
 
 
 def run_plain_loop(
-    model: nn.Module, taken: Sequence[SampleBatch], optimizer: PlainAdamW, learn: Pass | None = None
+    model: nn.Module,
+    batches: Sequence[SampleBatch],
+    optimizer: PlainAdamW,
+    forward_backward: ForwardBackward | None = None,
 ) -> list[StepValues]:
-    """A step on each batch. `learn` adds a batch's gradients up in the model; without it, answers are learned."""
-    found: list[StepValues] = []
-    for part in taken:
-        learned = plain_cross_entropy(model, part.data) if learn is None else learn(part.data)
-        gradients, norm = optimizer.see("gradients"), optimizer.apply()
-        weights = optimizer.see("weights")
-        found.append(
-            StepValues(part.names, part.cursor, norm=norm, gradients=gradients, weights=weights, **vars(learned))
+    """A step on each batch. `forward_backward` adds up gradients in the model; default: cross-entropy."""
+    steps: list[StepValues] = []
+    for batch in batches:
+        values = plain_cross_entropy(model, batch.data) if forward_backward is None else forward_backward(batch.data)
+        gradients, norm = optimizer.snapshot("gradients"), optimizer.apply()
+        weights = optimizer.snapshot("weights")
+        steps.append(
+            StepValues(batch.names, batch.cursor, norm=norm, gradients=gradients, weights=weights, **vars(values))
         )
-    return found
+    return steps
 
 
 def _fit_step(step: OptimStep, norm: float, num_weights: int, *, clip_at_half: bool) -> OptimStep:
-    """Settings under which the step depends on all of the gradient, whatever that of the reduced model is.
+    """Settings under which the step depends on the gradient's values, whatever its size in the reduced model.
 
-    With an eps far below the gradient, Adam's first step is only the gradient's signs: a wrong scale would not be seen,
-    and the rounding of entries near zero would be magnified. So eps is at least a typical entry.
+    With an eps far below the gradient, Adam's first step is only the gradient's signs: a wrong scale would go
+    unnoticed, and rounding of entries near zero would be magnified. So eps is at least a typical entry.
     """
     max_norm = norm / 2 if clip_at_half else None
     return replace(step, max_grad_norm=max_norm, eps=max(step.eps, (max_norm or norm) / num_weights**0.5))
 
 
 def plain_cross_entropy(model: nn.Module, batch: Sequence[Datum]) -> PassValues:
-    """Cross-entropy, as the mean over everything that has a weight."""
+    """The weighted mean over all target tokens."""
     scale = 1.0 / total_weight(batch)
-    total, seen = 0.0, []
+    total, target_values = 0.0, []
     for datum in batch:
         for completion in datum.completions:
             weights = torch.tensor(completion.weights, dtype=torch.float64)
@@ -165,8 +167,8 @@ def plain_cross_entropy(model: nn.Module, batch: Sequence[Datum]) -> PassValues:
             loss = -(weights * scale * logprobs).sum()
             loss.backward()
             total += float(loss.detach())
-            seen += logprobs.detach()[weights != 0].tolist()
-    return PassValues(total, seen)
+            target_values += logprobs.detach()[weights != 0].tolist()
+    return PassValues(total, target_values)
 
 
 def _clipped(gradient: Tensor, norm: float, step: OptimStep) -> Tensor:

@@ -1,8 +1,5 @@
-"""Learning from sampled answers: the loop's own `learn`, in the hands of which a backend is watched update by update;
-and the plainest backend for it, with one pass for each answer and full logits.
-
-Answers and rewards are made up. Must not know layouts or processes.
-"""
+"""Training on sampled answers: the loop's own `learn` on a backend that records every update, and a plain backend with
+one forward per answer and full logits."""
 
 from __future__ import annotations
 
@@ -24,12 +21,12 @@ from lockstep.verification.plain_preference import copy_reference, mix_into, sid
 from lockstep.verification.reduced import leave_reference
 from lockstep.verification.sample import SampleBatch, as_groups
 
-_MOST_UPDATES = 2  # of each sort: passes over the batch, and parts that it is cut into
+_MOST_UPDATES = 2  # of each kind: passes over the batch, and minibatches
 
 
 @dataclass
 class UpdateValues:
-    """What one optimizer step came to. Log-probs are those from which the batch was begun, and of its first alone."""
+    """Of one optimizer step. Log-probs are from before the updates of a batch, and given for its first update only."""
 
     loss: float
     norm: float
@@ -42,64 +39,64 @@ class UpdateValues:
 
 @dataclass
 class RecordingBackend:
-    """A backend as a loop sees it. `see` gives "gradients" or "weights", whole, by name; `step` takes the place of the
-    loop's own.
+    """A backend that records every update of a loop. `snapshot` returns whole "gradients" or "weights" by name; `step`
+    replaces the loop's own.
 
-    The log-probs from before the updates are given back moved, as if the model had learned since: otherwise ratios
-    would all be 1, and neither they nor clipping would be seen.
+    The log-probs from before the updates are returned shifted, as if the model had been trained since: otherwise all
+    ratios would be 1, and neither ratios nor clipping would be tested.
     """
 
     backend: Any
-    see: Callable[[str], dict[str, Tensor]]
+    snapshot: Callable[[str], dict[str, Tensor]]
     step: OptimStep | None = None
     updates: list[UpdateValues] = field(default_factory=list)
-    _seen: dict[bool, list[float]] = field(default_factory=dict)
-    _passed: tuple[LossResult, LossSpec, dict[str, Tensor]] | None = None
+    logprobs: dict[bool, list[float]] = field(default_factory=dict)
+    _last_pass: tuple[LossResult, LossSpec, dict[str, Tensor]] | None = None
 
     def forward(self, batch: Sequence[Datum], *, reference: bool = False) -> list[Logprobs]:
-        found = self.backend.forward(batch, reference=reference)
-        self._seen[reference] = supervised_logprobs(found, batch)
-        return found if reference else [[_perturbed(own, i) for own in row] for i, row in enumerate(found)]
+        logprobs = self.backend.forward(batch, reference=reference)
+        self.logprobs[reference] = supervised_logprobs(logprobs, batch)
+        return logprobs if reference else [[_perturbed(own, i) for own in row] for i, row in enumerate(logprobs)]
 
     def forward_backward(self, batch: Sequence[Datum], loss: LossSpec) -> LossResult:
-        if not self.updates and False not in self._seen:  # the loop had no need to ask
-            self._seen[False] = supervised_logprobs(self.backend.forward(batch), batch)
+        if not self.updates and False not in self.logprobs:  # the loop did not need them
+            self.logprobs[False] = supervised_logprobs(self.backend.forward(batch), batch)
         result = self.backend.forward_backward(batch, loss)
-        self._passed = result, loss, self.see("gradients")
+        self._last_pass = result, loss, self.snapshot("gradients")
         return result
 
     def optim_step(self, step: OptimStep) -> OptimResult:
-        assert self._passed is not None, "a step follows a pass"
-        result, loss, gradients = self._passed
+        assert self._last_pass is not None, "a step follows a pass"
+        result, loss, gradients = self._last_pass
         optim: OptimResult = self.backend.optim_step(self.step or step)
         names = LOSSES[loss.kind].metrics(loss.options)
         self.updates.append(
             UpdateValues(
                 result.loss,
                 optim.grad_norm,
-                self._seen.pop(False, []),
-                self._seen.pop(True, []),
+                self.logprobs.pop(False, []),
+                self.logprobs.pop(True, []),
                 {name: result.metrics[name] for name in names},
                 gradients,
-                self.see("weights"),
+                self.snapshot("weights"),
             )
         )
         return optim
 
 
-def learn_groups(config: RunConfig, watched: RecordingBackend, rows: Sequence[Datum]) -> list[UpdateValues]:
-    """Every update that the loop makes of these rows. All ranks."""
+def learn_groups(config: RunConfig, recorder: RecordingBackend, rows: Sequence[Datum]) -> list[UpdateValues]:
+    """Every update that the loop makes with these rows. All ranks."""
     assert isinstance(config.algorithm, GrpoConfig)
     changes = {name: min(getattr(config.algorithm, name), _MOST_UPDATES) for name in ("num_updates", "minibatches")}
-    # Made-up answers are nobody's samples: their gap says nothing.
+    # Made-up answers have made-up sampler log-probs: their difference from the trainer means nothing.
     algorithm = config.algorithm.model_copy(update={**changes, "max_sampler_trainer_logprob_diff": None})
-    watched.updates = []
-    learn(config, algorithm, cast(Any, watched), as_groups(rows), Progress(step=1), config.learning_rate)
-    return watched.updates
+    recorder.updates = []
+    learn(config, algorithm, cast(Any, recorder), as_groups(rows), Progress(step=1), config.learning_rate)
+    return recorder.updates
 
 
 def supervised_logprobs(logprobs: Sequence[Logprobs], batch: Sequence[Datum]) -> list[float]:
-    """Row by row, those of the tokens that have a weight."""
+    """Of the target tokens, row by row."""
     return [
         value
         for datum, row in zip(batch, logprobs, strict=True)
@@ -114,7 +111,7 @@ def _perturbed(logprobs: Sequence[float], row: int) -> list[float]:
 
 
 class PlainPolicy:
-    """A backend without any of what makes one fast. `kind` as in algorithm.reference, never auto."""
+    """A backend without any optimisation. `kind` as in algorithm.reference, never auto."""
 
     def __init__(self, config: RunConfig, model: nn.Module, kind: str, optimizer: PlainAdamW) -> None:
         assert isinstance(config.algorithm, GrpoConfig)
@@ -129,22 +126,22 @@ class PlainPolicy:
         model = self._reference if reference else self._model
         assert model is not None
         return [
-            tuple(target_logprobs(self._every(model, datum, c), c).tolist() for c in datum.completions)
+            tuple(target_logprobs(self._distributions(model, datum, c), c).tolist() for c in datum.completions)
             for datum in batch
         ]
 
     def forward_backward(self, batch: Sequence[Datum], loss: LossSpec) -> LossResult:
         answers = [(datum, completion) for datum in batch for completion in datum.completions]
         completions = [completion for _, completion in answers]
-        every = [self._every(self._model, *answer) for answer in answers]
+        every = [self._distributions(self._model, *answer) for answer in answers]
         logprobs = torch.cat([supervised(target_logprobs(d, c), c) for d, c in zip(every, completions, strict=True)])
         entropies = [supervised(-(d.exp() * d).sum(dim=-1), c) for d, c in zip(every, completions, strict=True)]
         values = {**side_values(completions), "entropies": torch.cat(entropies)}
         total, metrics = LOSSES[loss.kind].fn(logprobs, whole_inputs(completions, loss, values))
         total.backward()
-        found = LossValues(float(total.detach()), {name: float(value) for name, value in metrics.items()})
+        sums = LossValues(float(total.detach()), {name: float(value) for name, value in metrics.items()})
         num_tokens = sum(datum.num_tokens for datum in batch)
-        return LossResult(lambda: found, num_tokens=num_tokens, num_supervised=len(logprobs))
+        return LossResult(lambda: sums, num_tokens=num_tokens, num_supervised=len(logprobs))
 
     def optim_step(self, step: OptimStep) -> OptimResult:
         norm = self._optimizer.apply()
@@ -154,24 +151,24 @@ class PlainPolicy:
         assert self._reference is not None
         mix_into(self._reference, self._model, share)
 
-    def _every(self, model: nn.Module, datum: Datum, completion: Completion) -> Tensor:
+    def _distributions(self, model: nn.Module, datum: Datum, completion: Completion) -> Tensor:
         return token_distributions(model, datum, completion, self._temperature)
 
 
-def train_policy_plainly(
-    config: RunConfig, model: nn.Module, taken: Sequence[SampleBatch], kind: str, optimizer: PlainAdamW
+def run_plain_policy(
+    config: RunConfig, model: nn.Module, batches: Sequence[SampleBatch], kind: str, optimizer: PlainAdamW
 ) -> list[StepValues]:
     """All updates on each batch."""
     assert isinstance(config.algorithm, GrpoConfig)
     plain = PlainPolicy(config, model, kind, optimizer)
-    watched = RecordingBackend(plain, optimizer.see)
-    found: list[StepValues] = []
-    for number, part in enumerate(taken, start=1):
-        for place, update in enumerate(learn_groups(config, watched, part.data), start=1):
-            found.append(StepValues(part.names, part.cursor, where=update_name(number, place), **vars(update)))
+    recorder = RecordingBackend(plain, optimizer.snapshot)
+    steps: list[StepValues] = []
+    for number, batch in enumerate(batches, start=1):
+        for place, update in enumerate(learn_groups(config, recorder, batch.data), start=1):
+            steps.append(StepValues(batch.names, batch.cursor, where=update_name(number, place), **vars(update)))
         if number == 1 and config.algorithm.reference_sync_steps is not None:
             plain.mix_reference(config.algorithm.reference_mix)
-    return found
+    return steps
 
 
 def update_name(batch: int, update: int) -> str:

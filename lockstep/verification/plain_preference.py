@@ -1,7 +1,6 @@
-"""The plainest learning from preferences: every answer by itself behind its own prompt, under a whole second model too.
+"""Plain forward-backward for preference losses: every answer alone behind its own prompt, a second model as reference.
 
-Shares with training what no layout can get wrong: how a loop weighs a batch, and the formula of the loss, applied once
-to the whole batch. Must not know the backend or micro-batches.
+Shares with training only how a loop weights a batch and the formula of the loss, applied once to the whole batch.
 """
 
 from __future__ import annotations
@@ -23,23 +22,23 @@ from lockstep.verification.sample import REFERENCE, total_weight
 
 
 class PlainPreference:
-    """A policy and the model that it is compared with. Before the first batch, the policy leaves its reference."""
+    """A policy and its reference, from which the policy is moved away before the first batch."""
 
     def __init__(self, config: RunConfig, policy: nn.Module, kind: str, other: nn.Module | None = None) -> None:
-        """`kind` as in algorithm.reference, never auto. `other` is the reference where the policy is not its origin."""
+        """`kind` as in algorithm.reference, never auto. `other` is algorithm.reference_model, if there is one."""
         assert isinstance(config.algorithm, (DpoConfig, KtoConfig))
         self._config, self._algorithm = config, config.algorithm
         self._policy = policy
         self._reference = None if kind == "none" else other or copy_reference(policy, kind, config)
-        self._has_begun = False
+        self._has_stepped = False
         if kind != "none":
             leave_reference(p.data for p in policy.parameters() if p.requires_grad)
 
-    def learn(self, rows: Sequence[Datum]) -> PassValues:
-        if self._has_begun and self._algorithm.reference_sync_steps is not None:
+    def forward_backward(self, rows: Sequence[Datum]) -> PassValues:
+        if self._has_stepped and self._algorithm.reference_sync_steps is not None:
             assert self._reference is not None
             mix_into(self._reference, self._policy, self._algorithm.reference_mix)
-        self._has_begun = True
+        self._has_stepped = True
         total_weight(rows)
         batch, loss = prepare(self._config, cast(Any, self), rows)
         answers = [(datum, completion) for datum in batch for completion in datum.completions]
@@ -58,8 +57,8 @@ class PlainPreference:
         total, metrics = rule.fn(logprobs, inputs)
         total.backward()
         reference = values[REFERENCE].tolist() if self._reference is not None else []
-        found = {name: float(value) for name, value in metrics.items()}
-        return PassValues(float(total.detach()), logprobs.detach().tolist(), reference, found)
+        sums = {name: float(value) for name, value in metrics.items()}
+        return PassValues(float(total.detach()), logprobs.detach().tolist(), reference, sums)
 
     def forward(self, batch: Sequence[Datum], *, reference: bool = False) -> list[Logprobs]:
         """What a loop asks of a backend, to estimate how far policy and reference are apart."""

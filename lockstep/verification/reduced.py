@@ -1,7 +1,6 @@
 """A reduced copy of the user's model: the same class and settings, fewer layers, narrower, random weights in float64.
 
-Head counts stay, so that what divides the model divides the copy. Every rank builds the same one. Must not know
-layouts or data beyond the size of the vocabulary.
+Head counts stay, so that what divides the model divides the copy. Every rank builds the same one.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermed
 
 @dataclass(frozen=True)
 class Reduction:
-    """`padding` is the new number of the padding token, where rows have it."""
+    """`padding` is the new id of the padding token, where rows contain it."""
 
     num_layers: int
     num_tokens: int
@@ -51,7 +50,7 @@ def choose_reduction(config: RunConfig, tokens: list[int], num_layers: int) -> R
 
 
 def _runs(config: RunConfig, reduction: Reduction) -> bool:
-    """A model may tie its widths together in ways that are not known here: ask it."""
+    """Models may tie their widths together in ways that are not known here: try a forward."""
     try:
         with torch.no_grad():
             build_plain(config, reduction)(input_ids=torch.arange(4)[None], use_cache=False)
@@ -66,22 +65,22 @@ def build_reduced(config: RunConfig, reduction: Reduction) -> Any:
     model = build_plain(config, reduction)
     keep_float64(model)
     if config.lora is not None:
-        # What is left out at random differs between layouts by design.
+        # Dropout differs between layouts by design.
         model = add_lora(model, config.lora.model_copy(update={"dropout": 0.0}))
     generator = torch.Generator().manual_seed(config.seed)
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.double()
-        # Norms begin as ones, biases and lora_B as zeros: a fault could hide behind those.
+        # Norms start at one, biases and lora_B at zero, which could hide a fault.
         if parameter.ndim < 2 or "lora_B" in name:
             parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
     return model
 
 
 def keep_float64(model: nn.Module) -> None:
-    """Norms compute in float32 whatever the model is in, and round gradients to it on the way back.
+    """Norms compute in float32 whatever the model's dtype, and round gradients to it in the backward pass.
 
-    A prompt that is computed once for two answers gets the rounded sum of what two prompts get as two rounded numbers.
-    To see that they are otherwise the same, norms must not round.
+    A prompt that is computed once for two answers gets the rounded sum, two prompts get two rounded summands: the
+    gradients differ by rounding unless norms stay in float64.
     """
     for module in model.modules():
         if not any(module.children()) and not isinstance(module, (nn.Linear, nn.Embedding)):
@@ -94,7 +93,7 @@ def _forward_in_float64(forward: Callable[..., Any], *arguments: Any, **options:
 
 
 class _Float64Stays(TorchFunctionMode):
-    """A tensor in float64 that is asked for in float32 stays as it is."""
+    """Casts from float64 to float32 do nothing."""
 
     def __torch_function__(
         self, function: Any, types: Any, arguments: Any = (), options: dict[str, Any] | None = None
@@ -108,7 +107,7 @@ class _Float64Stays(TorchFunctionMode):
 
 
 def reference_config(config: RunConfig) -> RunConfig:
-    """The run with its reference_model in the place of the model."""
+    """The configuration with its reference_model in place of the model, without adapters."""
     path = getattr(config.algorithm, "reference_model", None)
     assert path is not None
     model = config.model.model_copy(update={"path": path, "revision": None})
@@ -117,10 +116,10 @@ def reference_config(config: RunConfig) -> RunConfig:
 
 @torch.no_grad()
 def leave_reference(weights: Iterable[Tensor]) -> None:
-    """Move a policy away from a reference that it equals: all margins are zero before, and later in the same order.
+    """Move a policy away from a reference that it equals: all margins would be zero.
 
-    Each entry by itself, so that any part of a tensor moves as it would within the whole. Most become smaller: a policy
-    that is less sure of itself is at a distance above zero from its reference, as kto measures it.
+    Elementwise, so that any shard of a tensor moves as it would within the whole. Most entries shrink: a less certain
+    policy has a positive distance from its reference, as kto measures it.
     """
     for tensor in weights:
         tensor.mul_(0.75 + 0.5 * torch.sin(300 * tensor))
@@ -157,7 +156,7 @@ def _reduce(architecture: Any, reduction: Reduction) -> Any:
     if reduction.narrow:
         _narrow(text)
     if hasattr(text, "initializer_range"):
-        text.initializer_range = text.hidden_size**-0.5  # logits far from uniform: what is wrong shows
+        text.initializer_range = text.hidden_size**-0.5  # logits far from uniform, so that faults show
     return architecture
 
 
@@ -175,19 +174,19 @@ def _narrow(text: Any) -> None:
 
 
 def _like(size: int, original: int, modulus: int) -> int:
-    """At least `size`, with the remainder of the original: what did not divide evenly still does not."""
+    """At least `size`, with the remainder of the original: what does not divide evenly still does not."""
     return size + (original - size) % modulus
 
 
 def choose_layer_types(types: list[str], num_layers: int) -> list[str]:
-    """The first layers, the last of them exchanged for kinds that would be missing."""
+    """The first layers, the last of them replaced by kinds that would be missing."""
     chosen = types[:num_layers]
     missing = [kind for kind in dict.fromkeys(types) if kind not in chosen][: max(num_layers - 1, 0)]
     return chosen[: num_layers - len(missing)] + missing
 
 
 def find_limits(config: RunConfig, reduction: Reduction) -> ModelLimits:
-    """What the user's model allows, as far as it can be asked before it is split."""
+    """What the user's model supports, as far as it shows before it is split."""
     text = load_hf_config(config.model).get_text_config()
     heads = text.num_attention_heads
     model = build_reduced(config, reduction)
@@ -197,13 +196,15 @@ def find_limits(config: RunConfig, reduction: Reduction) -> ModelLimits:
         num_layers=text.num_hidden_layers,
         num_heads=heads,
         num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
-        not_tensor="DoRA adapters cannot be split over ranks: set lora.dora to false" if dora else _ask_tensor(model),
-        not_pipeline=_ask_pipeline(policy),
-        not_context="" if policy.packs else "the model does not take packed attention, which parallel.context needs",
+        not_tensor="DoRA adapters cannot be split over ranks: set lora.dora to false"
+        if dora
+        else _tensor_problem(model),
+        not_pipeline=_pipeline_problem(policy),
+        not_context="" if policy.packs else "the model does not support packed attention, which parallel.context needs",
     )
 
 
-def _ask_tensor(model: nn.Module) -> str:
+def _tensor_problem(model: nn.Module) -> str:
     try:
         tensor_plan(model)
     except ValueError as error:
@@ -211,7 +212,7 @@ def _ask_tensor(model: nn.Module) -> str:
     return ""
 
 
-def _ask_pipeline(policy: Policy) -> str:
+def _pipeline_problem(policy: Policy) -> str:
     try:
         check_divisible(policy)
     except ValueError as error:

@@ -1,6 +1,6 @@
-"""The rows that are verified on: the first batches of a run, cut short, their tokens numbered anew.
+"""The rows that are verified on: the first batches of a run, shortened, with new token ids; made-up answers for grpo.
 
-Every rank takes them as training does. Must not know models, layouts or ranks.
+Every rank reads them as training does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REFERENCE = "reference_logprobs"
 
 @dataclass(frozen=True)
 class SampleBatch:
-    """One batch as training takes it: all its rows by name, the cursor after it, and the rows to compute."""
+    """One batch: the origins of all its rows, the cursor after it, and the shortened rows to compute."""
 
     names: tuple[str, ...]
     cursor: int
@@ -37,10 +37,7 @@ class SampleBatch:
 
 
 def compile_rows(config: RunConfig, on_progress: Callable[[Any], None] | None = None) -> Any:
-    """The training rows as a loop is given them, from the cache if they were compiled before.
-
-    Prompts get answers that are made up.
-    """
+    """The training rows as a loop reads them, from the cache if they are in it; prompts get made-up answers."""
     tokenizer = load_run_tokenizer(config)
     if isinstance(config.algorithm, GrpoConfig):
         return SyntheticGroups(read_prompt_data(config, tokenizer).train, config)
@@ -55,13 +52,13 @@ def compile_rows(config: RunConfig, on_progress: Callable[[Any], None] | None = 
 
 
 def take_batches(rows: Sequence[Datum], config: RunConfig) -> list[SampleBatch]:
-    """From the run's own cursor."""
+    """From the start of the run, with training's own cursor."""
     batches = Batches(rows, config.batch, seed=config.seed, shuffle=config.data.shuffle)
-    taken, cursor = [], 0
+    batches_read, cursor = [], 0
     for _ in range(NUM_BATCHES):
         batch, cursor = batches.batch_at(cursor)
-        taken.append(make_sample_batch(batch, cursor))
-    return taken
+        batches_read.append(make_sample_batch(batch, cursor))
+    return batches_read
 
 
 def make_sample_batch(batch: Sequence[Datum], cursor: int) -> SampleBatch:
@@ -69,16 +66,16 @@ def make_sample_batch(batch: Sequence[Datum], cursor: int) -> SampleBatch:
 
 
 def shorten(datum: Datum, max_tokens: int = MAX_TOKENS) -> Datum:
-    """The end of the prompt, and of each completion a piece that begins just before what is learned of it.
+    """The end of the prompt, and of each completion a piece that starts just before its first target token.
 
-    Or just before the answers of a pair part, where the pieces would otherwise be the same.
+    Or just before the completions differ, where the pieces would be equal otherwise.
     """
     half = max_tokens // 2
-    learned = [next((i for i, weight in enumerate(c.weights) if weight), 0) for c in datum.completions]
-    pieces = [_piece(c, first - 2, half) for c, first in zip(datum.completions, learned, strict=True)]
+    first_targets = [next((i for i, weight in enumerate(c.weights) if weight), 0) for c in datum.completions]
+    pieces = [_piece(c, first - 2, half) for c, first in zip(datum.completions, first_targets, strict=True)]
     if len({tuple(piece.tokens) for piece in pieces}) < len(pieces):
-        parting = _num_alike(datum.completions)
-        pieces = [_piece(c, parting - 2, half) for c in datum.completions]
+        prefix = _num_shared_tokens(datum.completions)
+        pieces = [_piece(c, prefix - 2, half) for c in datum.completions]
     return Datum([int(t) for t in datum.prompt[-half:]], pieces, datum.origin)
 
 
@@ -89,36 +86,36 @@ def _piece(completion: Completion, start: int, size: int) -> Completion:
     return Completion([int(t) for t in tokens], [float(weight) for weight in weights], values)
 
 
-def _num_alike(completions: Sequence[Completion]) -> int:
-    """Tokens with which all of them begin."""
+def _num_shared_tokens(completions: Sequence[Completion]) -> int:
+    """Length of their common prefix."""
     columns = list(zip(*(c.tokens for c in completions)))
     return next((place for place, tokens in enumerate(columns) if len(set(tokens)) > 1), len(columns))
 
 
 def distinct_tokens(batches: Sequence[Sequence[Datum]]) -> list[int]:
-    """Every token of the batches, once, ascending: its place is its new number."""
-    found: set[int] = set()
+    """Every token id of the batches, once, ascending: its index is its new id."""
+    tokens: set[int] = set()
     for batch in batches:
         for datum in batch:
-            found.update(int(t) for t in datum.prompt)
+            tokens.update(int(t) for t in datum.prompt)
             for completion in datum.completions:
-                found.update(int(t) for t in completion.tokens)
-    return sorted(found)
+                tokens.update(int(t) for t in completion.tokens)
+    return sorted(tokens)
 
 
 def renumber(batch: Sequence[Datum], tokens: Sequence[int]) -> list[Datum]:
-    """Tokens by their places in `tokens`: a small vocabulary in which different tokens stay different.
+    """Tokens by their index in `tokens`: a small vocabulary in which different tokens stay different.
 
-    A token that is not listed comes from a row that should not be here; it gets a number too, so that the comparison
-    can say which row that is.
+    A token that is not listed comes from a row that should not be here; it gets an id, too, so that the comparison
+    can name that row.
     """
     places = {token: place for place, token in enumerate(tokens)}
 
-    def number(given: Sequence[int]) -> list[int]:
-        return [places.get(int(t), int(t) % len(places)) for t in given]
+    def new_ids(old: Sequence[int]) -> list[int]:
+        return [places.get(int(t), int(t) % len(places)) for t in old]
 
     return [
-        Datum(number(datum.prompt), [replace(c, tokens=number(c.tokens)) for c in datum.completions], datum.origin)
+        Datum(new_ids(datum.prompt), [replace(c, tokens=new_ids(c.tokens)) for c in datum.completions], datum.origin)
         for datum in batch
     ]
 
@@ -131,7 +128,7 @@ def total_weight(batch: Sequence[Datum]) -> float:
 
 
 def add_reference(batch: Sequence[Datum], logprobs: Sequence[Logprobs]) -> list[Datum]:
-    """Rows that bring the log-probs of their reference with them."""
+    """Rows with the log-probs of their reference among their side values."""
     return [
         replace(
             datum,
@@ -145,9 +142,9 @@ def add_reference(batch: Sequence[Datum], logprobs: Sequence[Logprobs]) -> list[
 
 
 def choose_budgets(batches: Sequence[Sequence[Datum]]) -> list[int]:
-    """Tokens of a micro-batch, for each batch: several for each rank, and room for two rows in each.
+    """Tokens of a micro-batch, for each batch: several micro-batches for each rank, with room for two rows in each.
 
-    In the last batch the longer pairs do not fit, and are cut in two.
+    In the last batch the longer pairs do not fit, and are split.
     """
     budget = 0
     for batch in batches:
@@ -159,7 +156,7 @@ def choose_budgets(batches: Sequence[Sequence[Datum]]) -> list[int]:
 
 
 def _cutting_budget(batch: Sequence[Datum]) -> int:
-    """About half of the pairs are whole; at least one is not, and each answer fits by itself."""
+    """About half of the pairs fit; at least one does not, and each answer fits alone."""
     lengths = [_num_tokens_with_one_prompt(datum) for datum in batch]
     longest_alone = max(len(datum.prompt) + len(c.tokens) for datum in batch for c in datum.completions)
     return max(statistics.median_high(lengths) - 1, longest_alone)
@@ -171,8 +168,8 @@ def _num_tokens_with_one_prompt(datum: Datum) -> int:
 
 MAX_ANSWERS = 4  # to a prompt
 _MAX_ANSWER_TOKENS = 20  # of an answer
-# Every so many answers are cut at max_tokens, and every so many could not be scored.
-_CUT, _TAINTED = 5, 7
+# Every fifth answer is truncated at max_tokens, and the reward of every seventh failed.
+_TRUNCATED_EVERY, _FAILED_EVERY = 5, 7
 
 
 class SyntheticGroups(Sequence[Any]):
@@ -196,26 +193,28 @@ class SyntheticGroups(Sequence[Any]):
     def _answer(self, draw: random.Random, prompt: PromptRow, number: int) -> Completion:
         length = draw.randint(1, min(self._algorithm.max_tokens, _MAX_ANSWER_TOKENS))
         tokens = draw.choices(prompt.tokens, k=length)
-        # With an environment, some of the words are not the model's own.
+        # With an environment, some of the tokens are not the model's own.
         own = [
             not self._algorithm.environment or place in (0, length - 1) or draw.random() < 0.7
             for place in range(length)
         ]
-        mark = draw.randrange(_CUT * _TAINTED) + number  # so that not all answers of a group are alike in this
+        mark = (
+            draw.randrange(_TRUNCATED_EVERY * _FAILED_EVERY) + number
+        )  # so that the answers of a group differ in this
         return Completion(
             tokens,
             [float(is_own) for is_own in own],
             {
                 "behaviour_logprobs": [-draw.uniform(1.0, 4.0) if is_own else 0.0 for is_own in own],
                 "reward": [draw.choice((0.0, 0.25, 1.0)) + 0.1 * number] * length,
-                "cut": [float(mark % _CUT == 0)] * length,
-                "tainted": [float(mark % _TAINTED == 0)] * length,
+                "truncated": [float(mark % _TRUNCATED_EVERY == 0)] * length,
+                "reward_failed": [float(mark % _FAILED_EVERY == 0)] * length,
             },
         )
 
 
 def as_groups(rows: Sequence[Datum]) -> list[Group]:
-    """What a loop would have been given."""
+    """As rollouts would hand them to a loop."""
     return [
         Group(PromptRow(datum.origin, tuple(datum.prompt), {}), key, tuple(map(_as_answer, datum.completions)))
         for key, datum in enumerate(rows)
@@ -224,13 +223,13 @@ def as_groups(rows: Sequence[Datum]) -> list[Group]:
 
 def _as_answer(completion: Completion) -> Answer:
     values = completion.values
-    is_tainted = bool(values["tainted"][0])
+    reward_failed = bool(values["reward_failed"][0])
     return Answer(
         tokens=tuple(completion.tokens),
         own=tuple(bool(weight) for weight in completion.weights),
         logprobs=tuple(values["behaviour_logprobs"]),
         versions=(0,) * len(completion.tokens),
         turns=("",),
-        is_cut=bool(values["cut"][0]),
-        outcome=Outcome.tainted("made so") if is_tainted else Outcome(values["reward"][0]),
+        is_cut=bool(values["truncated"][0]),
+        outcome=Outcome.tainted("made up") if reward_failed else Outcome(values["reward"][0]),
     )

@@ -1,6 +1,6 @@
 """The entry of every rank that verifies: `python -m lockstep.verification.worker FOLDER`.
 
-Takes batches as training does, makes a step on each through TorchBackend, and writes what came out. All ranks alike.
+Reads batches as training does, makes a step on each with TorchBackend, and writes the values. The same on all ranks.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ def main(arguments: list[str] | None = None) -> int:
     except BaseException as error:
         traceback.print_exc()
         with contextlib.suppress(OSError):
-            record_failure(folder, own_rank(), _sentence(error), refused=_is_refusal(error))
+            record_failure(folder, own_rank(), _sentence(error), refused=is_refusal(error))
         sys.stderr.flush()
-        os._exit(1)  # without waiting for collectives: the others must learn at once that this rank is gone
+        os._exit(1)  # without waiting for collectives: the other ranks must fail at once, not after their timeout
     return 0
 
 
 def compute(job: LayoutJob, folder: Path) -> None:
     torch.set_num_threads(1)  # the model is tiny, and sums must not depend on threads
     algorithm = job.config.algorithm
-    taken = take_batches(compile_rows(job.config), job.config)
+    sampled = take_batches(compile_rows(job.config), job.config)
     group = join_group("cpu", job.layout.parallel, job.timeout_s)
-    backend, batches = _build(job, group, [renumber(part.data, job.tokens) for part in taken])
+    backend, batches = _build(job, group, [renumber(batch.data, job.tokens) for batch in sampled])
     facts: list[dict[str, Any]] = []
     tensors: dict[str, Tensor] = {}
-    for number, (part, rows) in enumerate(zip(taken, batches, strict=True)):
+    for number, (part, rows) in enumerate(zip(sampled, batches, strict=True)):
         backend.micro_batch_tokens = job.micro_batch_tokens[number]
         known = {"names": part.names, "cursor": part.cursor}
         if isinstance(algorithm, GrpoConfig):
@@ -65,8 +65,8 @@ def compute(job: LayoutJob, folder: Path) -> None:
     disagreements = _write_shared(tensors, facts, group, folder)
     group.barrier()
     if group.rank == 0:
-        found = {"disagreements": disagreements, "warnings": backend.warnings, "packs": backend.policy.packs}
-        write_result(folder, {"steps": facts, **found})
+        shared = {"disagreements": disagreements, "warnings": backend.warnings, "packs": backend.policy.packs}
+        write_result(folder, {"steps": facts, **shared})
     group.leave()
 
 
@@ -116,9 +116,9 @@ def _step(
     reference = _reference_logprobs(backend, batch, loss)
     result = backend.forward_backward(batch, loss)
     metrics = {name: result.metrics[name] for name in LOSSES[loss.kind].metrics(loss.options)}
-    _keep(tensors, number, "gradients", _see(backend, "gradients"))
+    _keep(tensors, number, "gradients", _snapshot(backend, "gradients"))
     norm = backend.optim_step(job.step).grad_norm
-    _keep(tensors, number, "weights", _see(backend, "weights"))
+    _keep(tensors, number, "weights", _snapshot(backend, "weights"))
     facts = {"loss": result.loss, "norm": norm, "logprobs": logprobs}
     return {**facts, "reference_logprobs": reference, "metrics": metrics}
 
@@ -126,25 +126,25 @@ def _step(
 def _updates(
     backend: TorchBackend, job: LayoutJob, rows: Sequence[Datum], batch: int, first: int, tensors: dict[str, Tensor]
 ) -> list[dict[str, Any]]:
-    """All that the loop makes of sampled answers. Their tensors are numbered from `first` on."""
-    watched = RecordingBackend(backend, lambda kind: _see(backend, kind), job.step)
-    found = []
-    for place, update in enumerate(learn_groups(job.config, watched, rows)):
+    """Every update of the loop on sampled answers. Their tensors are numbered from `first` on."""
+    recorder = RecordingBackend(backend, lambda kind: _snapshot(backend, kind), job.step)
+    updates = []
+    for place, update in enumerate(learn_groups(job.config, recorder, rows)):
         facts = {**vars(update), "where": update_name(batch + 1, place + 1)}
         for kind in ("gradients", "weights"):
             _keep(tensors, first + place, kind, facts.pop(kind))
-        found.append(facts)
-    return found
+        updates.append(facts)
+    return updates
 
 
-def _see(backend: TorchBackend, kind: str) -> dict[str, Tensor]:
+def _snapshot(backend: TorchBackend, kind: str) -> dict[str, Tensor]:
     """Whole "gradients" or "weights", by name. All ranks."""
-    see = _gradient if kind == "gradients" else lambda parameter: _whole(parameter.detach())
-    return {name: see(parameter) for name, parameter in backend.parameters().items()}
+    value_of = _gradient if kind == "gradients" else lambda parameter: _whole(parameter.detach())
+    return {name: value_of(parameter) for name, parameter in backend.parameters().items()}
 
 
-def _keep(tensors: dict[str, Tensor], number: int, kind: str, found: dict[str, Tensor]) -> None:
-    tensors.update({tensor_name(number, kind, name): tensor for name, tensor in found.items()})
+def _keep(tensors: dict[str, Tensor], number: int, kind: str, values: dict[str, Tensor]) -> None:
+    tensors.update({tensor_name(number, kind, name): tensor for name, tensor in values.items()})
 
 
 def _prepare(job: LayoutJob, backend: TorchBackend, rows: Sequence[Datum]) -> tuple[Sequence[Datum], LossSpec]:
@@ -157,7 +157,7 @@ def _prepare(job: LayoutJob, backend: TorchBackend, rows: Sequence[Datum]) -> tu
 
 
 def _reference_logprobs(backend: TorchBackend, batch: Sequence[Datum], loss: LossSpec) -> list[float]:
-    """Those that the loss is given: the backend's, or the rows' own."""
+    """Those that the loss uses: the backend's, or the rows' own."""
     if lacks_reference(loss, batch):
         return supervised_logprobs(backend.forward(batch, reference=True), batch)
     if any(REFERENCE in c.values for datum in batch for c in datum.completions):
@@ -205,7 +205,7 @@ def _name_step(facts: list[dict[str, Any]], number: int) -> str:
     return facts[number].get("where") or f"batch {number + 1}"
 
 
-def _is_refusal(error: BaseException) -> bool:
+def is_refusal(error: BaseException) -> bool:
     """Whether this model cannot be laid out like this, as it is said where parallelism is applied.
 
     The probe's errors are of the same kind, and may be a fault that it found.

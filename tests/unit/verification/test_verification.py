@@ -29,7 +29,7 @@ from lockstep.verification.sample import (
     shorten,
     take_batches,
 )
-from lockstep.verification.worker import _is_refusal
+from lockstep.verification.worker import is_refusal
 
 LIMITS = ModelLimits(num_layers=6, num_heads=8, num_key_value_heads=4)
 
@@ -395,8 +395,8 @@ def test_only_where_parallelism_is_applied_a_layout_is_refused(tmp_path: Path, t
     model = Policy(tiny.build_model())
     with pytest.raises(ValueError) as refused:
         _check_heads(model, 3)
-    assert _is_refusal(refused.value)
-    assert not _is_refusal(RuntimeError("a fault"))
+    assert is_refusal(refused.value)
+    assert not is_refusal(RuntimeError("a fault"))
     with pytest.raises(ConfigError) as other:
         parse_layouts("", configure(tmp_path, tiny_model))
-    assert not _is_refusal(other.value)
+    assert not is_refusal(other.value)

@@ -54,7 +54,7 @@ def test_groups_have_all_that_a_loop_looks_at(tmp_path: Path, tiny_model: Path) 
     answers = [answer for group in groups for answer in group.answers]
     assert [group.prompt.origin for group in groups] == [f"a:{i}" for i in range(40)]
     assert {answer.is_cut for answer in answers} == {True, False}
-    assert {answer.outcome.problem for answer in answers} == {None, "made so"}
+    assert {answer.outcome.problem for answer in answers} == {None, "made up"}
     assert any(not all(answer.own) for answer in answers)
     assert all(answer.own[0] and answer.own[-1] for answer in answers)
     assert all((logprob < 0) == own for a in answers for logprob, own in zip(a.logprobs, a.own, strict=True))
@@ -111,37 +111,37 @@ def test_the_reference_stays_and_follows_only_when_it_is_told(tmp_path: Path, ti
     assert plain.forward(batch, reference=True) == plain.forward(batch)
 
 
-def watch(config: RunConfig, model: Any) -> RecordingBackend:
+def record(config: RunConfig, model: Any) -> RecordingBackend:
     optimizer = PlainAdamW(model, STEP, clip_at_half=True)
-    return RecordingBackend(PlainPolicy(config, model, "none", optimizer), optimizer.see)
+    return RecordingBackend(PlainPolicy(config, model, "none", optimizer), optimizer.snapshot)
 
 
-def test_a_loop_is_watched_update_by_update(tmp_path: Path, tiny_model: Path) -> None:
+def test_every_update_of_a_loop_is_recorded(tmp_path: Path, tiny_model: Path) -> None:
     config = configure(tmp_path, tiny_model, {"num_updates": 3, "minibatches": 2})
     (part, _) = take_batches(compile_rows(config), config)
     rows = renumber(part.data, list(range(97)))
     model = make_model("llama", lora=False)
-    begun = {name: p.detach().clone() for name, p in model.named_parameters()}
-    first, *others = learn_groups(config, watch(config, model), rows)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    first, *others = learn_groups(config, record(config, model), rows)
     assert len(others) == 3  # two passes, in two parts each
     assert len(first.logprobs) == sum(
         len(a.tokens) for g in as_groups(rows) for a in g.answers if not a.outcome.problem
     )
     assert [update.logprobs for update in others] == [[], [], []]
     assert first.metrics["moved"] > 0
-    assert any(not torch.equal(first.weights[name], begun[name]) for name in begun)
+    assert any(not torch.equal(first.weights[name], before[name]) for name in before)
     norm = torch.stack([g.square().sum() for g in first.gradients.values()]).sum().sqrt()
     assert first.norm == pytest.approx(float(norm))
 
 
-def test_what_the_loop_is_given_is_moved_and_what_is_compared_is_not(tmp_path: Path, tiny_model: Path) -> None:
+def test_the_loop_gets_shifted_logprobs_and_exact_ones_are_compared(tmp_path: Path, tiny_model: Path) -> None:
     config = configure(tmp_path, tiny_model)
-    watched, batch = watch(config, make_model("llama", lora=False)), make_groups()
-    exact = watched.backend.forward(batch)
-    given = watched.forward(batch)
-    distances = [abs(a - b) for x, y in zip(exact, given) for u, v in zip(x, y) for a, b in zip(u, v)]
+    recorder, batch = record(config, make_model("llama", lora=False)), make_groups()
+    exact = recorder.backend.forward(batch)
+    shifted = recorder.forward(batch)
+    distances = [abs(a - b) for x, y in zip(exact, shifted) for u, v in zip(x, y) for a, b in zip(u, v)]
     assert 0.2 < max(distances) <= 0.4
-    assert watched._seen[False] == supervised_logprobs(exact, batch)
+    assert recorder.logprobs[False] == supervised_logprobs(exact, batch)
 
 
 def test_more_or_fewer_updates_than_expected_are_said() -> None:

@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 
 TARGET = Path(__file__).parent / "images" / "architecture.svg"
-WIDTH, HEIGHT, EDGE, GAP = 980, 642, 20, 10
+WIDTH, HEIGHT, EDGE, GAP = 980, 728, 20, 10
 LEFT = 680  # where the column of rooms with torch ends
 RIGHT = 728  # where the column of rooms without torch begins
 ROW = 62
@@ -26,11 +26,10 @@ TRAINING = [
         ("backend", "forward_backward, optim_step: torch, DeepSpeed, remote", "torch", 47),
     ],
     [
-        ("processes", "start, call, end", "core", 19),
-        ("algorithms", "losses as sums", "core", 16),
-        ("data", "rows to batches", "core", 16),
+        ("algorithms", "losses, advantages", "core", 21),
+        ("data", "rows to packed batches", "core", 21),
         ("model", "tokens to log-probs", "core", 19),
-        ("parallel", "mesh, sharding", "core", 16),
+        ("parallel", "mesh, sharding, traffic", "core", 19),
     ],
 ]
 CONTROL = [
@@ -90,7 +89,9 @@ def draw() -> str:
         ("No torch in this column.", "A run is started by name:", "python -m lockstep.train.worker")
     ):
         parts.append(f'<text class="note" x="{RIGHT + 4}" y="{note + 16 + 18 * number}">{line}</text>')
-    bottom = top + 4 * step
+    bottom = top + 5 * step
+    what = "starts, calls, watches and ends processes, on this machine or on Ray"
+    parts.append(box(EDGE, bottom - step, whole, "processes", what, "core"))
     parts.append(
         box(EDGE, bottom, whole, "types · config · rundir", "the base: standard library, pydantic, yaml", "base")
     )
@@ -114,8 +115,8 @@ def draw() -> str:
     parts += [
         f'<path class="arrow" stroke-dasharray="5 4" d="{start}"/>',
         f'<path class="head" d="M {LEFT + 1} {top + 30} l 11 -5 v 10 z"/>',
-        f'<path class="arrow" d="M {middle} {top + 2 * step} V {bottom - 18}"/>',
-        f'<path class="head" d="M {middle} {bottom - 8} l -5 -11 h 10 z"/>',
+        f'<path class="arrow" d="M {middle} {top + 2 * step} V {bottom - step - 18}"/>',
+        f'<path class="head" d="M {middle} {bottom - step - 8} l -5 -11 h 10 z"/>',
         f'<text class="note" text-anchor="middle" transform="{words}">imports point down</text>',
     ]
     label = (

@@ -59,7 +59,7 @@ class Nodes:
         """As a power cut does, which Ray itself finds out after a while. Returns how messages call it."""
         node = self.by_name.pop(name)
         self.cluster.remove_node(node, allow_graceful=False)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while until_known and node.node_id in [
             n["NodeID"] for n in self.cluster.global_state.node_table() if n["Alive"]
         ]:
@@ -177,7 +177,7 @@ def assert_nothing_is_left(run: RunDir, nodes: Nodes) -> None:
     assert _marked_processes(handle.mark) == []
     ray.init(address=nodes.address, log_to_driver=False, logging_level=logging.ERROR)
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 300
         while (rest := taken_resources()) and time.monotonic() < deadline:
             time.sleep(0.2)  # Ray counts what was given back a moment later
         assert rest == {}

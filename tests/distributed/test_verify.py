@@ -62,7 +62,7 @@ def test_a_script_needs_no_guard(config: Path, tmp_path: Path) -> None:
         f"report = verify(load_config({str(config)!r}), layouts='shard=2')\n"
         "print(report.passed, len(report.verdicts), __name__)\n"
     )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["once", "True", "2", "__main__"]
 

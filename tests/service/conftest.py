@@ -78,7 +78,7 @@ def postgres_url() -> Iterator[str]:
 def _wait_for_database(url: str) -> None:
     import sqlalchemy as sa
 
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     engine = sa.create_engine(url, poolclass=sa.NullPool)
     while True:
         try:

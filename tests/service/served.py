@@ -40,7 +40,7 @@ def job(name: str = "quick", id: str | None = None, procs: int = 1, **fields: An
     return JobRequest(id=id, config=tree(name, launch={"device": "cpu", "procs": procs}), **fields)
 
 
-def wait_for(condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
+def wait_for(condition: Callable[[], Any], timeout_s: float = 300.0) -> Any:
     deadline = time.monotonic() + timeout_s
     while not (found := condition()):
         assert time.monotonic() < deadline, "this took too long"

@@ -28,7 +28,7 @@ def operations(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Any]]:
     with serving(tmp_path_factory.mktemp("schema"), procs="2") as service, Client(service.url) as client:
         client.submit(job(id="known"))
         client.upload("known", [{"prompt": "a", "completion": "b"}])
-        assert client.wait("known", timeout_s=60.0).state == "completed"
+        assert client.wait("known", timeout_s=300).state == "completed"
         description = schemathesis.openapi.from_url(f"{service.url}/api/openapi.json")
         found = [result.ok() for result in description.get_all_operations()]
         yield [operation for operation in found if operation.path.startswith("/v1")]

@@ -41,7 +41,7 @@ def is_up(url: str) -> bool:
 def end(process: subprocess.Popen[str]) -> str:
     """As Ctrl-C does."""
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=300)
     return err
 
 
@@ -87,7 +87,7 @@ def test_a_real_job_whose_process_is_killed_goes_on(server: str, tmp_path: Path,
         wait_for(lambda: client.checkpoints("hit"))
         (pid,) = processes_of(run_dir)
         os.kill(pid, signal.SIGKILL)
-        job = client.wait("hit", timeout_s=120)
+        job = client.wait("hit", timeout_s=300)
         assert (job.state, job.restarts, job.progress.step) == ("completed", 1, 400)
         (resumed,) = [event for event in client.events("hit") if event["event"] == "resumed"]
         assert resumed["step"] >= 10

@@ -30,7 +30,7 @@ def description(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     with serving(tmp_path_factory.mktemp("schema"), procs="2") as service, Client(service.url) as client:
         client.submit(job(id="known"))
         client.upload("known", [{"prompt": "a", "completion": "b"}])
-        assert client.wait("known", timeout_s=60.0).state == "completed"
+        assert client.wait("known", timeout_s=300).state == "completed"
         yield schemathesis.openapi.from_url(f"{service.url}/api/openapi.json")
 
 

@@ -326,7 +326,7 @@ def test_secrets_stay_out_of_logs(tmp_path: Path) -> None:
     with serving(tmp_path, token_file=str(tmp_path / "tokens")) as service:
         with Client(service.url, token) as client:
             client.submit(job(id="mine"))
-            client.wait("mine", timeout_s=60)
+            client.wait("mine", timeout_s=300)
             with pytest.raises(ServiceFault, match="unknown key"):
                 client.plan({"passwort": "hunter2"})
         with Client(service.url, "wrong-token") as client, pytest.raises(ServiceFault) as caught:

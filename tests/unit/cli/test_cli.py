@@ -70,7 +70,7 @@ def start(folder: Path, *arguments: str, **options: Any) -> subprocess.Popen[str
 
 def lockstep(folder: Path, *arguments: str) -> tuple[int, str, str]:
     process = start(folder, *arguments)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     return process.returncode, out, err
 
 
@@ -191,7 +191,7 @@ def test_a_used_run_dir_is_refused(folder: Path) -> None:
 
 
 def wait_for_step(folder: Path, step: int) -> RunDir:
-    run, deadline = RunDir(folder / "r"), time.monotonic() + 20
+    run, deadline = RunDir(folder / "r"), time.monotonic() + 300
     while run.status().get("step") != step:
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -203,7 +203,7 @@ def test_a_signal_cancels_and_leaves_nothing_behind(folder: Path, number: signal
     process = start(folder, "train", "c.yaml", "name=slow", "--run-dir", "r", "--json")
     run = wait_for_step(folder, 2)
     process.send_signal(number)
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 128 + number
     assert json.loads(out)["state"] == run.status()["state"] == "cancelled"
     assert "lockstep train --resume r" in err
@@ -216,7 +216,7 @@ def test_a_killed_worker_and_a_resume(folder: Path) -> None:
     handle = read_handle(run.path)
     assert handle is not None
     os.kill(handle.pid, signal.SIGKILL)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 1
     assert "signal 9 (SIGKILL)" in err
     assert run.status()["state"] == "failed"

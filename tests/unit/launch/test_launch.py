@@ -56,7 +56,7 @@ def make_run(tmp_path: Path, name: str) -> RunDir:
     return RunDir.create(tmp_path / name, parse_config(f"name: {name}\nmodel: x\ndata: {{train: a}}"))
 
 
-def wait_for(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+def wait_for(condition: Callable[[], object], timeout_s: float = 300.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "this took too long"

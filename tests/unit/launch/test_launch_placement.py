@@ -132,7 +132,7 @@ def start_rank(host: RankHost, run_dir: Path, lease_s: float = 60.0) -> int:
 
 
 def wait_for(condition: Any) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < deadline, "this took too long"
         time.sleep(0.02)

@@ -223,7 +223,7 @@ def started(
     run = make_run(tmp_path)
     handle = launcher.start(run.path, Resources(procs=request.param, device="cpu"))
     try:
-        deadline = time.monotonic() + 40
+        deadline = time.monotonic() + 300
         while not all((run.path / f"pid-{rank}").exists() for rank in range(request.param)):
             assert time.monotonic() < deadline
             time.sleep(0.05)

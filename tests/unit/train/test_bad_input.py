@@ -305,9 +305,9 @@ def test_a_rank_that_hangs_is_named_when_the_deadline_has_passed(
         assert ranks.wait_until(lambda: newest_step(run) >= 3)
         ranks.signal(signal.SIGSTOP, [stopped])
         start = time.monotonic()
-        ranks.processes[waiting].join(30)
+        ranks.processes[waiting].join(120)
         assert ranks.processes[waiting].exitcode == 1
-        assert time.monotonic() - start < 15
+        assert time.monotonic() - start < 60  # of a deadline of 5 s, on a busy machine
     (failure,) = run.failures()
     assert failure["message"] == (
         f"rank {waiting} waited 5 s on the other ranks, and got no sign of life from rank {stopped}: "
@@ -319,23 +319,23 @@ def test_a_rank_that_never_joins(tmp_path: Path, tiny_model: Path) -> None:
     run = make_run_on_two(tmp_path, tiny_model)
     with start_ranks(run, 2) as ranks:
         ranks.signal(signal.SIGSTOP, [1])
-        ranks.processes[0].join(30)
+        ranks.processes[0].join(120)
         assert ranks.processes[0].exitcode == 1
     assert re.match(r"rank 0 waited \d+ s at .* for all 2 ranks to join", run.failures()[0]["message"])
 
 
 def test_a_rank_whose_peer_dies_says_so_at_once(tmp_path: Path, tiny_model: Path) -> None:
-    run = make_run_on_two(tmp_path, tiny_model, launch={"procs": 2, "timeout_s": 60})
+    run = make_run_on_two(tmp_path, tiny_model, launch={"procs": 2, "timeout_s": 600})
     with start_ranks(run, 2) as ranks:
         assert ranks.wait_until(lambda: newest_step(run) >= 3)
         ranks.signal(signal.SIGKILL, [1])
-        assert ranks.wait(15) == [1, -signal.SIGKILL]
+        assert ranks.wait(120) == [1, -signal.SIGKILL]
     assert run.failures()[0]["message"] == "rank 0 lost its connection to rank 1, which ended first"
 
 
 @pytest.mark.slow
 def test_the_command_ends_a_run_that_hangs(tmp_path: Path, tiny_model: Path) -> None:
-    settings = {"launch": {"procs": 2, "timeout_s": 60, "max_restarts": 0}, "optim": {"epochs": 500}}
+    settings = {"launch": {"procs": 2, "timeout_s": 600, "max_restarts": 0}, "optim": {"epochs": 500}}
     config = tiny.write_config(tmp_path, tiny_model, **settings)
     run = RunDir(tmp_path / "run")
     command = tiny.start_lockstep("train", config, "--run-dir", run.path)
@@ -345,7 +345,7 @@ def test_the_command_ends_a_run_that_hangs(tmp_path: Path, tiny_model: Path) -> 
             time.sleep(0.05)
         stopped = tiny.pid_of_rank(run, 1)
         os.kill(stopped, signal.SIGSTOP)
-        out, err = command.communicate(timeout=50)  # before any collective's deadline
+        out, err = command.communicate(timeout=300)  # before any collective's deadline
     finally:
         command.terminate()
     assert command.returncode == 1

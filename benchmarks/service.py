@@ -46,7 +46,7 @@ import sys
 from pathlib import Path
 from lockstep.launch import LocalLauncher
 from lockstep.service.app import make_manager
-from lockstep.service.server import run_server
+from lockstep.service.app import run_server
 from lockstep.service.settings import ServiceSettings
 settings = ServiceSettings(Path(sys.argv[1]), port=int(sys.argv[2]), procs=1)
 run_server(settings, make_manager(settings, LocalLauncher("endless_worker")))

@@ -51,7 +51,7 @@ def serve(
     """Serve training jobs over HTTP, with a dashboard."""
     import os
 
-    from lockstep.service.server import run_server
+    from lockstep.service.app import run_server
     from lockstep.service.settings import ServiceSettings
 
     from_environment = os.environ.pop("LOCKSTEP_DATABASE", None)  # it may hold a password: jobs must not inherit it
@@ -89,9 +89,8 @@ def submit(
     as_json: Json = False,
 ) -> None:
     """Submit a configuration to a service as a job."""
-    from lockstep.service.client import Client
+    from lockstep.service.client import Client, prepare_config
     from lockstep.service.schemas import JobRequest
-    from lockstep.service.submission import prepare_config
 
     settings = load_settings(config, overrides)
     with Client(server) as client:

@@ -1,7 +1,7 @@
 """Who asks, and what they may do: tokens by their hashes, roles, ownership.
 
 read sees every job and changes nothing; submit sees and changes its own; admin everything. Without a token file
-whoever reaches the port is admin: the service is then bound to loopback.
+every caller is admin: the service is then bound to loopback.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class Tokens:
         try:
             self._read()
         except ConfigError as error:
-            log.error("nobody is let in: %s", error)
+            log.error("every token is refused: %s", error)
             raise Busy("the token file cannot be read: the service's log says why") from error
         digest = hash_token(token)
-        found = None
+        match = None
         for known, caller in self._known:  # to the end, also after a match: the time it takes tells nothing
             if hmac.compare_digest(known, digest):
-                found = caller
-        return found
+                match = caller
+        return match
 
     def _read(self) -> None:
         try:

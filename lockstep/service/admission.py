@@ -1,6 +1,6 @@
 """From a request's configuration to one that may run here: data sets by name, paths confined, no code from outside.
 
-Every path is resolved, symlinks included, and must lie in what its sender may read. Must not know the queue or HTTP.
+Every path is resolved, symlinks included, and must lie in what its sender may read.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import yaml
 
 from lockstep.config import ConfigError, RunConfig, check_config, parse_config, resolve_config
 from lockstep.config.data import PARTS
+from lockstep.service.data_dir import DataDir
 from lockstep.service.errors import Forbidden, ServiceError, TooLarge
-from lockstep.service.layout import DataDir
 from lockstep.service.schemas import JobRequest
 
 DATASET = "dataset:"
 _SOURCE = "the configuration"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-# Text for people or for the template engine: whatever it looks like, nobody opens it as a file.
+# Text for people or for the template engine: whatever it looks like, it is never opened as a file.
 _FREE_TEXT = {"name", "input_template", "output_template", "columns", "roles", "template_options", "targets"}
 _MAX_MATCHES = 10_000
 _MAX_CHARACTERS = 1 << 17
@@ -49,20 +49,20 @@ class Admission:
 
     def admit(
         self,
-        given: dict[str, Any] | str,
+        request: dict[str, Any] | str,
         *,
         find_dataset: Callable[[str], Path],
         may_use_job: Callable[[str], bool],
     ) -> Admitted:
-        tree, text = _read(given)
+        tree, text = _read(request)
         datasets: list[str] = []
         _name_datasets(tree, find_dataset, datasets)
         files = {str(find_dataset(name)) for name in datasets}
         try:
-            config = self._settle(tree, text if not datasets else None)
-            settled = config.model_dump(mode="json")
-            json.dumps(settled, ensure_ascii=False).encode()  # half a character could not be written to any file
-            for key, value in _strings(settled):
+            config = self._resolve(tree, text if not datasets else None)
+            resolved = config.model_dump(mode="json")
+            json.dumps(resolved, ensure_ascii=False).encode()  # half a character could not be written to any file
+            for key, value in _strings(resolved):
                 self._check(key, value, may_use_job, files)
         except (ConfigError, ServiceError):
             raise
@@ -73,7 +73,7 @@ class Admission:
             raise _code_refused("model.trust_remote_code")
         return Admitted(config, sorted(set(datasets)))
 
-    def _settle(self, tree: dict[str, Any], text: str | None) -> RunConfig:
+    def _resolve(self, tree: dict[str, Any], text: str | None) -> RunConfig:
         """As text where that is what was sent and nothing was filled in: errors then name its lines."""
         if text is not None:
             return parse_config(text, source=_SOURCE, directory=self._data_dir.empty)
@@ -158,14 +158,14 @@ def _refuse_costly_yaml(text: str) -> None:
         raise ConfigError(f"{_SOURCE}: YAML aliases (*name) are not taken over HTTP: write the values out")
 
 
-def _name_datasets(tree: dict[str, Any], find_dataset: Callable[[str], Path], found: list[str]) -> None:
+def _name_datasets(tree: dict[str, Any], find_dataset: Callable[[str], Path], names: list[str]) -> None:
     """`dataset:NAME` becomes the data set's file, wherever a source may be named."""
 
     def replace(value: Any) -> Any:
         if isinstance(value, str) and value.startswith(DATASET):
             name = value.removeprefix(DATASET)
             path = str(find_dataset(name))
-            found.append(name)
+            names.append(name)
             return path
         if isinstance(value, list):
             return [replace(item) for item in value]

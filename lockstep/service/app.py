@@ -1,23 +1,27 @@
-"""The HTTP application: the manager, the guard, the routes. Composes; decides nothing itself."""
+"""The HTTP application and `lockstep serve`: the manager, the middleware, the routes, on uvicorn."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 
+import uvicorn
 from fastapi import FastAPI
 
 from lockstep.launch import Launcher
+from lockstep.service import dashboard
 from lockstep.service.access import Tokens
-from lockstep.service.api import answers, datasets, jobs, runs, system
-from lockstep.service.dashboard import dashboard
-from lockstep.service.dryrun import DryRuns
-from lockstep.service.guard import Guard
+from lockstep.service.api import datasets, jobs, system
+from lockstep.service.api.error_responses import describe_errors, install_handlers
+from lockstep.service.api.system import DryRuns
 from lockstep.service.jobs import JobManager
 from lockstep.service.llama_stack import routes as llama_stack
+from lockstep.service.middleware import SecurityMiddleware
+from lockstep.service.run_files import Streams
 from lockstep.service.settings import VERSION, ServiceSettings
-from lockstep.service.streams import Streams
 
 
 def create_app(settings: ServiceSettings, manager: JobManager | None = None) -> FastAPI:
@@ -46,13 +50,13 @@ def create_app(settings: ServiceSettings, manager: JobManager | None = None) -> 
     app.state.manager = manager
     app.state.tokens = tokens
     app.state.streams = Streams()
-    app.state.answers = Counter()
+    app.state.response_counts = Counter()
     app.state.num_uploads = 0
-    answers.install(app)
-    for module in (jobs, runs, datasets, system, llama_stack, dashboard):
-        app.include_router(module.router)
-    answers.describe_errors(app)
-    app.add_middleware(Guard, settings=settings, answers=app.state.answers)
+    install_handlers(app)
+    for router in (jobs.router, jobs.run_router, datasets.router, system.router, llama_stack.router, dashboard.router):
+        app.include_router(router)
+    describe_errors(app)
+    app.add_middleware(SecurityMiddleware, settings=settings, response_counts=app.state.response_counts)
     return app
 
 
@@ -68,3 +72,23 @@ def make_manager(settings: ServiceSettings, launcher: Launcher | None = None) ->
         max_upload_mb=settings.max_upload_mb,
         max_datasets=settings.max_datasets,
     )
+
+
+def run_server(settings: ServiceSettings, manager: JobManager | None = None) -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    manager = manager or make_manager(settings)
+    app = create_app(settings, manager)
+    devices = f"GPUs {', '.join(manager.slots.devices)}" if manager.slots.devices else "on CPU"
+    logging.info("data in %s, %d processes, %s", manager.data_dir.path, manager.slots.count, devices)
+    config = uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        log_config=None,
+        log_level="info",
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=3,
+    )
+    uvicorn.Server(config).run()

@@ -1,18 +1,21 @@
-"""A typed client of the service, for Python and for the command. Knows its schemas and nothing else of it."""
+"""A typed client of the service, for Python and for the command."""
 
 from __future__ import annotations
 
 import codecs
 import json
 import os
+import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 import httpx
 
-from lockstep.rundir import MetricRecord
+from lockstep.config import RunConfig
+from lockstep.config.data import PARTS
+from lockstep.rundir import MetricRecord, digest_file
 from lockstep.service.schemas import (
     FINISHED,
     ArtifactList,
@@ -316,3 +319,20 @@ def _file_pieces(path: Path) -> Iterator[bytes]:
 def _row_pieces(rows: Iterable[Mapping[str, Any]]) -> Iterator[bytes]:
     for row in rows:
         yield json.dumps(row, ensure_ascii=False).encode() + b"\n"
+
+
+def prepare_config(config: RunConfig, client: Client | None, say: Callable[[str], None]) -> dict[str, Any]:
+    """The resolved sections, with uploaded files by the names of their data sets. Without a client nothing is sent."""
+    tree = config.model_dump(mode="json")
+    known = {dataset.name for dataset in client.datasets()} if client is not None else set()
+    for part in PARTS:
+        for source in tree["data"][part]:
+            path = Path(source["path"])
+            if client is not None and path.is_file() and path.suffix in (".jsonl", ".json"):
+                name = f"{re.sub(r'[^a-zA-Z0-9_]+', '-', path.stem)[:40].strip('-') or 'rows'}-{digest_file(path)[:12]}"
+                if name not in known:
+                    say(f"uploading {path}")
+                    client.upload(name, path)
+                    known.add(name)
+                source["path"] = f"dataset:{name}"
+    return tree

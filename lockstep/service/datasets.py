@@ -1,6 +1,6 @@
 """Uploaded rows: one JSONL file for each data set, checked line by line on its way in, never changed afterwards.
 
-A configuration names one as `dataset:NAME`. Must not know formats of rows or tokenizers: the data compiler does.
+A configuration names one as `dataset:NAME`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from lockstep.service.data_dir import DataDir
 from lockstep.service.errors import Conflict, NotFound, ServiceError, TooLarge
-from lockstep.service.layout import DataDir
 from lockstep.service.schemas import ID_PATTERN, DatasetView
 from lockstep.service.store import Dataset, Store
 
@@ -109,10 +109,10 @@ class DatasetStore:
         return Dataset(name, owner, count, size, digest.hexdigest(), time.time())
 
     def _find(self, name: str) -> Dataset:
-        found = self._store.find_dataset(name)
-        if found is None:
+        dataset = self._store.find_dataset(name)
+        if dataset is None:
             raise NotFound(f"there is no data set {name}")
-        return found
+        return dataset
 
     def _path(self, name: str) -> Path:
         return self._data_dir.datasets / f"{name}.jsonl"

@@ -29,7 +29,7 @@ class Conflict(ServiceError):
 
 
 class JobConflict(Conflict):
-    """The id is taken by a job with other content, or by somebody else's."""
+    """The id is taken by a job with other content, or by another owner's."""
 
 
 class TooLate(ServiceError):

@@ -6,28 +6,31 @@ What the store holds is intent and ownership; the truth about a run is in its ru
 from __future__ import annotations
 
 import builtins
+import math
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from lockstep.launch import Launcher, LocalLauncher
 from lockstep.rundir import RunDir
 from lockstep.service.admission import Admission, Admitted, digest_of
+from lockstep.service.data_dir import DataDir
 from lockstep.service.datasets import DatasetStore
 from lockstep.service.errors import Conflict, JobConflict, NotFound, ServiceError
-from lockstep.service.layout import DataDir
-from lockstep.service.scheduler import Scheduler
-from lockstep.service.schemas import FINISHED, JobRequest, JobState, JobView
-from lockstep.service.slots import find_slots
+from lockstep.service.run_files import last_metrics
+from lockstep.service.scheduler import Scheduler, Slots, find_slots
+from lockstep.service.schemas import FINISHED, JobMetrics, JobRequest, JobState, JobView, RunProgress
 from lockstep.service.store import ACTIVE, Job, Store
-from lockstep.service.views import view_job
 
 __all__ = ["JobConflict", "JobManager", "NotFound", "ServiceError"]
-
 _GRACE_S = 8.0  # from SIGTERM to SIGKILL
 _DELETE_TIMEOUT_S = 30.0
+_SAME = [
+    field.name for field in fields(Job) if field.name in JobView.model_fields and field.name not in ("state", "reason")
+]
 
 
 class JobManager:
@@ -68,12 +71,12 @@ class JobManager:
         self.store.close()
         self.data_dir.close()
 
-    # --- asking for things -------------------------------------------------------------------------------------------
+    # --- requests -------------------------------------------------------------------------------------------
 
     def submit(self, request: JobRequest, *, owner: str = "", admin: bool = False) -> JobView:
         """The same id with the same content gives the job back; with other content it is a JobConflict.
 
-        Nobody's request (owner "") may use every data set and job, and so may an admin's.
+        A request without an owner ("") may use every data set and job, and so may an admin's.
         """
         digest = digest_of(request)
         present = None if request.id is None else self.store.find(request.id)
@@ -114,9 +117,9 @@ class JobManager:
         """At once if it waits; if it runs, within seconds. A job that has ended stays what it is."""
         while True:
             job = self.store.get(job_id)
-            if job.state in FINISHED or job.wish:
+            if job.state in FINISHED or job.requested_action:
                 return self.view(job)
-            if self._wish(job, "cancel"):
+            if self._request(job, "cancel"):
                 return self.get(job_id)
 
     def delete(self, job_id: str) -> None:
@@ -132,22 +135,22 @@ class JobManager:
         """The scheduler deletes it as soon as it has ended."""
         while True:
             job = self.store.get(job_id)
-            if job.wish == "delete" or self._wish(job, "delete"):
+            if job.requested_action == "delete" or self._request(job, "delete"):
                 return job
 
     def is_gone(self, job: Job) -> bool:
         present = self.store.find(job.id)
         return present is None or present.number != job.number
 
-    def _wish(self, job: Job, wish: str) -> bool:
-        changes: dict[str, Any] = {"wish": wish}
+    def _request(self, job: Job, action: str) -> bool:
+        changes: dict[str, Any] = {"requested_action": action}
         if job.state == "queued":
             changes |= {"state": "cancelled", "finished_at": time.time()}
         changed = self.store.change(job, states=ACTIVE if job.state in ACTIVE else None, **changes)
         self._scheduler.wake()
         return changed
 
-    # --- looking -----------------------------------------------------------------------------------------------------
+    # --- reading -----------------------------------------------------------------------------------------------------
 
     def get(self, job_id: str) -> JobView:
         return self.view(self.store.get(job_id))
@@ -194,3 +197,46 @@ def _row(request: JobRequest, admitted: Admitted, job_id: str, owner: str, diges
         "datasets": admitted.datasets,
         "digest": digest,
     }
+
+
+# --- what others see of a job ----------------------------------------------------------------------------------------
+
+
+def view_job(job: Job, run: RunDir, slots: Slots, queue_position: int | None) -> JobView:
+    launched = job.prepared_at is not None
+    status = run.status() if launched else {}
+    metrics = last_metrics(run.path / "metrics.jsonl") if launched else JobMetrics()
+    reason = job.reason
+    if job.requested_action and job.state not in FINISHED:
+        reason = "being cancelled"
+    uses_gpus = job.device != "cpu"
+    return JobView(
+        **{name: getattr(job, name) for name in _SAME},
+        state=job.state,  # type: ignore[arg-type]
+        reason=reason,
+        devices=list(slots.devices_of(job.slots)) if uses_gpus else [],
+        cancelling=bool(job.requested_action) and job.state not in FINISHED,
+        queue_position=queue_position,
+        progress=progress_of(status, metrics, job.state),
+        metrics=metrics,
+    )
+
+
+def progress_of(status: dict[str, Any], metrics: JobMetrics, state: str) -> RunProgress:
+    record = metrics.train or {}
+    total = _whole(status.get("total_steps"))
+    step = max((s for s in (_whole(status.get("step")), _whole(record.get("step"))) if s is not None), default=None)
+    fraction = 1.0 if state == "completed" else min(step / total, 1.0) if step is not None and total else 0.0
+    seconds = record.get("step_time_s")
+    eta_s = None
+    if state == "running" and step is not None and total and isinstance(seconds, (int, float)):
+        age = max(time.time() - float(record.get("time", time.time())), 0.0)
+        eta_s = max((total - step) * float(seconds) - age, 0.0)
+    phase = status.get("phase") if state not in FINISHED and state != "queued" else None
+    return RunProgress(
+        phase=phase if isinstance(phase, str) else None, step=step, total_steps=total, fraction=fraction, eta_s=eta_s
+    )
+
+
+def _whole(value: Any) -> int | None:
+    return int(value) if isinstance(value, (int, float)) and math.isfinite(value) else None

@@ -1,35 +1,99 @@
-"""Starts what waits, watches what runs, ends what is unwanted: a thread that decides, and others that carry out.
+"""Starts queued jobs, watches running ones, ends unwanted ones: one thread decides, others carry out.
 
-The intent is in the store before a process is started, under a mark that the process carries: after a kill at any
-moment the next service asks the launcher for that mark, and neither loses nor doubles the run. Must not know HTTP.
+A launch is recorded in the store before its processes start, under a launch id that they carry: after a kill at any
+moment the next service asks the launcher for that id, and neither loses nor doubles the run.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import re
+import subprocess
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from lockstep.config import parse_config
+from lockstep.config import ConfigError, parse_config
 from lockstep.launch import Launcher, Resources, RunState
 from lockstep.rundir import RunDir
-from lockstep.service.layout import DataDir
+from lockstep.service.data_dir import DataDir
+from lockstep.service.run_files import traceback_of
 from lockstep.service.schemas import FINISHED
-from lockstep.service.slots import Slots
 from lockstep.service.store import ACTIVE, Job, Store
-from lockstep.service.views import traceback_of
 
+_NVIDIA_SMI_TIMEOUT_S = 20.0
 _SHORTEST_PERIOD_S = 0.05  # a hundred submissions are looked at together
 _BUSY_PERIOD_S = 0.25
 _IDLE_PERIOD_S = 5.0
 _MAX_TASKS = 64  # a job that has to be ended may take its grace period: the others must not wait for it
-
 log = logging.getLogger(__name__)
+
+
+# --- slots: one for each GPU, or for each process on CPU -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Slots:
+    """What jobs share on this machine. `devices` names the GPU of each slot; empty on CPU."""
+
+    count: int
+    devices: tuple[str, ...] = ()
+
+    def free(self, taken: Iterable[int]) -> list[int]:
+        held = set(taken)
+        return [slot for slot in range(self.count) if slot not in held]
+
+    def devices_of(self, slots: Iterable[int]) -> tuple[str, ...]:
+        return tuple(self.devices[slot] for slot in slots) if self.devices else ()
+
+    @property
+    def threads(self) -> int | None:
+        """For each process on CPU, so that a machine full of jobs has one thread per core."""
+        return None if self.devices else max(_num_cores() // self.count, 1)
+
+
+def find_slots(procs: int | None) -> Slots:
+    devices = find_gpus()
+    if procs is not None and procs < 1:
+        raise ConfigError(f"--procs {procs}: there must be at least one")
+    if not devices:
+        return Slots(procs or _num_cores())
+    if procs is not None and procs > len(devices):
+        raise ConfigError(
+            f"--procs {procs} is more than the {len(devices)} GPUs here, and no two jobs may share one: ask for fewer, "
+            "or set CUDA_VISIBLE_DEVICES to nothing to train on CPU"
+        )
+    return Slots(procs or len(devices), devices[:procs])
+
+
+def find_gpus() -> tuple[str, ...]:
+    """Those that CUDA_VISIBLE_DEVICES leaves us, else all that the driver knows."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return tuple(name.strip() for name in visible.split(",") if name.strip() and name.strip() != "-1")
+    try:
+        listed = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S, check=True
+        )
+        return tuple(re.findall(r"^GPU (\d+):", listed.stdout, re.MULTILINE))
+    except (OSError, subprocess.SubprocessError):
+        nodes = [path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia*")]
+        return tuple(sorted((name for name in nodes if name.isdecimal()), key=int))
+
+
+def _num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+# --- the queue -------------------------------------------------------------------------------------------------------
 
 
 class Scheduler:
@@ -42,9 +106,9 @@ class Scheduler:
         self._slots = slots
         self._max_jobs = max_jobs or slots.count
         self._tasks: dict[int, Future[None]] = {}
-        self._troubled: set[int] = set()
+        self._failing: set[int] = set()
         self._pool = ThreadPoolExecutor(_MAX_TASKS, thread_name_prefix="job")
-        self._news = threading.Event()
+        self._wake = threading.Event()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
 
@@ -52,12 +116,12 @@ class Scheduler:
         self._thread.start()
 
     def wake(self) -> None:
-        self._news.set()
+        self._wake.set()
 
     def close(self) -> None:
         """Jobs run on; what is being done to one is finished first."""
         self._closing = True
-        self._news.set()
+        self._wake.set()
         if self._thread.ident is not None:
             self._thread.join()
         self._pool.shutdown()
@@ -65,69 +129,69 @@ class Scheduler:
     def _run(self) -> None:
         failing = False
         while not self._closing:
-            self._news.clear()
+            self._wake.clear()
             try:
-                busy = self._turn()
+                busy = self._step()
                 failing = False
             except Exception:
                 if not failing:
                     log.exception("the queue cannot be read: trying again and again")
                 busy = failing = True
             time.sleep(_SHORTEST_PERIOD_S)
-            self._news.wait(_BUSY_PERIOD_S if busy else _IDLE_PERIOD_S)
+            self._wake.wait(_BUSY_PERIOD_S if busy else _IDLE_PERIOD_S)
 
-    def _turn(self) -> bool:
+    def _step(self) -> bool:
         self._tasks = {number: task for number, task in self._tasks.items() if not task.done()}
-        active, doomed = self._store.active(), self._store.doomed()
+        active, to_delete = self._store.active(), self._store.to_delete()
         for job in active:
-            self._do(job, self._tend)
-        for job in doomed:
+            self._do(job, self._advance)
+        for job in to_delete:
             self._do(job, self._remove)
         started = self._start_next(active)
-        return bool(active or doomed or started or self._tasks)
+        return bool(active or to_delete or started or self._tasks)
 
     def _do(self, job: Job, action: Callable[[Job], bool]) -> None:
-        """One thing at a time is done to a job, and never in the thread that decides."""
+        """One action at a time for a job, and never in the thread that decides."""
         if job.number not in self._tasks:
             self._tasks[job.number] = self._pool.submit(self._carry_out, job, action)
 
     def _carry_out(self, job: Job, action: Callable[[Job], bool]) -> None:
         try:
-            # What was done to it last may have come after the decision: only what is true now counts.
+            # Its last action may have ended after the decision: only the present row counts.
             present = self._store.find(job.id)
             if present is not None and present.number == job.number and action(present):
-                self._news.set()
-            self._troubled.discard(job.number)
+                self._wake.set()
+            self._failing.discard(job.number)
         except Exception:
-            if job.number not in self._troubled:
-                log.exception("job %s could not be looked after: trying again", job.id)
-            self._troubled.add(job.number)
+            if job.number not in self._failing:
+                log.exception("job %s could not be advanced: trying again", job.id)
+            self._failing.add(job.number)
 
     def _start_next(self, active: list[Job]) -> bool:
         """In strict order of priority, then age: one that does not fit yet keeps those behind it waiting, so that
         small jobs cannot hold a large one up for ever."""
         free = self._slots.free(slot for job in active for slot in job.slots)
-        room = self._max_jobs - len(active)
+        num_more = self._max_jobs - len(active)
         started = False
-        for job in self._store.queue(max(min(room, len(free)), 0)):
+        for job in self._store.queue(max(min(num_more, len(free)), 0)):
             if job.procs > len(free):
                 break
             taken, free = free[: job.procs], free[job.procs :]
-            intent: dict[str, Any] = {"state": "preparing", "mark": uuid.uuid4().hex, "slots": taken}
+            intent: dict[str, Any] = {"state": "preparing", "launch_id": uuid.uuid4().hex, "slots": taken}
             intent |= {"prepared_at": time.time(), "started_at": None}
             if self._store.change(job, **intent):
                 started = True
-                self._do(replace(job, **intent), self._tend)
+                self._do(replace(job, **intent), self._advance)
         return started
 
-    # --- what is done to one job; each returns whether the store was changed ------------------------------------------
+    # --- actions on one job; each returns whether the store was changed ------------------------------------------
 
-    def _tend(self, job: Job) -> bool:
+    def _advance(self, job: Job) -> bool:
         if job.state not in ACTIVE:
             return False
         run = RunDir(self._data_dir.jobs / job.id, owner=True)
-        handle = self._launcher.find(run.path, job.mark)
-        if job.wish:
+        handle = self._launcher.find(run.path, job.launch_id)
+        if job.requested_action:
             if handle is not None:
                 self._launcher.stop(handle)
                 return self._finish(job, run, self._launcher.poll(handle))
@@ -149,7 +213,7 @@ class Scheduler:
                 RunDir.create(run.path, parse_config(job.config, directory=self._data_dir.empty))
             devices = self._slots.devices_of(job.slots) if job.device != "cpu" else ()
             resources = Resources(job.procs, job.device, devices, self._slots.threads)
-            self._launcher.start(run.path, resources, mark=job.mark)
+            self._launcher.start(run.path, resources, mark=job.launch_id)
         except (OSError, ValueError) as error:
             log.warning("job %s could not be started: %s", job.id, error)
             return self._finish(job, run, RunState("failed", f"could not be started: {error}", 1))
@@ -160,7 +224,7 @@ class Scheduler:
         reason = outcome.reason
         if outcome.state == "failed" and not outcome.would_fail_again:
             reason = "\n".join(filter(None, (reason, traceback_of(run))))
-            if job.restarts < job.max_restarts and not job.wish:
+            if job.restarts < job.max_restarts and not job.requested_action:
                 log.info("job %s is started again: %s", job.id, outcome.reason)
                 again = {"restarts": job.restarts + 1, "queued_at": time.time(), "slots": []}
                 return self._store.change(
@@ -175,7 +239,7 @@ class Scheduler:
         )
 
     def _remove(self, job: Job) -> bool:
-        if job.wish != "delete" or job.state not in FINISHED:
+        if job.requested_action != "delete" or job.state not in FINISHED:
             return False
         self._data_dir.discard(self._data_dir.jobs / job.id)
         log.info("job %s deleted", job.id)

@@ -1,6 +1,6 @@
 """What goes over the wire: requests, views of jobs and data sets, lists, errors.
 
-Pydantic alone: clients and providers import this. Must not know the store, HTTP, nor how a run is started.
+Pydantic alone: clients and providers import this.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class JobRequest(Wire):
     """How often a job that failed, not by its configuration or data, goes on from its last checkpoint."""
 
 
-class JobProgress(Wire):
+class RunProgress(Wire):
     phase: str | None = None
     step: int | None = None
     total_steps: int | None = None
@@ -79,7 +79,7 @@ class JobView(Wire):
     """Asked to end, and not yet ended."""
     queue_position: int | None = None
     """1 is next. None unless queued."""
-    progress: JobProgress = JobProgress()
+    progress: RunProgress = RunProgress()
     metrics: JobMetrics = JobMetrics()
 
 

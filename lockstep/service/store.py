@@ -1,7 +1,7 @@
 """What the run directories cannot hold: the queue, owners, priorities, restarts, which launch is the present one.
 
-SQLite in a file, or any database by its SQLAlchemy URL. Every change of state is one conditional UPDATE: whoever
-comes second changes nothing. Must not know files, processes or HTTP.
+SQLite in a file, or any database by its SQLAlchemy URL. Every change of state is one conditional UPDATE: of two that
+race, the second changes nothing.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ _jobs = sa.Table(
     sa.Column("digest", sa.String(64), nullable=False),
     sa.Column("state", sa.String(16), nullable=False),
     sa.Column("reason", sa.Text, nullable=False),
-    sa.Column("wish", sa.String(16), nullable=False),
-    sa.Column("mark", sa.String(64), nullable=False),
+    # In the database under their first names, so that databases of earlier versions stay readable.
+    sa.Column("wish", sa.String(16), nullable=False, key="requested_action"),
+    sa.Column("mark", sa.String(64), nullable=False, key="launch_id"),
     sa.Column("slots", sa.JSON, nullable=False),
     sa.Column("restarts", sa.Integer, nullable=False),
     sa.Column("max_restarts", sa.Integer, nullable=False),
@@ -55,7 +56,7 @@ _jobs = sa.Table(
     sa.Column("started_at", sa.Double),
     sa.Column("finished_at", sa.Double),
     sa.Index("lockstep_jobs_queue", "state", sa.text("priority DESC"), "number"),
-    sa.Index("lockstep_jobs_wish", "wish", "state"),
+    sa.Index("lockstep_jobs_wish", "requested_action", "state"),
     sqlite_autoincrement=True,  # otherwise the number of a deleted job is given again
 )
 _datasets = sa.Table(
@@ -72,7 +73,7 @@ _datasets = sa.Table(
 
 @dataclass(frozen=True)
 class Job:
-    """A row. `mark` names the present launch, `wish` is what was asked of a job that still runs: cancel or delete."""
+    """A row. `launch_id` names the present launch; `requested_action` is cancel, delete or empty."""
 
     number: int
     id: str
@@ -88,8 +89,8 @@ class Job:
     digest: str
     state: str
     reason: str
-    wish: str
-    mark: str
+    requested_action: str
+    launch_id: str
     slots: list[int]
     restarts: int
     max_restarts: int
@@ -110,7 +111,7 @@ class Dataset:
     created_at: float
 
 
-_JOB_COLUMNS = [_jobs.c[field.name] for field in fields(Job)]
+_JOB_COLUMNS = [_jobs.c[field.name].label(field.name) for field in fields(Job)]
 _NEXT_FIRST = (_jobs.c.priority.desc(), _jobs.c.number)
 
 
@@ -137,7 +138,7 @@ class Store:
     def add(self, **values: Any) -> bool:
         """A new job at the end of its queue. False if the id is taken."""
         now = time.time()
-        blank = {"state": "queued", "reason": "", "wish": "", "mark": "", "slots": [], "restarts": 0}
+        blank = {"state": "queued", "reason": "", "requested_action": "", "launch_id": "", "slots": [], "restarts": 0}
         try:
             with self._engine.begin() as connection:
                 connection.execute(_jobs.insert().values(**blank, created_at=now, queued_at=now, **values))
@@ -146,8 +147,8 @@ class Store:
         return True
 
     def find(self, job_id: str) -> Job | None:
-        found = self._read(sa.select(*_JOB_COLUMNS).where(_jobs.c.id == job_id))
-        return found[0] if found else None
+        jobs = self._read(sa.select(*_JOB_COLUMNS).where(_jobs.c.id == job_id))
+        return jobs[0] if jobs else None
 
     def get(self, job_id: str) -> Job:
         job = self.find(job_id)
@@ -193,9 +194,11 @@ class Store:
     def active(self) -> list[Job]:
         return self._read(sa.select(*_JOB_COLUMNS).where(_jobs.c.state.in_(ACTIVE)))
 
-    def doomed(self) -> list[Job]:
-        """Ended jobs that somebody wants deleted."""
-        return self._read(sa.select(*_JOB_COLUMNS).where(_jobs.c.wish == "delete", _jobs.c.state.not_in(UNFINISHED)))
+    def to_delete(self) -> list[Job]:
+        """Ended jobs whose deletion was requested."""
+        return self._read(
+            sa.select(*_JOB_COLUMNS).where(_jobs.c.requested_action == "delete", _jobs.c.state.not_in(UNFINISHED))
+        )
 
     def counts(self) -> dict[str, int]:
         with self._engine.connect() as connection:
@@ -203,13 +206,13 @@ class Store:
             return {row.state: row[1] for row in rows}
 
     def change(self, job: Job, *, states: Sequence[str] | None = None, **values: Any) -> bool:
-        """If the job is still as it was seen: in its state (or one of `states`), in the same launch, the same wish."""
+        """If the job is still as it was read: its state (or one of `states`), its launch, its requested action."""
         seen = sa.and_(
             _jobs.c.id == job.id,
             _jobs.c.number == job.number,
             _jobs.c.state.in_(states or (job.state,)),
-            _jobs.c.mark == job.mark,
-            _jobs.c.wish == job.wish,
+            _jobs.c.launch_id == job.launch_id,
+            _jobs.c.requested_action == job.requested_action,
         )
         with self._engine.begin() as connection:
             return connection.execute(_jobs.update().where(seen).values(**values)).rowcount == 1

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.launch import LocalLauncher, Resources, RunHandle, local
-from lockstep.service.app import make_manager
-from lockstep.service.server import run_server
+from lockstep.service.app import make_manager, run_server
 from lockstep.service.settings import ServiceSettings
 
 

@@ -11,8 +11,8 @@ import pytest
 from dashboard_driver import HAS_CHROMIUM, Browser, Service
 from fastapi.testclient import TestClient
 
+from lockstep.service import dashboard
 from lockstep.service.app import create_app
-from lockstep.service.dashboard import dashboard
 from lockstep.service.settings import ServiceSettings
 
 STATIC = Path(dashboard.__file__).parent / "static"
@@ -51,7 +51,7 @@ def test_files_are_served_with_their_type_and_asked_for_once(client: TestClient,
         assert plain.text == (STATIC / name).read_text()
 
 
-@pytest.mark.parametrize("name", ["nothing.js", "..%2fdashboard.py", "%2e%2e", "dashboard.py", "%00", ".", "a%2fb.js"])
+@pytest.mark.parametrize("name", ["nothing.js", "..%2f__init__.py", "%2e%2e", "__init__.py", "%00", ".", "a%2fb.js"])
 def test_no_other_file_is_served(client: TestClient, name: str) -> None:
     assert client.get(f"/static/{name}").status_code == 404
 

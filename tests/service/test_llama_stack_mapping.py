@@ -8,8 +8,16 @@ import pytest
 from pydantic import ValidationError
 
 from lockstep.config import resolve_config
-from lockstep.service.llama_stack.mapping import MappedJob, TrainingData, map_fine_tune, map_preference
-from lockstep.service.llama_stack.rows import RequestError, check_format, convert_rows, is_foreign
+from lockstep.service.llama_stack.mapping import (
+    MappedJob,
+    RequestError,
+    TrainingData,
+    check_format,
+    convert_rows,
+    is_foreign,
+    map_fine_tune,
+    map_preference,
+)
 from lockstep.service.llama_stack.schemas import FineTuneRequest, PreferenceRequest
 
 DATA = TrainingData("/data/train.jsonl", 10)

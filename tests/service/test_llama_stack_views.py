@@ -12,8 +12,8 @@ import pytest
 
 from lockstep.config import resolve_config
 from lockstep.rundir import RunDir
-from lockstep.service.llama_stack.views import STATES, SUBMISSION_FILE, artifacts_of, status_of
-from lockstep.service.schemas import FINISHED, JobMetrics, JobProgress, JobView
+from lockstep.service.llama_stack.post_training import STATES, SUBMISSION_FILE, artifacts_of, status_of
+from lockstep.service.schemas import FINISHED, JobMetrics, JobView, RunProgress
 
 
 def make_run(folder: Path) -> RunDir:
@@ -79,7 +79,7 @@ def test_resources_name_processes_devices_and_memory(tmp_path):
 
 def test_progress_and_metrics_are_passed_on(tmp_path):
     job = make_job(
-        progress=JobProgress(phase="training", step=3, total_steps=4, fraction=0.75, eta_s=2.0),
+        progress=RunProgress(phase="training", step=3, total_steps=4, fraction=0.75, eta_s=2.0),
         metrics=JobMetrics(train={"loss": 1.0}, validation={"loss": 2.0}),
     )
     answer = status_of(job, make_run(tmp_path))

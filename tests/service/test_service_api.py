@@ -96,7 +96,7 @@ def test_what_the_command_refuses_is_refused_with_its_sentence(
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump({**tree(), **sections}))
     with pytest.raises(ConfigError) as refused:
-        load_settings([str(path)], None)
+        load_settings(str(path), None)
     said = str(refused.value)[str(refused.value).index(sentence) :]
     for route in ("/api/jobs", "/api/plan"):
         answer = http.post(route, json={"config": {**tree(), **sections}})

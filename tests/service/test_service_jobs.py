@@ -13,8 +13,8 @@ from served import job, processes_of, tree, wait_for
 
 from lockstep.service.errors import Conflict, JobConflict, NotFound, ServiceError
 from lockstep.service.jobs import JobManager
+from lockstep.service.scheduler import Slots, find_slots
 from lockstep.service.schemas import FINISHED, JobRequest, JobView
-from lockstep.service.slots import Slots, find_slots
 
 
 def wait(manager: JobManager, job_id: str, *states: str) -> JobView:

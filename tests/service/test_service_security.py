@@ -340,6 +340,6 @@ def test_secrets_stay_out_of_logs(tmp_path: Path) -> None:
 
 
 def test_the_service_never_loads_torch() -> None:
-    program = "import sys, lockstep.service.server; print(*{'torch', 'transformers', 'numpy'} & set(sys.modules))"
+    program = "import sys, lockstep.service.app; print(*{'torch', 'transformers', 'numpy'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=HERE)
     assert result.stdout.strip() == ""

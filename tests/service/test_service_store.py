@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 from served import job, wait_for
 
 from lockstep.service.errors import Conflict, NotFound, ServiceError
@@ -43,13 +44,22 @@ def test_of_many_who_change_a_job_one_wins(store: Store) -> None:
     seen = store.get("a")
 
     def start(number: int) -> bool:
-        return store.change(seen, state="preparing", mark=f"launch-{number}", slots=[number])
+        return store.change(seen, state="preparing", launch_id=f"launch-{number}", slots=[number])
 
     with ThreadPoolExecutor(16) as pool:
         won = list(pool.map(start, range(32)))
     assert won.count(True) == 1
     job = store.get("a")
-    assert (job.mark, job.slots) == (f"launch-{won.index(True)}", [won.index(True)])
+    assert (job.launch_id, job.slots) == (f"launch-{won.index(True)}", [won.index(True)])
+
+
+def test_columns_keep_the_names_that_databases_of_earlier_versions_have(store: Store, database: str) -> None:
+    add(store, "a")
+    assert store.change(store.get("a"), launch_id="first", requested_action="cancel")
+    engine = sa.create_engine(database)
+    with engine.connect() as connection:
+        assert connection.execute(sa.text("SELECT mark, wish FROM lockstep_jobs")).one() == ("first", "cancel")
+    engine.dispose()
 
 
 def test_many_submissions_of_one_id_make_one_job(store: Store) -> None:
@@ -58,7 +68,7 @@ def test_many_submissions_of_one_id_make_one_job(store: Store) -> None:
     assert store.select(state=None, owner=None, limit=10)[1] == 1
 
 
-@pytest.mark.parametrize("other", [{"state": "running"}, {"mark": "second"}, {"wish": "cancel"}])
+@pytest.mark.parametrize("other", [{"state": "running"}, {"launch_id": "second"}, {"requested_action": "cancel"}])
 def test_what_was_decided_on_an_older_view_is_not_done(store: Store, other: dict[str, str]) -> None:
     add(store, "a")
     seen = store.get("a")

@@ -9,8 +9,8 @@ from anyio import to_thread
 from fastapi import APIRouter, Path, Query, Request, Response
 
 from lockstep.service.access import Caller, Manager, Reader, Submitter
-from lockstep.service.api.answers import documented
-from lockstep.service.dryrun import DryRuns
+from lockstep.service.api.error_responses import documented
+from lockstep.service.api.system import DryRuns
 from lockstep.service.errors import Busy, Forbidden, NotFound
 from lockstep.service.jobs import JobManager
 from lockstep.service.schemas import ID_PATTERN, DatasetList, DatasetPreview, DatasetView
@@ -32,8 +32,8 @@ _BODY = {
 
 
 def _seen(manager: JobManager, caller: Caller, name: str) -> DatasetView:
-    found = manager.store.find_dataset(name)
-    if found is None or not caller.may_see(found.owner):
+    dataset = manager.store.find_dataset(name)
+    if dataset is None or not caller.may_see(dataset.owner):
         raise NotFound(f"there is no data set {name}")
     return manager.datasets.get(name)
 

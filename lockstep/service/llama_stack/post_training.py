@@ -1,6 +1,6 @@
-"""Llama Stack's six calls on a JobManager: what the HTTP routes and the inline provider have in common.
+"""Llama Stack's six calls on a JobManager: what the HTTP routes and the inline provider share.
 
-Blocking: callers in an event loop use a thread. Must not know HTTP or the llama-stack package.
+Blocking: callers in an event loop use a thread.
 """
 
 from __future__ import annotations
@@ -8,36 +8,59 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lockstep.config import ConfigError
-from lockstep.rundir import RunDir, write_atomically
+from lockstep.rundir import MANIFEST, RunDir, write_atomically
 from lockstep.service.access import Caller, own_job, seen_job
 from lockstep.service.jobs import JobManager
-from lockstep.service.llama_stack.mapping import MappedJob, TrainingData, map_fine_tune, map_preference
-from lockstep.service.llama_stack.rows import RequestError, check_format, convert_rows, is_foreign
+from lockstep.service.llama_stack.mapping import (
+    MappedJob,
+    RequestError,
+    TrainingData,
+    check_format,
+    convert_rows,
+    is_foreign,
+    map_fine_tune,
+    map_preference,
+)
 from lockstep.service.llama_stack.schemas import (
+    Checkpoint,
     FineTuneRequest,
     JobArtifactsResponse,
     JobList,
+    JobProgress,
+    JobStatus,
     JobStatusResponse,
     ListedJob,
     PostTrainingJob,
     PreferenceRequest,
     TrainingConfig,
+    TrainingMetrics,
 )
-from lockstep.service.llama_stack.views import STATES, SUBMISSION_FILE, artifacts_of, status_of
 from lockstep.service.schemas import ID_PATTERN, DatasetView, JobRequest, JobView
 
+# Warnings and epochs of the submission, beside the run's own files.
+SUBMISSION_FILE = "llama_stack.json"
+STATES: dict[str, JobStatus] = {
+    "queued": "scheduled",
+    "preparing": "scheduled",
+    "running": "in_progress",
+    "completed": "completed",
+    "failed": "failed",
+    "cancelled": "cancelled",
+}
 Submission = FineTuneRequest | PreferenceRequest
 _DATASET = "dataset:"
 _JOB = "job:"
-_NOWHERE = ("", "null")  # what callers write for a checkpoint_dir that they do not want
+_NO_FOLDER = ("", "null")  # what callers write for a checkpoint_dir that they do not want
 _PAGE = 500
 
 
@@ -62,9 +85,9 @@ class PostTraining:
                 raise
             raise RequestError("the request holds what no job can be made of: a name, a text or a nesting") from error
         run = self._manager.run_dir(job.id)
-        _note_submission(run, mapped)
+        _record_submission(run, mapped)
         if place is not None:
-            _point(place, run.export)
+            _link(place, run.export)
         return PostTrainingJob(job_uuid=job.id)
 
     def _map(self, request: Submission, caller: Caller) -> MappedJob:
@@ -74,14 +97,14 @@ class PostTraining:
         return map_preference(request, self._find_model(request.finetuned_model, "finetuned_model", caller), data)
 
     def jobs(self, caller: Caller) -> JobList:
-        found: list[ListedJob] = []
+        listed: list[ListedJob] = []
         while True:
             page, total = self._manager.store.select(
-                state=None, owner=caller.sees_owner, limit=_PAGE, offset=len(found)
+                state=None, owner=caller.sees_owner, limit=_PAGE, offset=len(listed)
             )
-            found += [ListedJob(job_uuid=job.id, status=STATES[job.state]) for job in page]
-            if not page or len(found) >= total:
-                return JobList(data=found)
+            listed += [ListedJob(job_uuid=job.id, status=STATES[job.state]) for job in page]
+            if not page or len(listed) >= total:
+                return JobList(data=listed)
 
     def status(self, job_uuid: str, caller: Caller) -> JobStatusResponse:
         job = self._find(job_uuid, caller)
@@ -127,7 +150,7 @@ class PostTraining:
     def _checkpoint_place(self, request: Submission) -> Path | None:
         """Where the caller wants the result: below one folder of the data directory."""
         wanted = getattr(request, "checkpoint_dir", None)
-        if wanted is None or wanted in _NOWHERE:
+        if wanted is None or wanted in _NO_FOLDER:
             return None
         root = self._manager.data_dir.path / "checkpoints"
         name = wanted.removeprefix(f"{root}/")
@@ -187,7 +210,7 @@ def _read_rows(path: Path) -> Iterator[Mapping[str, Any]]:
             yield json.loads(line)
 
 
-def _note_submission(run: RunDir, mapped: MappedJob) -> None:
+def _record_submission(run: RunDir, mapped: MappedJob) -> None:
     """Beside the run's own files, once: warnings also as events, where every view of the job shows them."""
     path = run.path / SUBMISSION_FILE
     if path.exists():
@@ -199,8 +222,132 @@ def _note_submission(run: RunDir, mapped: MappedJob) -> None:
     write_atomically(path, json.dumps({"warnings": mapped.warnings, "epoch_steps": mapped.epoch_steps}, indent=1))
 
 
-def _point(place: Path, export: Path) -> None:
+def _link(place: Path, export: Path) -> None:
     """A link: the run directory stays the one place of a job's files."""
     place.parent.mkdir(exist_ok=True)
     if not place.is_symlink():
         place.symlink_to(export, target_is_directory=True)
+
+
+# --- a job in Llama Stack's words: status, times, resources, checkpoints, artifacts ----------------------------------
+
+
+def status_of(job: JobView, run: RunDir) -> JobStatusResponse:
+    submission = read_submission(run)
+    progress = JobProgress(**job.progress.model_dump(), queue_position=job.queue_position)
+    return JobStatusResponse(
+        job_uuid=job.id,
+        status=STATES[job.state],
+        scheduled_at=_time(job.created_at),
+        started_at=_time(job.started_at),
+        completed_at=_time(job.finished_at),
+        resources_allocated=_resources(job, run.status()),
+        checkpoints=[*list_exports(job, run), *_list_states(job, run)],
+        error=(job.reason or "the job failed without a message") if job.state == "failed" else None,
+        warnings=_warnings(run, submission),
+        progress=progress,
+        metrics=job.metrics.model_dump(),
+    )
+
+
+def artifacts_of(job: JobView, run: RunDir) -> JobArtifactsResponse:
+    """Only what loads elsewhere: training states are not among them."""
+    return JobArtifactsResponse(job_uuid=job.id, checkpoints=list_exports(job, run))
+
+
+def read_submission(run: RunDir) -> dict[str, Any]:
+    """Empty for jobs that came in another way."""
+    try:
+        return json.loads((run.path / SUBMISSION_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def list_exports(job: JobView, run: RunDir) -> list[Checkpoint]:
+    """The adapter or model as it was after the last step, once the job has completed."""
+    status = run.status()
+    folder = Path(str(status.get("export")))
+    if job.state != "completed" or status.get("export") is None or not folder.is_dir():
+        return []
+    kind: Literal["adapter", "model"] = "adapter" if (folder / "adapter_config.json").exists() else "model"
+    step = int(status.get("step") or 0)
+    states = {checkpoint.step: checkpoint.extra for checkpoint in run.list_checkpoints()}
+    progress = states.get(step, {}).get("progress", {})
+    return [_checkpoint(job, run, f"{job.id}-{kind}", folder, kind, step, progress, folder.stat().st_mtime)]
+
+
+def _list_states(job: JobView, run: RunDir) -> list[Checkpoint]:
+    checkpoints = []
+    for state in run.list_checkpoints():
+        with contextlib.suppress(OSError):  # pruned since it was listed
+            created_at = (state.path / MANIFEST).stat().st_mtime
+            progress = state.extra.get("progress", {})
+            name = f"{job.id}-{state.path.name}"
+            checkpoints.append(
+                _checkpoint(job, run, name, state.path, "training_state", state.step, progress, created_at)
+            )
+    return checkpoints
+
+
+def _checkpoint(
+    job: JobView,
+    run: RunDir,
+    identifier: str,
+    path: Path,
+    kind: Literal["adapter", "model", "training_state"],
+    step: int,
+    progress: Mapping[str, Any],
+    created_at: float,
+) -> Checkpoint:
+    epoch = _epochs_at(run, step)
+    loss = progress.get("loss")
+    validation = progress.get("validation_loss") if progress.get("validation_step") == step else None
+    metrics = TrainingMetrics(
+        epoch=epoch,
+        train_loss=loss,
+        validation_loss=validation,
+        perplexity=_perplexity(validation if validation is not None else loss) if job.kind == "sft" else None,
+    )
+    return Checkpoint(
+        identifier=identifier,
+        created_at=datetime.fromtimestamp(created_at, UTC),
+        epoch=epoch,
+        post_training_job_id=job.id,
+        path=str(path),
+        training_metrics=metrics,
+        format=kind,
+        step=step,
+    )
+
+
+def _epochs_at(run: RunDir, step: int) -> int:
+    """Whole epochs after a step: of Llama Stack's, or of the rows where it did not say how long one is."""
+    epoch_steps = read_submission(run).get("epoch_steps")
+    if epoch_steps:
+        return step // int(epoch_steps)
+    return math.floor(float(run.status().get("epoch") or 0) + 1e-9)
+
+
+def _perplexity(loss: float | None) -> float | None:
+    return math.exp(loss) if loss is not None and loss < 700 else None
+
+
+def _resources(job: JobView, status: Mapping[str, Any]) -> dict[str, Any] | None:
+    """None while the job waits. Memory is the peak so far: of the first process, and of the fullest one."""
+    if job.prepared_at is None:
+        return None
+    last = job.metrics.train or {}
+    own = last.get("memory_gib")
+    memory = {"rank_0": own, "largest": last.get("memory_gib_max", own)} if own is not None else None
+    known = {"processes": job.procs, "gpus": list(job.devices), "peak_memory_gib": memory}
+    return {**known, "device": status.get("device"), "precision": status.get("precision")}
+
+
+def _warnings(run: RunDir, submission: Mapping[str, Any]) -> list[str]:
+    """Of the submission and of the run itself, each once."""
+    of_run = [str(event.get("message")) for event in run.events() if event.get("event") == "warning"]
+    return list(dict.fromkeys([*submission.get("warnings", []), *of_run]))
+
+
+def _time(seconds: float | None) -> datetime | None:
+    return datetime.fromtimestamp(seconds, UTC) if seconds is not None else None

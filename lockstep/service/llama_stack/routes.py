@@ -13,9 +13,9 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 
 from lockstep.service.access import Manager, Reader, Submitter
-from lockstep.service.api.answers import documented
+from lockstep.service.api.error_responses import documented
+from lockstep.service.llama_stack.mapping import RequestError
 from lockstep.service.llama_stack.post_training import PostTraining
-from lockstep.service.llama_stack.rows import RequestError
 from lockstep.service.llama_stack.schemas import (
     CancelRequest,
     FineTuneRequest,

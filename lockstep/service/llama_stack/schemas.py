@@ -1,7 +1,7 @@
 """What Llama Stack's post_training API sends and expects, from 0.2.3 to 0.6.1, in one set of classes.
 
-A field that was left out stays None, so that what the caller said can be told from Llama Stack's defaults.
-Must not know jobs, configurations or HTTP. No annotations from the future: stack servers read these at run time.
+A field that was left out stays None, so that what the caller wrote is distinct from Llama Stack's defaults.
+No `from __future__ import annotations`: stack servers read these annotations at run time.
 """
 
 from datetime import datetime

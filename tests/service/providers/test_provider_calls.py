@@ -21,14 +21,21 @@ from pydantic import BaseModel
 
 from lockstep.service.access import make_token
 from lockstep.service.app import create_app, make_manager
-from lockstep.service.llama_stack.providers.construction import build_provider
+from lockstep.service.llama_stack.mapping import RequestError
 from lockstep.service.llama_stack.providers.inline import InlineConfig, get_provider_impl
-from lockstep.service.llama_stack.providers.remote import RemoteConfig, get_adapter_impl
-from lockstep.service.llama_stack.providers.remote.service import RemoteService, ServiceUnavailable
-from lockstep.service.llama_stack.providers.stack_rows import find_datasetio
-from lockstep.service.llama_stack.providers.training import StackTraining, name_by_content
+from lockstep.service.llama_stack.providers.remote import (
+    RemoteConfig,
+    RemoteService,
+    ServiceUnavailable,
+    get_adapter_impl,
+)
+from lockstep.service.llama_stack.providers.training import (
+    StackTraining,
+    build_provider,
+    find_datasetio,
+    name_by_content,
+)
 from lockstep.service.llama_stack.providers.versions import PostTrainingByKeywords, PostTrainingByRequest
-from lockstep.service.llama_stack.rows import RequestError
 from lockstep.service.llama_stack.schemas import (
     Checkpoint,
     DPOAlignmentConfig,
@@ -256,8 +263,14 @@ def test_metrics_with_a_gap_are_left_out_for_stacks_that_refuse_them():
     assert "warnings" not in answer
 
 
+def test_annotations_are_classes_because_older_stacks_make_their_schema_from_them():
+    for method in (PostTrainingByKeywords.supervised_fine_tune, PostTrainingByKeywords.preference_optimize):
+        parameters = inspect.signature(method).parameters.values()
+        assert not [p.name for p in parameters if isinstance(p.annotation, str)]
+
+
 def test_a_provider_is_loaded_without_heavy_libraries():
-    names = ("inline", "remote", "construction", "inline.service", "remote.service", "provider")
+    names = ("inline", "remote", "training", "versions", "provider")
     modules = ", ".join(f"lockstep.service.llama_stack.providers.{name}" for name in names)
     program = f"import sys, {modules}; print(*{{'torch', 'transformers', 'numpy', 'llama_stack'}} & set(sys.modules))"
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -32,7 +32,7 @@ def test_the_command_and_python_refuse_alike_and_start_nothing(name: str, tmp_pa
     path.write_text(yaml.safe_dump({**TREE, **sections}))
     messages = []
     for start in (
-        lambda: load_settings([str(path)], None),
+        lambda: load_settings(str(path), None),
         lambda: lockstep.train(path, run_dir=tmp_path / "run"),
         lambda: lockstep.train({**TREE, **sections}, run_dir=tmp_path / "run"),
     ):

@@ -1,5 +1,4 @@
 // Requests to the service: the token, deadlines, one error for "it said no" and one for "it did not answer".
-// Must not know what is on the page.
 
 const TOKEN = "lockstep-token";
 const DEADLINE_MS = 15_000;

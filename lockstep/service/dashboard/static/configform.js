@@ -1,4 +1,4 @@
-// The fields of a configuration that most runs set, and the YAML that they make. Must not know the service.
+// The fields of a configuration that most runs set, and the YAML that they make.
 
 const BASE = "https://huggingface.co/";
 const POSITIVE = { type: "number", min: "1", step: "1", inputmode: "numeric" };

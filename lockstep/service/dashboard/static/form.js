@@ -1,4 +1,4 @@
-// The form of a new job: fields, uploads, the mistakes beside them. Must not know what is done with what it holds.
+// The form of a new job: fields, uploads, the mistakes beside them.
 
 import { getJson, upload } from "./api.js";
 import { FIELDS, SECTIONS } from "./configform.js";

@@ -1,4 +1,4 @@
-// Records of metrics as they come in, and which charts they make. Must not know how a chart is drawn.
+// Records of metrics as they come in, and which charts they make.
 
 // Facts about a record, not curves.
 const NOT_CURVES = new Set(["step", "split", "time", "epoch", "row_range", "rows", "time_s", "straggler"]);

@@ -1,18 +1,15 @@
-"""What both providers do with a request, whatever the version of the stack: fetch its rows, name them, pass it on.
-
-The service behind may be embedded or on another machine. Must not know llama-stack, nor how jobs run.
-"""
+"""What both providers do with a request, whatever the version of the stack: fetch its rows, name them, pass it on."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
-from lockstep.service.llama_stack.mapping import merge_settings
-from lockstep.service.llama_stack.rows import RequestError, check_format, convert_rows
+from lockstep.service.llama_stack.mapping import RequestError, check_format, convert_rows, merge_settings
 from lockstep.service.llama_stack.schemas import (
     FineTuneRequest,
     JobArtifactsResponse,
@@ -24,6 +21,7 @@ from lockstep.service.llama_stack.schemas import (
 
 ReadRows = Callable[[str], Awaitable[list[Mapping[str, Any]]]]
 Request = FineTuneRequest | PreferenceRequest
+_ALL = -1
 
 
 class PostTrainingService(Protocol):
@@ -96,3 +94,51 @@ def _line_of(row: Mapping[str, Any], number: int, dataset_id: str) -> bytes:
         return json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n"
     except (TypeError, ValueError) as error:
         raise RequestError(f"row {number} of data set {dataset_id} cannot be sent as JSON: {error}") from error
+
+
+# --- rows of the stack's own datasetio -------------------------------------------------------------------------------
+
+
+def find_datasetio(deps: Mapping[Any, Any]) -> Any:
+    """`deps` is keyed by the stack's Api enumeration, which lies elsewhere in every second version."""
+    for api, implementation in deps.items():
+        if getattr(api, "value", api) == "datasetio":
+            return implementation
+    raise ValueError("lockstep needs the stack's datasetio: add datasetio to the apis and providers of run.yaml")
+
+
+def rows_of(datasetio: Any) -> ReadRows:
+    async def read_rows(dataset_id: str) -> list[Mapping[str, Any]]:
+        try:
+            answer = await _iterate(datasetio, dataset_id)
+        except (KeyError, ValueError) as error:
+            raise RequestError(f"data set {dataset_id} cannot be read from the stack: {error}") from error
+        return list(answer.data)
+
+    return read_rows
+
+
+async def _iterate(datasetio: Any, dataset_id: str) -> Any:
+    request = request_class("IterRowsRequest")
+    if request is not None:
+        return await datasetio.iterrows(request(dataset_id=dataset_id, limit=_ALL))
+    return await datasetio.iterrows(dataset_id=dataset_id, limit=_ALL)
+
+
+def request_class(name: str) -> Any | None:
+    """A class of the stack's API since 0.5, where methods take one request; None in versions before."""
+    try:
+        return getattr(importlib.import_module("llama_stack_api"), name, None)
+    except ImportError:
+        return None
+
+
+def build_provider(service: PostTrainingService, deps: Mapping[Any, Any], settings: Mapping[str, Any]) -> Any:
+    training = StackTraining(service, rows_of(find_datasetio(deps)), settings)
+    if request_class("SupervisedFineTuneRequest") is not None:
+        from lockstep.service.llama_stack.providers.versions import PostTrainingByRequest
+
+        return PostTrainingByRequest(training)
+    from lockstep.service.llama_stack.providers.versions import PostTrainingByKeywords
+
+    return PostTrainingByKeywords(training)

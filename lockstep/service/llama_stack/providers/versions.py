@@ -1,10 +1,8 @@
-"""Llama Stack up to 0.4: methods take keyword arguments, and the server makes its HTTP schema from them.
+"""The provider as each version of Llama Stack calls it.
 
-So these signatures are the wire: both shapes of DPO, and provider_config, pass because they are written here.
-No annotations from the future: the server reads them as classes.
+Up to 0.4 methods take keyword arguments, and the server makes its HTTP schema from their annotations: these signatures
+are the wire format, so there is no `from __future__ import annotations` here. From 0.5 on methods take one request.
 """
-
-from __future__ import annotations
 
 from typing import Any
 

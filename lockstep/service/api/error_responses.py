@@ -1,4 +1,4 @@
-"""How the API answers what goes wrong: one shape, and which statuses each kind of route documents."""
+"""Error responses of the API: their one shape, and the statuses that each kind of route documents."""
 
 from __future__ import annotations
 
@@ -46,37 +46,37 @@ def describe_errors(app: FastAPI) -> None:
     schemas |= {**shape.pop("$defs"), "ErrorView": shape}
 
 
-def say(status: int, code: str, message: str, headers: Any = None) -> JSONResponse:
+def error_response(status: int, code: str, message: str, headers: Any = None) -> JSONResponse:
     return JSONResponse({"error": {"code": code, "message": message}}, status, headers=headers)
 
 
-def install(app: FastAPI) -> None:
+def install_handlers(app: FastAPI) -> None:
     @app.exception_handler(ServiceError)
     async def refused(request: Request, error: ServiceError) -> JSONResponse:
         headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
-        return say(error.status, error.code, str(error), headers)
+        return error_response(error.status, error.code, str(error), headers)
 
     @app.exception_handler(ConfigError)
     async def bad_config(request: Request, error: ConfigError) -> JSONResponse:
-        return say(422, "invalid_config", str(error))
+        return error_response(422, "invalid_config", str(error))
 
     @app.exception_handler(RequestValidationError)
     async def bad_request(request: Request, error: RequestValidationError) -> JSONResponse:
-        return say(422, "invalid", "; ".join(_explain(problem) for problem in error.errors()))
+        return error_response(422, "invalid", "; ".join(_explain(problem) for problem in error.errors()))
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
         code = _CODES.get(error.status_code, "error")
-        return say(error.status_code, code, str(error.detail), error.headers)
+        return error_response(error.status_code, code, str(error.detail), error.headers)
 
     @app.exception_handler(SQLAlchemyError)
     async def no_database(request: Request, error: SQLAlchemyError) -> JSONResponse:
         log.error("the database did not answer", exc_info=error)
-        return say(503, "busy", "the database does not answer: try again")
+        return error_response(503, "busy", "the database does not answer: try again")
 
     @app.exception_handler(Exception)
     async def our_fault(request: Request, error: Exception) -> JSONResponse:
-        return say(500, "internal", "the service made a mistake: its log says more")
+        return error_response(500, "internal", "the service made a mistake: its log says more")
 
 
 def _explain(problem: dict[str, Any]) -> str:

@@ -1,5 +1,6 @@
-"""What every request passes before anything else: right host, right origin, bounded body, a deadline; and the headers
-that every answer carries. Plain ASGI, so that streams stay streams. Must not know jobs.
+"""Checks of every request before it is routed (host, origin, size and time of the body), and headers of every response.
+
+Plain ASGI, so that streams stay streams.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ _METHODS = (*_SAFE_METHODS, "POST", "PUT", "PATCH", "DELETE")
 UPLOADS = "/api/datasets/"
 
 
-class Guard:
-    def __init__(self, app: ASGIApp, settings: ServiceSettings, answers: Counter[tuple[str, int]]) -> None:
+class SecurityMiddleware:
+    def __init__(self, app: ASGIApp, settings: ServiceSettings, response_counts: Counter[tuple[str, int]]) -> None:
         self._app = app
         self._settings = settings
-        self._answers = answers
+        self._response_counts = response_counts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -46,10 +47,10 @@ class Guard:
             return
         headers = Headers(scope=scope)
 
-        async def answer(message: Message) -> None:
+        async def send_counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 method = scope["method"] if scope["method"] in _METHODS else "other"
-                self._answers[(method, message["status"])] += 1
+                self._response_counts[(method, message["status"])] += 1
                 _add_headers(MutableHeaders(raw=message["headers"]), scope["path"])
             await send(message)
 
@@ -58,10 +59,10 @@ class Guard:
             self._check_origin(scope["method"], headers)
             limit = self._check_length(scope, headers)
         except ServiceError as error:
-            await _refuse(error, answer)
+            await _refuse(error, send_counted)
             return
         bounded = _Bounded(receive, limit, self._settings, is_upload=scope["path"].startswith(UPLOADS))
-        await self._app(scope, bounded, answer)
+        await self._app(scope, bounded, send_counted)
 
     def _check_host(self, headers: Headers) -> None:
         """Without tokens, a page of another site must not reach us under a name it made point here."""
@@ -89,7 +90,7 @@ class Guard:
 
 
 class _Bounded:
-    """A body that is too large, or too slow, ends the request: nobody can hold one open for ever."""
+    """Ends the request when its body is too large or too slow, so that none stays open for ever."""
 
     def __init__(self, receive: Receive, limit: int, settings: ServiceSettings, *, is_upload: bool) -> None:
         self._receive = receive

@@ -1,10 +1,10 @@
-"""What run.yaml says about jobs inside the stack."""
+"""`inline::lockstep`: the job service inside the stack's process, its jobs in child processes, one at a time."""
 
 from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -14,6 +14,7 @@ from lockstep.service.access import Caller
 from lockstep.service.errors import Forbidden
 from lockstep.service.jobs import JobManager
 from lockstep.service.llama_stack.post_training import PostTraining
+from lockstep.service.llama_stack.providers.training import build_provider
 from lockstep.service.llama_stack.schemas import (
     FineTuneRequest,
     JobArtifactsResponse,
@@ -25,6 +26,8 @@ from lockstep.service.llama_stack.schemas import (
 
 
 class InlineConfig(BaseModel):
+    """The provider's settings in run.yaml."""
+
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     data_dir: str = "~/.lockstep/stack"
@@ -41,8 +44,8 @@ class InlineConfig(BaseModel):
         return {"data_dir": "${env.LOCKSTEP_DATA_DIR:~/.lockstep/stack}"}
 
 
-Answer = TypeVar("Answer")
-_ANYBODY = Caller("", "admin")  # the stack decides who may come in
+Result = TypeVar("Result")
+_ADMIN = Caller("", "admin")  # the stack has already decided who may call
 
 
 class EmbeddedService:
@@ -59,27 +62,31 @@ class EmbeddedService:
         await _in_thread(self._manager.datasets.add_file, name, io.BytesIO(lines))
 
     async def submit(self, request: FineTuneRequest | PreferenceRequest) -> PostTrainingJob:
-        return await _in_thread(self._training.submit, request, _ANYBODY)
+        return await _in_thread(self._training.submit, request, _ADMIN)
 
     async def jobs(self) -> JobList:
-        return await _in_thread(self._training.jobs, _ANYBODY)
+        return await _in_thread(self._training.jobs, _ADMIN)
 
     async def status(self, job_uuid: str) -> JobStatusResponse:
-        return await _in_thread(self._training.status, job_uuid, _ANYBODY)
+        return await _in_thread(self._training.status, job_uuid, _ADMIN)
 
     async def artifacts(self, job_uuid: str) -> JobArtifactsResponse:
-        return await _in_thread(self._training.artifacts, job_uuid, _ANYBODY)
+        return await _in_thread(self._training.artifacts, job_uuid, _ADMIN)
 
     async def cancel(self, job_uuid: str) -> None:
-        await _in_thread(self._training.cancel, job_uuid, _ANYBODY)
+        await _in_thread(self._training.cancel, job_uuid, _ADMIN)
 
     async def close(self) -> None:
         await _in_thread(self._manager.close)
 
 
-async def _in_thread(call: Callable[..., Answer], *arguments: Any) -> Answer:
-    """The stack tells what is forbidden from what is wrong by Python's own classes."""
+async def _in_thread(call: Callable[..., Result], *arguments: Any) -> Result:
+    """Stacks tell a forbidden request from a wrong one by Python's own exceptions."""
     try:
         return await asyncio.to_thread(call, *arguments)
     except Forbidden as error:
         raise PermissionError(str(error)) from error
+
+
+async def get_provider_impl(config: InlineConfig, deps: Mapping[Any, Any]) -> Any:
+    return build_provider(EmbeddedService(config), deps, config.settings)

@@ -1,13 +1,15 @@
-"""What run.yaml says about the service."""
+"""`remote::lockstep`: jobs on a Lockstep service elsewhere. The stack starts and works on while the service is down."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import httpx
 from pydantic import BaseModel, ConfigDict, Field
 
+from lockstep.service.llama_stack.providers.training import build_provider
 from lockstep.service.llama_stack.schemas import (
     FineTuneRequest,
     JobArtifactsResponse,
@@ -19,6 +21,8 @@ from lockstep.service.llama_stack.schemas import (
 
 
 class RemoteConfig(BaseModel):
+    """The provider's settings in run.yaml."""
+
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     url: str = "http://127.0.0.1:8322"
@@ -111,3 +115,7 @@ def _refusal(answer: httpx.Response, url: str) -> Exception:
     if answer.status_code >= 500:
         return ServiceUnavailable(f"the Lockstep service at {url} is in trouble: {message}")
     return ValueError(message)
+
+
+async def get_adapter_impl(config: RemoteConfig, deps: Mapping[Any, Any]) -> Any:
+    return build_provider(RemoteService(config), deps, config.settings)

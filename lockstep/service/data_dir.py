@@ -1,7 +1,4 @@
-"""The data directory: where jobs, data sets and the database are, and the lock that keeps a second service out.
-
-Must not know what is inside a job or a row of the database.
-"""
+"""The data directory: where jobs, data sets and the database are, and the lock that keeps a second service out."""
 
 from __future__ import annotations
 

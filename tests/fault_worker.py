@@ -101,7 +101,7 @@ def note_process(fault: Fault, name: str) -> None:
 
 
 def write_down(fault: Fault, file: str, **fields: Any) -> None:
-    record = {"launch": os.environ["LOCKSTEP_LAUNCH_MARK"], **fields}
+    record = {"launch": os.environ["LOCKSTEP_LAUNCH_ID"], **fields}
     with (Path(fault.folder) / f"{file}.jsonl").open("a") as opened:
         opened.write(json.dumps(record) + "\n")
 

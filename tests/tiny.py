@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from lockstep.launch.local import _marked_processes, read_handle
+from lockstep.launch.local import launched_processes, read_handle
 from lockstep.rundir import RunDir
 
 CHATML = (
@@ -136,7 +136,7 @@ def pid_of_rank(run: RunDir, rank: int) -> int:
     handle = read_handle(run.path)
     assert handle is not None
     name = f"RANK={rank}".encode()
-    marked = _marked_processes(handle.mark)
+    marked = launched_processes(handle.launch_id)
     (pid,) = [pid for pid in marked if name in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")]
     return pid
 

@@ -110,7 +110,7 @@ def _choose_device(procs: int) -> str:
 
 def _command(console: Console, arguments: Sequence[str]) -> None:
     """Run one of our own commands on this terminal; it receives the signals sent to us until it ends."""
-    from lockstep.launch.signals import catch_signals
+    from lockstep.processes.tree import catch_signals
 
     console.print(f"  [dim]$ lockstep {shlex.join(arguments)}[/]", highlight=False, markup=True, soft_wrap=True)
     with catch_signals() as received:

@@ -56,7 +56,7 @@ def _refuse_with_resume(arguments: Sequence[str], run_dir: Path | None, dry_run:
 
 
 def _resume(path: Path, overrides: Sequence[str], as_json: bool) -> int:
-    from lockstep.launch.resume import reopen
+    from lockstep.launch.start import reopen
     from lockstep.rundir import RunDir
 
     run = RunDir(path)
@@ -71,8 +71,8 @@ def _resume(path: Path, overrides: Sequence[str], as_json: bool) -> int:
 
 def _follow(run: RunDir, settings: RunConfig, as_json: bool, resumed: bool) -> int:
     """Start the processes of a run, show what they write, and end with them: none is left when this returns."""
-    from lockstep.launch.signals import catch_signals
     from lockstep.launch.start import start
+    from lockstep.processes.tree import catch_signals
 
     console = make_console(stderr=as_json)
     print_header(console, run, settings, resumed)

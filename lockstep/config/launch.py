@@ -8,8 +8,6 @@ from pydantic import Field, model_validator
 
 from lockstep.config.schema import NonNegativeInt, PositiveInt, Section
 
-# In the environment of a rank: what the launcher has reserved on the cluster for the processes that the rank starts.
-ROOM_VARIABLE = "LOCKSTEP_RESERVED_ROOM"
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 
 

@@ -1,4 +1,4 @@
-"""Launching: start the workers of a run, watch them, end them. Never imports torch; only the worker entry calls up."""
+"""Launching: start the workers of a run, watch them, end them. A rank is started by its module's name."""
 
 from lockstep.launch.launcher import Launcher, Resources, RunHandle, RunState
 from lockstep.launch.local import LocalLauncher

@@ -1,7 +1,6 @@
-"""What every launcher offers: start a run on some resources, ask about it, end it.
+"""What every launcher offers: start a run on some resources, poll it, stop it.
 
-A handle is plain JSON: whoever reads it back, in another process and after a restart, can poll and stop the run.
-Must not know how any one launcher starts processes.
+A handle is plain JSON: another process can read it, also after a restart, and poll or stop the run.
 """
 
 from __future__ import annotations
@@ -26,21 +25,24 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class RunHandle:
-    """`started` tells the process from a later one with the same pid; `mark` is in the environment of every
-    process of the run, so that none is missed when the first one is gone."""
+    """`started` distinguishes the process from a later one with the same pid; `launch_id` is in the environment of
+    every process of the run, so that none is missed when the first one is gone."""
 
     launcher: str
     run_dir: str
     pid: int
     started: str
-    mark: str
+    launch_id: str
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> RunHandle:
-        return cls(**json.loads(text))
+        values = json.loads(text)
+        if "mark" in values:  # the name of launch_id in version 0.1
+            values["launch_id"] = values.pop("mark")
+        return cls(**values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +55,17 @@ class RunState:
 
     @property
     def would_fail_again(self) -> bool:
-        """What its user has to put right (2), and what training came to by itself (3): no fault of a machine."""
+        """A user's mistake (2) or a diverged training (3): no fault of a machine."""
         return self.state == "failed" and self.exit_code in (2, 3)
 
 
 class Launcher(Protocol):
-    def start(self, run_dir: Path, resources: Resources, *, mark: str | None = None) -> RunHandle:
-        """`mark` is the name of this launch, for `find`; a new one if None."""
+    def start(self, run_dir: Path, resources: Resources, *, launch_id: str | None = None) -> RunHandle:
+        """`launch_id` is for `find`; a new one if None."""
         ...
 
-    def find(self, run_dir: Path, mark: str) -> RunHandle | None:
-        """The launch of that name, also when whoever began it was killed meanwhile. None: nothing was started."""
+    def find(self, run_dir: Path, launch_id: str) -> RunHandle | None:
+        """The launch with that id, even if the process that began it was killed. None: nothing was started."""
         ...
 
     def poll(self, handle: RunHandle) -> RunState:
@@ -73,5 +75,5 @@ class Launcher(Protocol):
     def stop(self, handle: RunHandle, hurry: Callable[[], bool] = lambda: False) -> None:
         """Returns when no process of the run is left. A run that had not finished is then 'cancelled'.
 
-        `hurry` is asked while waiting: yes ends the grace period."""
+        `hurry` is called while waiting: True ends the grace period."""
         ...

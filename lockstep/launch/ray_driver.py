@@ -1,28 +1,26 @@
-"""Runs on a Ray cluster: one process here, the driver, that reserves room there, starts the ranks and watches them.
+"""Runs on a Ray cluster: a driver process here reserves resources there, starts the ranks and watches them.
 
-Seen from here the driver is the run: it is started, polled and ended like the one process of a local run.
-Must not import ray: the driver does.
+To the launcher the driver is the run: it is started, polled and ended like the one process of a local run.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from lockstep.config import ConfigError, RunConfig, resolve_pool
-from lockstep.config.launch import ROOM_VARIABLE
 from lockstep.launch.launcher import Resources, RunHandle
-from lockstep.launch.local import MARK_VARIABLE, LocalLauncher, end_gently
-from lockstep.launch.ray_cluster import Interrupted, Reservation, joined, reserve
+from lockstep.launch.local import LAUNCH_ID_VARIABLE, LocalLauncher
 from lockstep.launch.ray_ranks import RankLost, RayRanks, carried_environment
-from lockstep.launch.signals import catch_signals
+from lockstep.processes.ray import RESERVATION_VARIABLE, Interrupted, Reservation, join_cluster, reserve
+from lockstep.processes.tree import catch_signals, end_gently
 from lockstep.rundir import RunDir
 
 DRIVER_MODULE = "lockstep.launch.ray_driver"
@@ -41,8 +39,8 @@ class RayLauncher(LocalLauncher):
     def _command(self, run_dir: Path, procs: int) -> list[str]:
         return [sys.executable, "-m", DRIVER_MODULE, str(run_dir), self.worker_module]
 
-    def _environment(self, mark: str, resources: Resources) -> dict[str, str]:
-        return {**os.environ, MARK_VARIABLE: mark, "PYTHONUNBUFFERED": "1"}
+    def _environment(self, launch_id: str, resources: Resources) -> dict[str, str]:
+        return {**os.environ, LAUNCH_ID_VARIABLE: launch_id, "PYTHONUNBUFFERED": "1"}
 
     def _watched(self, handle: RunHandle) -> dict[str, tuple[int, int]]:
         return {DRIVER: (0, handle.pid)}
@@ -71,14 +69,14 @@ def main(arguments: list[str] | None = None) -> int:
 
     try:
         config = run.config()
-        name = os.environ.get(MARK_VARIABLE, "lockstep")
-        # Signals are caught after joining, because Ray then puts handlers of its own in place.
-        with joined(config.launch, name, give_up), catch_signals() as received:
+        name = os.environ.get(LAUNCH_ID_VARIABLE, "lockstep")
+        # Signals are caught after joining, because Ray installs its own handlers then.
+        with join_cluster(config.launch, name, give_up), catch_signals() as received:
             _drive(run, config, module, lambda: bool(received))
     except Interrupted:
         return 1
     except RankLost as lost:
-        _record_cause(run, lost.rank, str(lost))
+        record_cause(run, lost.rank, str(lost))
         return 1
     except Exception as error:
         traceback.print_exc()
@@ -93,23 +91,23 @@ def main(arguments: list[str] | None = None) -> int:
 def _drive(run: RunDir, config: RunConfig, module: str, interrupted: Callable[[], bool]) -> None:
     with contextlib.ExitStack() as held:
         run.write_status(phase="waiting for room on the cluster")
-        training = held.enter_context(_room(config, "training", interrupted))
+        training = held.enter_context(_reserved(config, "training", interrupted))
         rollouts = None
         if config.rollouts.engines:
-            rollouts = held.enter_context(_room(config, "rollouts", interrupted))
+            rollouts = held.enter_context(_reserved(config, "rollouts", interrupted))
         run.write_status(phase="starting the ranks")
-        ranks = RayRanks(training, config.launch)
+        ranks = RayRanks.on(training, config.launch)
         held.callback(ranks.end)
-        ranks.meet(interrupted)
+        ranks.locate(interrupted)
         with _shared_file(run) as (path, content):
-            ranks.check_sees(path, content, interrupted)
-        for_first = {} if rollouts is None else {ROOM_VARIABLE: _describe(rollouts, ranks)}
+            ranks.check_shared(path, content, interrupted)
+        for_first = {} if rollouts is None else {RESERVATION_VARIABLE: _for_engines(rollouts, ranks.cluster)}
         ranks.start(module, run.path, for_first, interrupted)
         ranks.watch(run, interrupted)
 
 
 @contextlib.contextmanager
-def _room(config: RunConfig, name: str, interrupted: Callable[[], bool]) -> Iterator[Reservation]:
+def _reserved(config: RunConfig, name: str, interrupted: Callable[[], bool]) -> Iterator[Reservation]:
     launch, rollouts = config.launch, config.rollouts
 
     def is_possible(procs: int) -> bool:
@@ -127,26 +125,17 @@ def _room(config: RunConfig, name: str, interrupted: Callable[[], bool]) -> Iter
     else:
         device = launch.device if rollouts.device == "auto" else rollouts.device
         pool = resolve_pool(config.cluster, name, rollouts.engines, device)
-    room = reserve(pool, launch.placement_timeout_s, interrupted, is_possible)
+    reservation = reserve(pool, launch.placement_timeout_s, interrupted, is_possible)
     try:
-        yield room
+        yield reservation
     finally:
-        room.release()
+        reservation.release()
 
 
-def _describe(room: Reservation, ranks: RayRanks) -> str:
-    """For rank 0, which starts the engines: where the cluster is, and what is reserved for them."""
-    pool = room.pool
-    return json.dumps(
-        {
-            "cluster": ranks.cluster,
-            "placement_group": room.group.id.hex(),
-            "cpus": pool.cpus,
-            "gpus": pool.gpus,
-            "resources": pool.resources,
-            "environment": {"OMP_NUM_THREADS": str(max(int(pool.cpus), 1)), **carried_environment()},
-        }
-    )
+def _for_engines(reservation: Reservation, cluster: str) -> str:
+    """For rank 0, which starts the engines."""
+    environment = {"OMP_NUM_THREADS": str(max(int(reservation.pool.cpus), 1)), **carried_environment()}
+    return replace(reservation, cluster=cluster, environment=environment).to_json()
 
 
 @contextlib.contextmanager
@@ -159,14 +148,14 @@ def _shared_file(run: RunDir) -> Iterator[tuple[Path, str]]:
         path.unlink(missing_ok=True)
 
 
-def _record_cause(run: RunDir, rank: int, message: str) -> None:
-    """A rank that was lost is why others failed, though they may have said so before this one was missed."""
+def record_cause(run: RunDir, rank: int, message: str) -> None:
+    """A lost rank is why others failed, though they may have reported that before the loss was noticed."""
     earliest = min((failure["time"] for failure in run.failures()), default=time.time())
     run.record_failure(rank, message, at=earliest - 0.001)
 
 
 def _redirect_output(path: Path) -> None:
-    """Ray's chatter, also from its other processes."""
+    """What Ray prints, also from its other processes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)

@@ -1,19 +1,28 @@
-"""A whole run from Python: the same path as the command, without its display."""
+"""A run from its start, or its resumption, to its end: the one path of the command and of Python.
+
+When a rank is lost, the run goes on from its last checkpoint, within limits. The job service restarts jobs itself,
+through its queue.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.config import RunConfig, check_config, load_config, resolve_config
-from lockstep.launch.launcher import Resources
-from lockstep.launch.local import LocalLauncher
+from lockstep.config import ConfigError, RunConfig, check_config, load_config, resolve_config
+from lockstep.launch.launcher import Launcher, Resources, RunHandle, RunState
+from lockstep.launch.local import LocalLauncher, is_running
 from lockstep.launch.ray_driver import RayLauncher
-from lockstep.launch.restarts import RestartingRun
-from lockstep.launch.resume import reopen
 from lockstep.rundir import RunDir
+
+_FIRST_PAUSE_S = 1.0
+_MAX_PAUSE_S = 60.0
+_MAY_CHANGE = ("parallel.", "launch.", "cluster", "batch.micro_batch_tokens", "rollouts.")
+# The settings there that change the numbers, or how old samples may be.
+_MAY_NOT = ("parallel.compression", "rollouts.endpoint", "rollouts.kind", "rollouts.max_staleness")
 
 
 class RunFailed(RuntimeError):
@@ -41,12 +50,12 @@ def train(
         assert config is not None
         settings = _settle(config, overrides)
         run = RunDir.create(run_dir or new_run_dir(settings.name), settings)
-    lasting = start(run, settings)
+    processes = start(run, settings)
     try:
-        while (outcome := lasting.poll()).state == "running":
+        while (outcome := processes.poll()).state == "running":
             time.sleep(0.2)
     except BaseException:
-        lasting.stop()
+        processes.stop()
         raise
     if outcome.state != "completed":
         raise RunFailed(f"{outcome.reason} (logs in {run.logs})")
@@ -54,7 +63,7 @@ def train(
 
 
 def start(run: RunDir, settings: RunConfig, say: Callable[[str], None] = lambda line: None) -> RestartingRun:
-    """The processes of the run, where launch.kind puts them."""
+    """Start the processes of a run where launch.kind says. `say` gets a line for people at every restart."""
     launch = settings.launch
     launcher = RayLauncher() if launch.kind == "ray" else LocalLauncher()
     return RestartingRun(launcher, run, Resources(launch.procs, launch.device), launch.max_restarts, say)
@@ -69,7 +78,7 @@ def new_run_dir(name: str) -> Path:
 
 
 def result_of(run: RunDir) -> dict[str, Any]:
-    """How a run stands, in the words of the public interface."""
+    """The state of a run, with the names of the public interface."""
     status = run.status()
     renamed = {"step": "steps", "loss": "final_loss", "validation_loss": "final_validation_loss"}
     same = ("best_validation_loss", "best_step", "tokens", "tokens_per_s", "export", "error")
@@ -84,3 +93,163 @@ def _settle(config: RunConfig | Mapping[str, Any] | str | Path, overrides: Seque
         tree = config.model_dump(mode="json") if isinstance(config, RunConfig) else dict(config)
         settings = resolve_config(tree, overrides=overrides)
     return check_config(settings)
+
+
+# --- restarts --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reached:
+    """How far a run has come: the step of its last checkpoint, and the furthest step."""
+
+    checkpoint: int = 0
+    step: int = 0
+
+    def is_beyond(self, other: Reached) -> bool:
+        return self.checkpoint > other.checkpoint or self.step > other.step
+
+
+def reached_by(run: RunDir) -> Reached:
+    saved = run.list_checkpoints()
+    checkpoint = saved[-1].step if saved else 0
+    return Reached(checkpoint, max(checkpoint, int(run.status().get("step") or 0)))
+
+
+def why_not_again(outcome: RunState, num_restarts: int, max_restarts: int, reached: Reached, before: Reached) -> str:
+    """Why a failed run is not restarted, to append to its reason; empty: it is. `before` is of the last restart."""
+    if num_restarts and not reached.is_beyond(before):
+        return f"it was started again and got no further than step {before.step} before, so this was the last time"
+    if num_restarts >= max_restarts:
+        return f"it was started again {num_restarts} times, as often as launch.max_restarts allows"
+    return ""
+
+
+def pause_before(restart: int) -> float:
+    """Seconds to wait before a restart; the first is number 1."""
+    return min(_FIRST_PAUSE_S * 2 ** (restart - 1), _MAX_PAUSE_S)
+
+
+class RestartingRun:
+    """Poll it often: restarts happen in `poll`."""
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        run: RunDir,
+        resources: Resources,
+        max_restarts: int,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self._launcher = launcher
+        self._run = RunDir(run.path, owner=True)
+        self._resources = resources
+        self._max_restarts = max_restarts
+        self._say = say
+        self._num_restarts = 0
+        self._reached = Reached()
+        self._due_at: float | None = None  # when the next start is due, between two starts
+        self._handle: RunHandle = launcher.start(run.path, resources)
+
+    def poll(self) -> RunState:
+        if self._due_at is not None:
+            if time.monotonic() < self._due_at:
+                return RunState("running")
+            self._due_at = None
+            self._handle = self._launcher.start(self._run.path, self._resources)
+        outcome = self._launcher.poll(self._handle)
+        if outcome.state != "failed" or outcome.would_fail_again or not self._max_restarts:
+            return outcome
+        reached = reached_by(self._run)
+        refusal = why_not_again(outcome, self._num_restarts, self._max_restarts, reached, self._reached)
+        if refusal:
+            outcome = replace(outcome, reason=f"{outcome.reason}; {refusal}")
+            self._run.write_status(error=outcome.reason)
+            self._max_restarts = 0  # this state is final
+            return outcome
+        self._plan_restart(outcome.reason, reached)
+        return RunState("running")
+
+    def stop(self, hurry: Callable[[], bool] = lambda: False) -> None:
+        """Returns when no process of the run is left, and none will be started."""
+        self._due_at, self._max_restarts = None, 0
+        self._launcher.stop(self._handle, hurry)
+
+    def _plan_restart(self, reason: str, reached: Reached) -> None:
+        self._num_restarts += 1
+        self._reached = reached
+        pause_s = pause_before(self._num_restarts)
+        self._due_at = time.monotonic() + pause_s
+        self._run.log_event(
+            "restarted",
+            reason=reason,
+            step=reached.checkpoint,
+            restart=self._num_restarts,
+            max_restarts=self._max_restarts,
+            pause_s=pause_s,
+        )
+        self._run.write_status(state="created", error=None, phase=f"starting again in {pause_s:g} s")
+        start = f"from step {reached.checkpoint}" if reached.checkpoint else "from the start"
+        self._say(f"{reason}; starting again {start} (restart {self._num_restarts} of {self._max_restarts})")
+
+
+# --- resuming --------------------------------------------------------------------------------------------------------
+
+
+def reopen(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunDir, RunConfig]:
+    """The run and the configuration it goes on with: recorded in the run directory where it is another one.
+
+    Not while the run's processes are alive: until they are started again, the caller owns the directory.
+    """
+    run = RunDir(path, owner=True)
+    before = run.config()
+    if not overrides:
+        return run, check_config(before)
+    after = load_config(run.newest_config_path, overrides)
+    changes = _changes(before.model_dump(mode="json"), after.model_dump(mode="json"))
+    for key, (old, new) in changes.items():
+        if key in _MAY_NOT or not key.startswith(_MAY_CHANGE):
+            raise ConfigError(
+                f"--resume cannot change {key} from {old} to {new}: only parallel.*, launch.*, cluster, "
+                "batch.micro_batch_tokens and the engines of rollouts can change within a run, because they do not "
+                "change its numbers"
+            )
+    check_config(after)
+    if "launch.device" in changes:
+        after = _keep_precision(run, after)
+    if changes:
+        if is_running(run.path):
+            raise ConfigError(f"{run.path} is still running: stop it before you change it")
+        _record(run, after, changes)
+    return run, after
+
+
+def _keep_precision(run: RunDir, config: RunConfig) -> RunConfig:
+    """Another device must not make `auto` choose again."""
+    chosen = run.status().get("precision")
+    if config.model.precision != "auto" or chosen is None:
+        return config
+    return config.model_copy(update={"model": config.model.model_copy(update={"precision": chosen})})
+
+
+def _record(run: RunDir, config: RunConfig, changes: Mapping[str, tuple[Any, Any]]) -> None:
+    file = run.add_config(config)
+    run.log_event("reconfigured", file=file.name, changes={key: list(pair) for key, pair in changes.items()})
+    shares_otherwise = any(key == "launch.procs" or not key.startswith(("launch.", "rollouts.")) for key in changes)
+    if shares_otherwise and config.lora is not None and config.lora.dropout:
+        run.log_event(
+            "warning",
+            message="lora.dropout draws other numbers from here on: they depend on how the work is shared out, "
+            "so this run will not equal one that was never stopped",
+        )
+
+
+def _changes(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Every key whose value is another: (old, new)."""
+    changes: dict[str, tuple[Any, Any]] = {}
+    for key in {**before, **after}:
+        old, new = before.get(key), after.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            changes |= _changes(old, new, f"{prefix}{key}.")
+        elif old != new:
+            changes[prefix + key] = (old, new)
+    return changes

@@ -23,7 +23,7 @@ from lockstep.model.load import load_run_tokenizer
 from lockstep.parallel.group import ProcessGroup as Ranks
 from lockstep.parallel.group import choose_device
 from lockstep.processes.local import LocalWorker
-from lockstep.processes.ray_worker import ReservedRoom
+from lockstep.processes.ray import Reservation
 from lockstep.processes.worker import Worker
 from lockstep.rollouts.engines.colocated import ColocatedEngine
 from lockstep.rollouts.engines.pool import EnginePool
@@ -108,15 +108,15 @@ def _ask_nobody(*_: Any) -> Any:
 def start_engines(config: RunConfig, backend: TorchBackend | DeepSpeedBackend, run: RunDir) -> EnginePool:
     """Processes that sample. Rank 0 only."""
     wanted = config.rollouts
-    room = ReservedRoom.of_this_process()
+    reservation = Reservation.of_this_process()
     device: str = config.launch.device if wanted.device == "auto" else wanted.device
-    if room is None:  # otherwise what this node has says nothing about theirs
+    if reservation is None:  # otherwise what this node has says nothing about theirs
         device = choose_device(device).type
     settings = settings_of(config, precision=backend.precision, device=device)
 
     def spawn(name: str) -> Worker:
-        if room is not None:
-            return room.spawn(name, ENTRY, settings, start_timeout_s=wanted.start_timeout_s)
+        if reservation is not None:
+            return reservation.spawn(name, ENTRY, settings, start_timeout_s=wanted.start_timeout_s)
         env = _own_gpu(int(name.rpartition("-")[2]), config.launch.procs) if device == "cuda" else None
         return LocalWorker.spawn(
             name,

@@ -213,7 +213,7 @@ class Scheduler:
                 RunDir.create(run.path, parse_config(job.config, directory=self._data_dir.empty))
             devices = self._slots.devices_of(job.slots) if job.device != "cpu" else ()
             resources = Resources(job.procs, job.device, devices, self._slots.threads)
-            self._launcher.start(run.path, resources, mark=job.launch_id)
+            self._launcher.start(run.path, resources, launch_id=job.launch_id)
         except (OSError, ValueError) as error:
             log.warning("job %s could not be started: %s", job.id, error)
             return self._finish(job, run, RunState("failed", f"could not be started: {error}", 1))

@@ -23,9 +23,10 @@ from lockstep.config.parallel import AXES
 from lockstep.data import compile_data
 from lockstep.data.order import Batches
 from lockstep.launch import RunHandle
-from lockstep.launch.local import HANDLE_FILE, _start_time
-from lockstep.launch.resume import reopen
+from lockstep.launch.local import HANDLE_FILE
+from lockstep.launch.start import reopen
 from lockstep.parallel.group import ProcessGroup
+from lockstep.processes.tree import start_time
 from lockstep.rundir import RunDir, read_jsonl
 
 NUM_ROWS, NUM_STEPS = 50, 10  # two epochs of 12, 12, 12, 12 and 2 rows
@@ -273,7 +274,7 @@ def test_another_device_does_not_choose_another_precision(tmp_path: Path, models
 def test_a_running_run_is_not_changed(stopped: RunDir) -> None:
     command = subprocess.Popen(["sleep", "60"])
     try:
-        handle = RunHandle("local", str(stopped.path), command.pid, _start_time(command.pid), "mark")
+        handle = RunHandle("local", str(stopped.path), command.pid, start_time(command.pid), "mark")
         (stopped.path / HANDLE_FILE).write_text(handle.to_json())
         with pytest.raises(ConfigError, match="is still running: stop it before you change it"):
             reopen(stopped.path, ["launch.procs=4", "parallel.shard=4"])

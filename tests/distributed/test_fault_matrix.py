@@ -6,7 +6,6 @@ are measured by the records' own clocks: that there are few of them is what is p
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -26,8 +25,8 @@ from ranks import exported, run_to_the_end
 
 from lockstep.config import load_config
 from lockstep.launch.launcher import Resources
-from lockstep.launch.local import LocalLauncher, read_handle
-from lockstep.launch.restarts import RestartingRun
+from lockstep.launch.local import LocalLauncher, launched_processes, read_handle
+from lockstep.launch.start import RestartingRun
 from lockstep.rundir import RunDir, read_jsonl
 
 NUM_STEPS, STEP_SIZE, NUM_SAMPLES, FAULTY_STEP = 6, 4, 4, 4
@@ -95,12 +94,12 @@ def test_the_cross_section_has_every_fault_that_does_harm() -> None:
 class Seen:
     """What was to be seen while a run was followed, and is not afterwards."""
 
-    marks: set[str] = field(default_factory=set)
+    launch_ids: set[str] = field(default_factory=set)
     failures: dict[tuple[int, float], dict[str, Any]] = field(default_factory=dict)
 
     def look(self, run: RunDir) -> None:
         handle = read_handle(run.path)
-        self.marks |= {handle.mark} if handle is not None else set()
+        self.launch_ids |= {handle.launch_id} if handle is not None else set()
         self.failures |= {(failure["rank"], failure["time"]): failure for failure in run.failures()}
 
 
@@ -204,7 +203,7 @@ def test_a_run_that_is_hit_ends_as_if_nothing_had_happened(
         assert records[0][0] < PROMISED_S
     assert_restarts(cell, run)
     assert_replacement(cell, run, fault, happened)
-    assert not processes_of(seen.marks), "a process is left"
+    assert not processes_of(seen.launch_ids), "a process is left"
     assert_every_token_is_of_verified_weights(run, fault)
     assert_every_prompt_is_learned_once(cell, run)
     if cell.max_staleness and cell.state == "generating" and not cell.hits_rank:
@@ -267,14 +266,8 @@ def assert_replacement(cell: Cell, run: RunDir, fault: Fault, happened: dict[str
         assert any(FAULTY_STEP in record.get("versions", ()) for record in trace)
 
 
-def processes_of(marks: set[str]) -> list[int]:
-    """Everything that was started for the run, by whomever: the mark is inherited."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # ended meanwhile, or another user's
-            environment = (folder / "environ").read_text(errors="replace")
-            found += [int(folder.name)] if any(mark in environment for mark in marks) else []
-    return found
+def processes_of(launch_ids: set[str]) -> list[int]:
+    return [pid for launch_id in launch_ids for pid in launched_processes(launch_id)]
 
 
 def assert_every_token_is_of_verified_weights(run: RunDir, fault: Fault) -> None:

@@ -14,7 +14,7 @@ from distributed.test_elastic import LAYOUTS, TOLERANCE, ledger_of, overrides_fo
 from ranks import exported, newest_step, run_to_the_end, start_ranks
 
 from lockstep.config import ConfigError, load_config
-from lockstep.launch.resume import reopen
+from lockstep.launch.start import reopen
 from lockstep.rundir import RunDir
 
 NUM_STEPS = 8

@@ -15,7 +15,7 @@ from distributed.test_elastic import LAYOUTS, assert_same_result, overrides_for
 from ranks import exported, newest_step, run_to_the_end, start_ranks
 
 from lockstep.config import load_config
-from lockstep.launch.resume import reopen
+from lockstep.launch.start import reopen
 from lockstep.rundir import RunDir
 
 NUM_STEPS = 10

@@ -20,9 +20,9 @@ from ranks import exported, newest_step, run_to_the_end
 
 from lockstep.config import load_config
 from lockstep.launch.launcher import RunState
-from lockstep.launch.local import _marked_processes, _start_time, process_stat, read_handle
-from lockstep.launch.restarts import RestartingRun
-from lockstep.launch.start import start
+from lockstep.launch.local import launched_processes, read_handle
+from lockstep.launch.start import RestartingRun, start
+from lockstep.processes.tree import process_stat, start_time
 from lockstep.rundir import RunDir
 
 ray = pytest.importorskip("ray")
@@ -137,8 +137,10 @@ def pid_of_rank(run: RunDir, rank: int) -> int:
     handle = read_handle(run.path)
     assert handle is not None
     name = f"RANK={rank}".encode()
-    found = [p for p in _marked_processes(handle.mark) if name in Path(f"/proc/{p}/environ").read_bytes().split(b"\0")]
-    return min(found, key=lambda pid: int(_start_time(pid)))
+    found = [
+        p for p in launched_processes(handle.launch_id) if name in Path(f"/proc/{p}/environ").read_bytes().split(b"\0")
+    ]
+    return min(found, key=lambda pid: int(start_time(pid)))
 
 
 def wait_until(lasting: RestartingRun, condition: Callable[[], bool], timeout_s: float = 200.0) -> RunState:
@@ -174,7 +176,7 @@ def assert_same(run: RunDir, other: RunDir) -> None:
 def assert_nothing_is_left(run: RunDir, nodes: Nodes) -> None:
     handle = read_handle(run.path)
     assert handle is not None
-    assert _marked_processes(handle.mark) == []
+    assert launched_processes(handle.launch_id) == []
     ray.init(address=nodes.address, log_to_driver=False, logging_level=logging.ERROR)
     try:
         deadline = time.monotonic() + 300
@@ -350,7 +352,7 @@ def test_a_cluster_of_its_own(tmp_path: Path, tiny_model: Path, alone: Callable[
     assert (code, err) == (0, "")
     handle = read_handle(run.path)
     assert handle is not None
-    assert _marked_processes(handle.mark) == []
+    assert launched_processes(handle.launch_id) == []
 
 
 @pytest.mark.slow

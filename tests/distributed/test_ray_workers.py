@@ -37,8 +37,8 @@ from test_workers import (  # noqa: E402, F401
 )
 
 from lockstep.backend.remote.service import TrainingService  # noqa: E402
-from lockstep.processes import ray_worker  # noqa: E402
-from lockstep.processes.ray_worker import RayWorker, describe_loss  # noqa: E402
+from lockstep.processes import ray as processes_ray  # noqa: E402
+from lockstep.processes.ray import RayWorker, describe_loss  # noqa: E402
 from lockstep.processes.worker import WorkerDied, WorkerTimedOut  # noqa: E402
 
 
@@ -110,7 +110,7 @@ def test_a_stopped_actor_is_timed_out_and_can_be_killed(spawn: Any) -> None:
     waiting = worker.call("echo", timeout_s=60)
     worker.kill()
     assert not is_running(worker.pid)
-    with pytest.raises(WorkerDied, match="was killed by whoever started it"):
+    with pytest.raises(WorkerDied, match="was killed by its owner"):
         waiting.result(SOON)
 
 
@@ -155,4 +155,4 @@ def test_rays_many_words_become_one_sentence() -> None:
 def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ValueError, match=r"pip install 'lockstep\[ray\]'"):
-        ray_worker.import_ray()
+        processes_ray.import_ray()

@@ -14,7 +14,7 @@ import tiny
 from ranks import exported, newest_step, run_to_the_end
 
 from lockstep.config import load_config
-from lockstep.launch.local import _marked_processes, read_handle
+from lockstep.launch.local import launched_processes, read_handle
 from lockstep.rundir import RunDir
 
 SETTINGS: dict[str, Any] = {
@@ -75,6 +75,6 @@ def test_a_lost_rank_costs_the_steps_since_the_checkpoint(
     assert [e["step"] for e in run.events() if e["event"] == "resumed"] == [event["step"]]
     assert tiny.digest_weights(exported(run)) == tiny.digest_weights(exported(undisturbed))
     assert first is not None
-    assert _marked_processes(first.mark) == []
+    assert launched_processes(first.launch_id) == []
     assert run.status()["state"] == "completed"
     assert run.status()["error"] is None

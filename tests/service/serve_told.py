@@ -25,12 +25,12 @@ def die() -> None:
 class DyingLauncher(LocalLauncher):
     moment = ""
 
-    def start(self, run_dir: Path, resources: Resources, *, mark: str | None = None) -> RunHandle:
+    def start(self, run_dir: Path, resources: Resources, *, launch_id: str | None = None) -> RunHandle:
         if self.moment == "before":
             die()
         if self.moment == "between":
             local._note_handle = lambda *_: die()  # type: ignore[assignment, return-value]
-        handle = super().start(run_dir, resources, mark=mark)
+        handle = super().start(run_dir, resources, launch_id=launch_id)
         if self.moment == "after":
             die()
         return handle

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lockstep.launch.local import _marked_processes, read_handle
+from lockstep.launch.local import launched_processes, read_handle
 from lockstep.service.client import Client, ServiceFault
 from lockstep.service.schemas import JobRequest
 
@@ -56,7 +56,7 @@ def free_port() -> int:
 
 def processes_of(run_dir: Path) -> list[int]:
     handle = read_handle(run_dir)
-    return [] if handle is None else _marked_processes(handle.mark)
+    return [] if handle is None else launched_processes(handle.launch_id)
 
 
 class Service:

@@ -1,4 +1,4 @@
-"""Launches by their mark: found again whoever began them, and never begun twice."""
+"""Launches by their id: found again whatever process began them, and never begun twice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from served import processes_of, python_path, tree, wait_for
 
 from lockstep.config import resolve_config
 from lockstep.launch import LocalLauncher, Resources
-from lockstep.launch.local import MARK_VARIABLE, _launch_lock
+from lockstep.launch.local import LAUNCH_ID_VARIABLE, launch_lock
 from lockstep.rundir import RunDir
 
 
@@ -34,46 +34,46 @@ def run(tmp_path: Path) -> Iterator[RunDir]:
 
 
 def test_nothing_was_started(launcher: LocalLauncher, run: RunDir, tmp_path: Path) -> None:
-    assert launcher.find(run.path, "mark") is None
-    assert launcher.find(tmp_path / "nowhere", "mark") is None
-    run.write_status(launch="mark", state="created")
-    assert launcher.find(run.path, "mark") is None, "its status was written, its process was not started"
+    assert launcher.find(run.path, "the-launch") is None
+    assert launcher.find(tmp_path / "nowhere", "the-launch") is None
+    run.write_status(launch="the-launch", state="created")
+    assert launcher.find(run.path, "the-launch") is None, "its status was written, its process was not started"
 
 
 def test_a_launch_is_found_by_its_mark(launcher: LocalLauncher, run: RunDir) -> None:
-    handle = launcher.start(run.path, Resources(device="cpu"), mark="mark")
-    assert handle.mark == run.status()["launch"] == "mark"
-    assert LocalLauncher().find(run.path, "mark") == handle
+    handle = launcher.start(run.path, Resources(device="cpu"), launch_id="the-launch")
+    assert handle.launch_id == run.status()["launch"] == "the-launch"
+    assert LocalLauncher().find(run.path, "the-launch") == handle
     (run.path / "launch.json").unlink()
     wait_for(lambda: processes_of(run.path) == [] and (run.path / "ready").exists())
-    assert LocalLauncher().find(run.path, "mark") == handle, "from its process"
+    assert LocalLauncher().find(run.path, "the-launch") == handle, "from its process"
     assert LocalLauncher().find(run.path, "another") is None
     launcher.stop(handle)
 
 
 def test_a_launch_that_has_ended_is_found_too(launcher: LocalLauncher, run: RunDir) -> None:
-    handle = launcher.start(run.path, Resources(device="cpu"), mark="mark")
+    handle = launcher.start(run.path, Resources(device="cpu"), launch_id="the-launch")
     wait_for((run.path / "ready").exists)
     launcher.stop(handle)
     run.write_status(state="completed")
     (run.path / "launch.json").unlink()
-    found = LocalLauncher().find(run.path, "mark")
+    found = LocalLauncher().find(run.path, "the-launch")
     assert found is not None
     assert LocalLauncher().poll(found).state == "completed"
 
 
 def test_a_process_that_is_just_beginning_is_waited_for(launcher: LocalLauncher, run: RunDir) -> None:
-    """Between fork and exec a process has the lock, and not yet its mark."""
+    """Between fork and exec a process has the lock, and not yet its launch id."""
     started: list[subprocess.Popen[bytes]] = []
 
     def begin() -> None:
         command = [sys.executable, "-c", "import time; time.sleep(60)"]
-        started.append(subprocess.Popen(command, env={**os.environ, MARK_VARIABLE: "mark"}))
+        started.append(subprocess.Popen(command, env={**os.environ, LAUNCH_ID_VARIABLE: "the-launch"}))
 
-    with _launch_lock(run.path):
+    with launch_lock(run.path):
         timer = threading.Timer(0.5, begin)
         timer.start()
-        found = launcher.find(run.path, "mark")
+        found = launcher.find(run.path, "the-launch")
         timer.join()
     started[0].kill()
     started[0].wait()

@@ -1,11 +1,10 @@
-"""How a training service is to run, and its start: words become places and layouts, and are checked at the door.
-
-Must not know what the ranks are asked later.
-"""
+"""TrainingService: the backend's calls on ranks in other processes, on this machine or on Ray."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -16,13 +15,17 @@ from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from lockstep.backend.remote import wire
-from lockstep.backend.remote.ranks import SPAWN, RemoteRanks, RemoteReservation, TrainingFailed
-from lockstep.config import LoraConfig, ModelConfig, ParallelConfig
+from lockstep.backend.remote.ranks import RemoteRanks, TrainingFailed
+from lockstep.config import LoraConfig, ModelConfig, ParallelConfig, PoolConfig
 from lockstep.config.launch import Strategy
 from lockstep.model.load import check_model_source
-from lockstep.processes.worker import Reply
+from lockstep.processes.local import LocalWorker
+from lockstep.processes.ray import import_ray, reserve
+from lockstep.processes.tree import num_cores
+from lockstep.processes.worker import Reply, Worker
 from lockstep.types import Datum, Logprobs, LossResult, LossSpec, OptimResult, OptimStep
 
+ENTRY = "lockstep.backend.remote.worker:start"
 LAYOUTS: dict[str, dict[str, Any]] = {"ddp": {"replicate": "auto", "shard": 1}, "fsdp": {"shard": "auto"}}
 ModelSource = str | Path | ModelConfig | Mapping[str, Any]
 
@@ -31,9 +34,9 @@ ModelSource = str | Path | ModelConfig | Mapping[str, Any]
 class ServiceOptions:
     """How a service runs. `timeout_s` is the deadline of every call, from when it is made, and of every collective.
 
-    `parallel` says more than a word about the layout. `health_timeout_s`: a rank that gives no sign of life for so long
-    is given up. `address`, `cpus`, `gpus`, `resources` and `strategy` are for Ray: the cluster to join (None: start one
-    here), and what each rank needs of it.
+    `parallel` describes a layout that `backend` has no word for. `health_timeout_s`: a rank that does not answer pings
+    for so long is given up. `address`, `cpus`, `gpus`, `resources` and `strategy` are for Ray: the cluster to join
+    (None: start one here), and what each rank needs of it.
     """
 
     procs: int = 1
@@ -69,7 +72,7 @@ class ServiceOptions:
 
         `optimizer`: the settings of a step, for an optim_step that is called without one.
         """
-        # A thread that no event loop owns: what it has started is ended also when the loop is gone by then.
+        # A thread that no event loop owns: what it has started is ended even if the loop is gone by then.
         thread = ThreadPoolExecutor(1, thread_name_prefix="start-service")
         starting = thread.submit(self.start, model, optimizer, checkpoint_dir)
         thread.shutdown(wait=False)
@@ -92,7 +95,7 @@ class ServiceOptions:
         if self.place == "local":  # on a cluster, files may lie where this process cannot see them
             check_model_source(config)
         settings = self._settings(config, folder)
-        workers, release = SPAWN[self.place](self._room(folder), settings)
+        workers, release = SPAWN[self.place](self, settings, None if folder is None else folder / "logs")
         ranks = RemoteRanks(workers, health_timeout_s=self.health_timeout_s, release=release)
         try:
             service = TrainingService(ranks, step, folder is not None, self.timeout_s)
@@ -113,8 +116,9 @@ class ServiceOptions:
             return ParallelConfig.model_validate(LAYOUTS[named[0] if named else "ddp"])
         if named:
             raise ValueError(f"backend says {named[0]}, and parallel says how the model is laid out too: give one")
-        given = self.parallel
-        parallel = given if isinstance(given, ParallelConfig) else ParallelConfig.model_validate(dict(given))
+        parallel = self.parallel
+        if not isinstance(parallel, ParallelConfig):
+            parallel = ParallelConfig.model_validate(dict(parallel))
         if parallel.backend != "torch":
             raise ValueError(f"parallel.backend {parallel.backend} is not for a service: use torch")
         return parallel
@@ -147,42 +151,102 @@ class ServiceOptions:
             },
         }
 
-    def _room(self, folder: Path | None) -> RemoteReservation:
-        gpus = self.gpus if self.gpus is not None else float(self.device == "cuda")
-        return RemoteReservation(
-            self.procs,
-            self.start_timeout_s,
-            None if folder is None else folder / "logs",
-            self.address,
-            self.cpus,
-            gpus,
-            self.resources,
-            self.strategy,
+    def pool(self) -> PoolConfig:
+        """What the ranks need of a Ray cluster."""
+        return PoolConfig(
+            pool="training",
+            procs=self.procs,
+            cpus=self.cpus,
+            gpus=self.gpus if self.gpus is not None else float(self.device == "cuda"),
+            resources=dict(self.resources),
+            strategy=self.strategy,
         )
 
     def _build(self, ranks: RemoteRanks) -> dict[str, Any]:
-        """Every rank says where it is, then all meet where rank 0 is."""
-        places = [{"rank": rank, "num_ranks": self.procs} for rank in range(self.procs)]
-        found = ranks.ask_each("meet", places, timeout_s=self.start_timeout_s, gather=True).result().body["ranks"]
-        hosts = [place["host"] for place in found]
+        """Every rank reports its host, then all join the store that rank 0 has opened."""
+        numbers = [{"rank": rank, "num_ranks": self.procs} for rank in range(self.procs)]
+        places = ranks.call_each("meet", numbers, timeout_s=self.start_timeout_s, gather=True).result().body["ranks"]
+        hosts = [place["host"] for place in places]
         bodies = []
         for rank, host in enumerate(hosts):
-            # An actor of Ray sees the one device that it was given; a process of this machine sees all.
+            # An actor of Ray sees only its own device; a process of this machine sees all.
             local_rank = 0 if self.place == "ray" else rank
-            places_of_rank = {"RANK": rank, "WORLD_SIZE": self.procs, "LOCAL_RANK": local_rank}
-            places_of_rank |= {"LOCAL_WORLD_SIZE": hosts.count(host), "MASTER_PORT": found[0]["port"]}
-            environment = {name: str(value) for name, value in places_of_rank.items()} | {"MASTER_ADDR": hosts[0]}
-            bodies.append({"environment": environment})
-        return ranks.ask_each("build", bodies, timeout_s=self.timeout_s).result().body
+            variables = {"RANK": rank, "WORLD_SIZE": self.procs, "LOCAL_RANK": local_rank, "MASTER_ADDR": hosts[0]}
+            variables |= {"LOCAL_WORLD_SIZE": hosts.count(host), "MASTER_PORT": places[0]["port"]}
+            bodies.append({"environment": {name: str(value) for name, value in variables.items()}})
+        return ranks.call_each("build", bodies, timeout_s=self.timeout_s).result().body
+
+
+# --- where the ranks run ---------------------------------------------------------------------------------------------
+
+Spawned = tuple[list[Worker], Callable[[], None]]
+
+
+def spawn_locally(options: ServiceOptions, settings: Mapping[str, Any], log_dir: Path | None) -> Spawned:
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(num_cores() // options.procs, 1)))
+
+    def spawn(rank: int) -> Worker:
+        return LocalWorker.spawn(
+            f"rank {rank}",
+            ENTRY,
+            settings,
+            env={"OMP_NUM_THREADS": threads},
+            log_path=log_dir / f"rank-{rank}.log" if log_dir else None,
+            start_timeout_s=options.start_timeout_s,
+        )
+
+    return _spawn_all(spawn, options.procs), lambda: None
+
+
+def spawn_on_ray(options: ServiceOptions, settings: Mapping[str, Any], log_dir: Path | None) -> Spawned:
+    """Resources for all ranks are reserved before the first is started. Joins the cluster unless this process has."""
+    ray = import_ray()
+    if not ray.is_initialized():
+        # Without an address Ray would join whatever cluster this machine happens to belong to.
+        ray.init(address=options.address or "local", include_dashboard=False)
+    reservation = reserve(options.pool(), options.start_timeout_s, interrupted=lambda: False)
+
+    def release() -> None:
+        with contextlib.suppress(Exception):  # the cluster may be gone
+            reservation.release()
+
+    def spawn(rank: int) -> Worker:
+        start_timeout_s = options.start_timeout_s
+        return reservation.spawn(f"rank {rank}", ENTRY, settings, bundle=rank, start_timeout_s=start_timeout_s)
+
+    try:
+        return _spawn_all(spawn, options.procs), release
+    except BaseException:
+        release()
+        raise
+
+
+SPAWN: dict[str, Callable[[ServiceOptions, Mapping[str, Any], Path | None], Spawned]] = {
+    "local": spawn_locally,
+    "ray": spawn_on_ray,
+}
+
+
+def _spawn_all(spawn: Callable[[int], Worker], procs: int) -> list[Worker]:
+    """In parallel; if one does not start, those that did are ended."""
+    with ThreadPoolExecutor(procs, thread_name_prefix="spawn-ranks") as threads:
+        futures = [threads.submit(spawn, rank) for rank in range(procs)]
+    problem = next((error for error in (future.exception() for future in futures) if error is not None), None)
+    if problem is None:
+        return [future.result() for future in futures]
+    for future in futures:
+        if future.exception() is None:
+            future.result().kill()
+    raise problem
 
 
 def read_model(model: ModelSource, precision: str | None) -> ModelConfig:
     if isinstance(model, (str, Path)):
         model = {"path": str(model)}
-    given = model.model_dump() if isinstance(model, ModelConfig) else dict(model)
-    if Path(given.get("path", "")).exists():  # ranks may have another working directory
-        given["path"] = absolute(given["path"])
-    return ModelConfig.model_validate(given | ({} if precision is None else {"precision": precision}))
+    values = model.model_dump() if isinstance(model, ModelConfig) else dict(model)
+    if Path(values.get("path", "")).exists():  # ranks may have another working directory
+        values["path"] = absolute(values["path"])
+    return ModelConfig.model_validate(values | ({} if precision is None else {"precision": precision}))
 
 
 def _kill_unwanted(starting: Future[TrainingService]) -> None:
@@ -190,7 +254,7 @@ def _kill_unwanted(starting: Future[TrainingService]) -> None:
         starting.result().kill()
 
 
-__all__ = ["Handle", "TrainingFailed", "TrainingService"]
+# --- the service -----------------------------------------------------------------------------------------------------
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 
@@ -198,14 +262,14 @@ T = TypeVar("T")
 
 
 class Handle(Generic[T]):
-    """What a call will come to: `await handle.result()`, or `handle.wait()` without asyncio.
+    """The result of a call: `await handle.result()`, or `handle.wait()` without asyncio.
 
-    Raises ValueError for what the caller can put right, after which the service goes on, and TrainingFailed otherwise.
+    Raises ValueError for what the caller can correct, after which the service goes on, and TrainingFailed otherwise.
     """
 
     def __init__(self, answer: Future[Reply], read: Callable[[Reply], T]) -> None:
         self._future: Future[T] = Future()
-        self._future.set_running_or_notify_cancel()  # nobody can take back what was asked
+        self._future.set_running_or_notify_cancel()  # what was sent cannot be cancelled
         self._read = read
         self.seen = False
         answer.add_done_callback(self._settle)
@@ -247,54 +311,52 @@ class TrainingService:
 
         The other options are the fields of ServiceOptions.
         """
-        from lockstep.backend.remote.service import ServiceOptions
-
         return ServiceOptions(procs, backend, **options)
 
     # --- the backend's calls ----------------------------------------------------------------------------------------
 
     def forward(self, batch: Sequence[Datum], *, reference: bool = False) -> Handle[list[Logprobs]]:
         body, tensors = wire.encode_batch(batch)
-        asked = {"batch": body, "reference": bool(reference)}
-        return self._ask("forward", asked, lambda reply: wire.decode_logprobs(reply.body, reply.tensors), tensors)
+        request = {"batch": body, "reference": bool(reference)}
+        return self._call("forward", request, lambda reply: wire.decode_logprobs(reply.body, reply.tensors), tensors)
 
     def forward_backward(self, batch: Sequence[Datum], loss: LossSpec | None = None) -> Handle[LossResult]:
         body, tensors = wire.encode_batch(batch)
-        asked = {"batch": body, "loss": wire.encode_loss(loss or LossSpec())}
-        return self._ask("forward_backward", asked, lambda reply: wire.decode_loss_result(reply.body), tensors)
+        request = {"batch": body, "loss": wire.encode_loss(loss or LossSpec())}
+        return self._call("forward_backward", request, lambda reply: wire.decode_loss_result(reply.body), tensors)
 
     def optim_step(self, step: OptimStep | Mapping[str, Any] | None = None) -> Handle[OptimResult]:
         """Without a step: with the settings that the service was given as its optimizer."""
         step = self._step if step is None else wire.read_step(step)
         if step is None:
             raise ValueError("optim_step needs a step: give it one, or give the service an optimizer")
-        return self._ask("optim_step", wire.encode_step(step), lambda reply: wire.decode_optim_result(reply.body))
+        return self._call("optim_step", wire.encode_step(step), lambda reply: wire.decode_optim_result(reply.body))
 
     def mix_reference(self, share: float) -> Handle[None]:
-        return self._ask("mix_reference", {"share": float(share)}, _nothing)
+        return self._call("mix_reference", {"share": float(share)}, _nothing)
 
     def save_state(self, path: str | Path) -> Handle[None]:
         """Into a folder that all ranks see. Not committed: for that there is `save`."""
-        return self._ask("save_state", {"path": absolute(path)}, _check_written)
+        return self._call("save_state", {"path": absolute(path)}, _check_written)
 
     def load_state(self, path: str | Path, *, with_optimizer: bool = True) -> Handle[None]:
-        return self._ask("load_state", {"path": absolute(path), "with_optimizer": bool(with_optimizer)}, _nothing)
+        return self._call("load_state", {"path": absolute(path), "with_optimizer": bool(with_optimizer)}, _nothing)
 
     def export_weights(self, path: str | Path) -> Handle[None]:
-        return self._ask("export_weights", {"path": absolute(path)}, _nothing)
+        return self._call("export_weights", {"path": absolute(path)}, _nothing)
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def save(self, name: str) -> Handle[Path]:
         """Weights, optimizer and random generators under a name in checkpoint_dir: all of it or nothing.
 
-        The state is that of this place in the order of calls; it is written while later ones are done. What was saved
+        The state is that of this place in the order of calls; it is written while later calls run. What was saved
         under the name before stays until the new one is complete.
         """
-        return self._ask("save", {"name": self._checked(name)}, _read_saved)
+        return self._call("save", {"name": self._checked(name)}, _read_saved)
 
     def load(self, name: str, *, with_optimizer: bool = True) -> Handle[None]:
-        return self._ask("load", {"name": self._checked(name), "with_optimizer": bool(with_optimizer)}, _nothing)
+        return self._call("load", {"name": self._checked(name), "with_optimizer": bool(with_optimizer)}, _nothing)
 
     def _checked(self, name: str) -> str:
         if not self._has_checkpoints:
@@ -310,11 +372,11 @@ class TrainingService:
         await asyncio.to_thread(self.close)
 
     def close(self) -> None:
-        """Do what was asked for, then end every process. Raises the first failure that nobody has looked at."""
+        """Finish all calls, then end every process. Raises the first failure that no caller has seen."""
         try:
-            self._ask("leave", {}, _nothing).wait()
+            self._call("leave", {}, _nothing).wait()
         except TrainingFailed:
-            pass  # whoever waited for a call was told
+            pass  # the callers have the reason
         finally:
             self._ranks.shut()
         with self._lock:
@@ -324,7 +386,7 @@ class TrainingService:
             raise failures[0]
 
     def kill(self) -> None:
-        """End every process at once; what is under way fails."""
+        """End every process at once; open calls fail."""
         self._ranks.kill()
         with self._lock:
             self._handles = []
@@ -350,10 +412,10 @@ class TrainingService:
         """Of the ranks, where they are on this machine."""
         return [worker.pid for worker in self._ranks.workers]
 
-    def _ask(
+    def _call(
         self, method: str, body: dict[str, Any], read: Callable[[Reply], T], tensors: Mapping[str, Any] | None = None
     ) -> Handle[T]:
-        handle = Handle(self._ranks.ask(method, body, tensors, timeout_s=self._timeout_s), read)
+        handle = Handle(self._ranks.call(method, body, tensors, timeout_s=self._timeout_s), read)
         with self._lock:
             kept = [h for h in self._handles if not h.done() or h.unseen_failure() is not None]
             self._handles = [*kept, handle]

@@ -1,7 +1,4 @@
-"""Batches, losses and steps as JSON and raw arrays, to be sent to other processes, and back.
-
-Numbers arrive exactly as they were. Must not know who sends, nor how.
-"""
+"""Batches, losses and steps as JSON and tensors for other processes, and back: numbers arrive bit for bit."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ _Column = list[np.ndarray]
 
 
 def encode_batch(batch: Sequence[Datum]) -> Message:
-    """Every list of numbers of a kind lies in one array, one after the other, with the lengths beside it."""
+    """All lists of a kind are one concatenated array, with the lengths beside it."""
     prompts: _Column = []
     tokens: _Column = []
     weights: _Column = []
@@ -100,25 +97,25 @@ def decode_loss(body: Mapping[str, Any]) -> LossSpec:
 def encode_step(step: OptimStep) -> dict[str, Any]:
     if not isinstance(step, OptimStep):
         raise ValueError(f"the step is a {type(step).__name__}, not an OptimStep")
-    given = asdict(step)
-    return {name: None if value is None else _number(value, f"step.{name}") for name, value in given.items()}
+    values = asdict(step)
+    return {name: None if value is None else _number(value, f"step.{name}") for name, value in values.items()}
 
 
-def read_step(given: OptimStep | Mapping[str, Any]) -> OptimStep:
+def read_step(step: OptimStep | Mapping[str, Any]) -> OptimStep:
     """From a mapping of its fields too."""
-    if isinstance(given, OptimStep):
-        return given
+    if isinstance(step, OptimStep):
+        return step
     known = [field.name for field in fields(OptimStep)]
-    unknown = sorted(set(given) - set(known))
+    unknown = sorted(set(step) - set(known))
     if unknown:
         raise ValueError(f"an optimizer step has no {unknown[0]!r}: it has {', '.join(known)}")
-    if "learning_rate" not in given:
+    if "learning_rate" not in step:
         raise ValueError("an optimizer step needs a learning_rate")
-    return OptimStep(**given)
+    return OptimStep(**step)
 
 
 def encode_loss_result(result: LossResult) -> dict[str, Any]:
-    """Reads it, for which a device may have to be waited for. All ranks."""
+    """Reads the result, which may wait for the device. All ranks."""
     values = result.result()
     return {
         "loss": values.loss,
@@ -135,7 +132,7 @@ def decode_loss_result(body: Mapping[str, Any]) -> LossResult:
 
 
 def encode_optim_result(result: OptimResult) -> dict[str, Any]:
-    """Reads it. All ranks."""
+    """Reads the result. All ranks."""
     return {
         "grad_norm": result.grad_norm,
         "peak_memory_gib": result.peak_memory_gib,
@@ -148,9 +145,9 @@ def decode_optim_result(body: Mapping[str, Any]) -> OptimResult:
     return OptimResult(lambda: norm, peak_memory_gib=body["peak_memory_gib"], loss_scale=body["loss_scale"])
 
 
-def encode_logprobs(found: Sequence[Logprobs]) -> Message:
-    lists = [np.asarray(numbers, dtype=np.float64) for row in found for numbers in row]
-    return {"completions": [len(row) for row in found]}, _join("logprobs", lists, np.float64)
+def encode_logprobs(logprobs: Sequence[Logprobs]) -> Message:
+    lists = [np.asarray(numbers, dtype=np.float64) for row in logprobs for numbers in row]
+    return {"completions": [len(row) for row in logprobs]}, _join("logprobs", lists, np.float64)
 
 
 def decode_logprobs(body: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[Logprobs]:

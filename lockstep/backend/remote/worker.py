@@ -1,6 +1,6 @@
-"""One rank of a training service, inside its worker: joins the others, builds the backend, and does what it is asked.
+"""One rank of a training service, inside its worker: joins the others, builds the backend, and runs its calls.
 
-Every rank is asked the same in the same order. A user's mistake is an answer; anything else is an error.
+Every rank gets the same calls in the same order. A user's mistake is an answer; anything else is an error.
 """
 
 from __future__ import annotations
@@ -20,15 +20,13 @@ from lockstep.backend.remote import wire
 from lockstep.backend.torch_backend import TorchBackend, agree_on_precision, join_group
 from lockstep.config import LoraConfig, ModelConfig, ParallelConfig
 from lockstep.model.load import build_model, keep_freed_memory
+from lockstep.processes.child import Method, Result
 from lockstep.processes.worker import Reply
 from lockstep.rundir import RunDir, damage
 
-Result = Reply | dict[str, Any] | None
-Method = Callable[[dict[str, Any], dict[str, Tensor]], Result | Future[Reply]]
-
 
 def start(settings: dict[str, Any]) -> TrainingRank:
-    """The entry of every rank. Where the ranks meet is told later, by `build`."""
+    """The entry of every rank. Where the ranks meet comes later, with `build`."""
     return TrainingRank(settings)
 
 
@@ -39,11 +37,11 @@ class TrainingRank:
         self._store: dist.TCPStore | None = None
         self._saving: Future[Reply] | None = None
         self._committer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-commit")
-        asked: list[Method] = [self.meet, self.build, self.forward, self.forward_backward, self.optim_step]
-        asked += [self.mix_reference, self.save_state, self.load_state, self.export_weights]
-        asked += [self.save, self.load, self.leave]
-        self.methods = {method.__name__: _with_mistakes(method) for method in asked}
-        self.immediate: dict[str, Any] = {"ping": lambda body, tensors: {}}
+        calls: list[Method] = [self.meet, self.build, self.forward, self.forward_backward, self.optim_step]
+        calls += [self.mix_reference, self.save_state, self.load_state, self.export_weights]
+        calls += [self.save, self.load, self.leave]
+        self.methods = {method.__name__: _with_mistakes(method) for method in calls}
+        self.immediate: dict[str, Method] = {"ping": lambda body, tensors: {}}
 
     def has_work(self) -> bool:
         return False
@@ -62,7 +60,7 @@ class TrainingRank:
     # --- beginning and end ------------------------------------------------------------------------------------------
 
     def meet(self, body: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
-        """Where this rank is; rank 0 also opens the place where all meet, on a port that the system chooses."""
+        """The host of this rank; rank 0 also opens the store that all join, on a port that the system chooses."""
         host = "127.0.0.1"
         if self._settings["place"] == "ray":
             import ray
@@ -106,8 +104,8 @@ class TrainingRank:
     # --- the backend's own ------------------------------------------------------------------------------------------
 
     def forward(self, body: dict[str, Any], tensors: dict[str, Tensor]) -> Reply:
-        found = self.backend.forward(wire.decode_batch(body["batch"], tensors), reference=body["reference"])
-        return Reply(*wire.encode_logprobs(found if self.backend.group.rank == 0 else []))
+        logprobs = self.backend.forward(wire.decode_batch(body["batch"], tensors), reference=body["reference"])
+        return Reply(*wire.encode_logprobs(logprobs if self.backend.group.rank == 0 else []))
 
     def forward_backward(self, body: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
         batch = wire.decode_batch(body["batch"], tensors)
@@ -138,7 +136,7 @@ class TrainingRank:
     # --- checkpoints under a name -----------------------------------------------------------------------------------
 
     def save(self, body: dict[str, Any], tensors: dict[str, Tensor]) -> Future[Reply]:
-        """Committed by rank 0 when every rank's part is on disk; the one before is deleted afterwards."""
+        """Committed by rank 0 when every rank's part is on disk; the previous one is deleted afterwards."""
         self._wait_for_save()
         run, group = self._named(body["name"]), self.backend.group
         run.sweep()
@@ -184,14 +182,14 @@ class TrainingRank:
             try:
                 written.result()
                 return commit()
-            except Exception as error:  # a full disk: what was trained is still there
+            except Exception as error:  # a full disk, say: the ranks still hold what was trained
                 return Reply({"unwritten": _first_cause(error)})
 
         self._saving = self._committer.submit(finish)
         return self._saving
 
     def _wait_for_save(self) -> None:
-        """Two at once would get into each other's collectives. Whoever asked for it is told if it failed."""
+        """Two saves at once would mix their collectives. If it failed, its own call says so."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.exception(self._settings["timeout_s"])
@@ -207,13 +205,13 @@ def _first_cause(error: BaseException) -> str:
 
 
 def _with_mistakes(method: Method) -> Method:
-    """What a user can put right comes back as an answer: whether all ranks say it decides if the service goes on."""
+    """A user's mistake comes back as an answer: the service goes on if all ranks agree on it."""
 
     @functools.wraps(method)
-    def ask(body: dict[str, Any], tensors: dict[str, Tensor]) -> Result | Future[Reply]:
+    def call(body: dict[str, Any], tensors: dict[str, Tensor]) -> Result | Future[Reply]:
         try:
             return method(body, tensors)
         except ValueError as error:
             return {"mistake": str(error)}
 
-    return ask
+    return call

@@ -16,7 +16,7 @@ import pytest
 
 from lockstep.config import parse_config
 from lockstep.launch import LocalLauncher, Resources, RunHandle
-from lockstep.launch.local import MARK_VARIABLE, _marked_processes, is_running, read_handle
+from lockstep.launch.local import LAUNCH_ID_VARIABLE, is_running, launched_processes, read_handle
 from lockstep.rundir import RunDir
 
 # What it does is the name of the run.
@@ -114,7 +114,7 @@ def test_stop_ends_even_who_ignores_sigterm(launcher: LocalLauncher, tmp_path: P
     wait_for((run.path / "ready").exists)
     launcher.stop(handle)
     assert launcher.poll(handle).state == run.status()["state"] == "cancelled"
-    assert _marked_processes(handle.mark) == []
+    assert launched_processes(handle.launch_id) == []
 
 
 def test_a_handle_survives_a_restart(launcher: LocalLauncher, tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_a_handle_survives_a_restart(launcher: LocalLauncher, tmp_path: Path) ->
     other = LocalLauncher()
     assert other.poll(again).state == "running"
     assert is_running(run.path)
-    assert LocalLauncher().poll(replace(again, started="1", mark="none")).state == "failed", "a recycled pid"
+    assert LocalLauncher().poll(replace(again, started="1", launch_id="none")).state == "failed", "a recycled pid"
     other.stop(again)
     assert not is_running(run.path)
     assert other.poll(again).state == "cancelled"
@@ -173,12 +173,12 @@ def test_a_killed_rank_is_named_and_takes_the_others_along(
     torchrun: tuple[LocalLauncher, RunHandle, RunDir],
 ) -> None:
     launcher, handle, run = torchrun
-    assert len(_marked_processes(handle.mark)) == 3
+    assert len(launched_processes(handle.launch_id)) == 3
     run.record_failure(0, "lost connection to a peer")
     os.kill(int((run.path / "pid-1").read_text()), signal.SIGKILL)
     wait_until_ended(launcher, handle)
     assert launcher.poll(handle).reason.startswith("rank 1 was ended by signal 9")
-    assert _marked_processes(handle.mark) == []
+    assert launched_processes(handle.launch_id) == []
 
 
 def test_workers_do_not_outlive_a_killed_torchrun(torchrun: tuple[LocalLauncher, RunHandle, RunDir]) -> None:
@@ -186,10 +186,10 @@ def test_workers_do_not_outlive_a_killed_torchrun(torchrun: tuple[LocalLauncher,
     os.kill(handle.pid, signal.SIGKILL)
     wait_until_ended(launcher, handle)
     assert run.status()["state"] == "failed"
-    assert _marked_processes(handle.mark) == []
+    assert launched_processes(handle.launch_id) == []
 
 
 def test_does_not_import_torch() -> None:
     code = "import sys, lockstep.launch; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-    assert MARK_VARIABLE not in os.environ
+    assert LAUNCH_ID_VARIABLE not in os.environ

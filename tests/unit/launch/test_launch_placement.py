@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from lockstep.config import ConfigError, PoolConfig, RunConfig, parse_config, resolve_pool
-from lockstep.launch.placement import Node, bundle_of, explain, num_fitting
 from lockstep.launch.ray_ranks import RankHost, carried_environment
+from lockstep.processes.ray import Node, bundle_of, explain_shortage, num_fitting
 
 ONE = {"CPU": 1.0}
 
@@ -52,8 +52,8 @@ def test_no_room_says_what_was_asked_what_there_is_and_what_would_fit() -> None:
         Node("node 10.0.0.1 (aa)", {"CPU": 4, "memory": 1e9}, {"CPU": 0, "memory": 1e9}),
         Node("node 10.0.0.2 (bb)", {"CPU": 4}, {"CPU": 3}),
     ]
-    assert explain(pool, nodes, 30.0) == (
-        "the cluster had no room for the training pool within 30 s. Asked: 3 x CPU 2 with strategy STRICT_SPREAD. "
+    assert explain_shortage(pool, nodes, 30.0) == (
+        "the cluster had no room for the training pool within 30 s. Requested: 3 x CPU 2 with strategy STRICT_SPREAD. "
         "There: node 10.0.0.1 (aa) has CPU 4 (0 free); node 10.0.0.2 (bb) has CPU 4 (3 free). "
         "Room for 1 is free now, and the whole cluster has room for 2: ask for less, or add nodes"
     )
@@ -61,13 +61,13 @@ def test_no_room_says_what_was_asked_what_there_is_and_what_would_fit() -> None:
 
 def test_no_room_because_of_others() -> None:
     nodes = [Node("n", {"CPU": 4}, {"CPU": 1})]
-    assert "for 2 once others are done: wait for them" in explain(make_pool(procs=2), nodes, 1.0)
-    assert "no nodes" in explain(make_pool(procs=2), [], 1.0)
+    assert "for 2 once others are done: wait for them" in explain_shortage(make_pool(procs=2), nodes, 1.0)
+    assert "no nodes" in explain_shortage(make_pool(procs=2), [], 1.0)
 
 
 def test_many_nodes_are_counted() -> None:
     nodes = [Node(f"n{i}", {"CPU": 8, "GPU": 4}, {"CPU": 8 * (i % 2), "GPU": 0}) for i in range(10)]
-    told = explain(make_pool(procs=2, gpus=1), nodes, 1.0)
+    told = explain_shortage(make_pool(procs=2, gpus=1), nodes, 1.0)
     assert "5 nodes with CPU 8 (0 free), GPU 4 (0 free); 5 nodes with CPU 8 (8 free), GPU 4 (0 free)" in told
 
 

@@ -13,8 +13,9 @@ import pytest
 
 from lockstep.config import parse_config
 from lockstep.launch import LocalLauncher, Resources, RunHandle, RunState
-from lockstep.launch.local import StoppedTimes, _marked_processes
-from lockstep.launch.restarts import Reached, RestartingRun, pause_before, why_not_again
+from lockstep.launch.local import launched_processes
+from lockstep.launch.start import Reached, RestartingRun, pause_before, why_not_again
+from lockstep.processes.tree import StoppedTimes
 from lockstep.rundir import RunDir
 
 FAILED = RunState("failed", "rank 1 was ended by signal 9", 1)
@@ -33,15 +34,15 @@ class ToldLauncher:
         self.num_started = 0
         self.num_stopped = 0
 
-    def start(self, run_dir: Path, resources: Resources, *, mark: str | None = None) -> RunHandle:
+    def start(self, run_dir: Path, resources: Resources, *, launch_id: str | None = None) -> RunHandle:
         self.num_started += 1
         return RunHandle("told", str(run_dir), 0, "", str(self.num_started))
 
-    def find(self, run_dir: Path, mark: str) -> RunHandle | None:
+    def find(self, run_dir: Path, launch_id: str) -> RunHandle | None:
         return None
 
     def poll(self, handle: RunHandle) -> RunState:
-        outcome, step = self.starts[int(handle.mark) - 1]
+        outcome, step = self.starts[int(handle.launch_id) - 1]
         self.run.write_status(state=outcome.state, step=step, error=outcome.reason)
         return outcome
 
@@ -60,7 +61,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
         pauses.append(self._due_at - now[0])
         now[0] = self._due_at + 0.001
 
-    monkeypatch.setattr("lockstep.launch.restarts.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("lockstep.launch.start.time.monotonic", lambda: now[0])
     monkeypatch.setattr(RestartingRun, "_plan_restart", plan)
     return pauses
 
@@ -176,7 +177,7 @@ def test_pauses_end_somewhere() -> None:
 def look_often(times: StoppedTimes, stopped: list[str], since: float, until: float) -> list[str]:
     found: list[str] = []
     for tenth in range(int(since * 10), int(until * 10)):
-        found = times.look(stopped, tenth / 10)
+        found = times.update(stopped, tenth / 10)
     return found
 
 
@@ -191,12 +192,12 @@ def test_a_long_stop_is_found_and_a_short_one_is_not() -> None:
 def test_who_was_stopped_itself_blames_nobody() -> None:
     """A whole machine that is suspended: the watcher goes on a moment before the others."""
     times = StoppedTimes(limit_s=5.0)
-    assert times.look(["rank 0", "rank 1"], 0.0) == []
-    assert times.look(["rank 0", "rank 1"], 3600.0) == []
-    assert times.look(["rank 1"], 3600.2) == []
+    assert times.update(["rank 0", "rank 1"], 0.0) == []
+    assert times.update(["rank 0", "rank 1"], 3600.0) == []
+    assert times.update(["rank 1"], 3600.2) == []
 
 
-# What it does is the name of the run. A child of its own is what an engine is: it has the mark and the RANK, too.
+# What it does is the name of the run. A child of its own is what an engine is: it has the launch id and the RANK, too.
 WORKER = """
 import os, subprocess, sys, time
 from lockstep.rundir import RunDir
@@ -251,14 +252,14 @@ def test_a_stopped_rank_is_named_and_ends_the_run(launcher: LocalLauncher, start
     assert outcome.state == "failed"
     assert outcome.reason.startswith(f"rank {len(pids(run)) - 1} (process {last}) was stopped by a signal")
     assert outcome.exit_code == 1, "and may be started again"
-    assert _marked_processes(handle.mark) == [], "its children are gone, too"
+    assert launched_processes(handle.launch_id) == [], "its children are gone, too"
 
 
 def test_a_stopped_child_of_a_rank_is_not_a_stopped_rank(
     launcher: LocalLauncher, started: tuple[RunHandle, RunDir], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handle, run = started
-    launcher._stopped[handle.mark] = StoppedTimes(limit_s=0.3)
+    launcher._stopped[handle.launch_id] = StoppedTimes(limit_s=0.3)
     for child in pids(run, "child"):
         os.kill(child, signal.SIGSTOP)
     assert poll_for(launcher, handle, 1.5).state == "running"

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from lockstep.config import ConfigError, GrpoConfig, RunConfig, SftConfig
 from lockstep.model.load import load_hf_config
+from lockstep.processes.ranks import run_ranks
 from lockstep.train.reference import ReferenceChoice, plan_reference
 from lockstep.types import OptimStep
-from lockstep.verification.job import LayoutJob, LayoutResult, agreed_refusal, read_result
+from lockstep.verification.job import LayoutJob, LayoutResult, agreed_refusal, read_failures, read_result
 from lockstep.verification.layouts import (
     ONE,
     Layout,
@@ -35,7 +36,6 @@ from lockstep.verification.layouts import (
 from lockstep.verification.plain_loop import PlainAdamW, StepValues, plain_batches, run_plain_loop
 from lockstep.verification.plain_policy import run_plain_policy
 from lockstep.verification.plain_preference import PlainPreference
-from lockstep.verification.ranks import WORKER_MODULE, run_ranks
 from lockstep.verification.reduced import Reduction, build_reduced, choose_reduction, find_limits, reference_config
 from lockstep.verification.sample import (
     MAX_ANSWERS,
@@ -48,6 +48,8 @@ from lockstep.verification.sample import (
     renumber,
 )
 
+WORKER_MODULE = "lockstep.verification.worker"
+_PRELOAD = (WORKER_MODULE, "transformers.models.auto.modeling_auto", "peft")  # what every rank imports
 DEADLINE_S = 180.0
 _COLLECTIVE_S = 60.0  # the deadline of one collective
 _MIN_LAYERS = 4  # two ranks with two stages each
@@ -265,7 +267,14 @@ def _check(
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as name:
         folder = Path(name)
         job.write(folder)
-        failed = run_ranks(folder, job.layout.degrees.num_ranks, module=worker_module, deadline_s=deadline_s)
+        failed = run_ranks(
+            worker_module,
+            folder,
+            job.layout.degrees.num_ranks,
+            deadline_s=deadline_s,
+            read_failures=read_failures,
+            preload=_PRELOAD,
+        )
         refused = agreed_refusal(folder, job.layout.degrees.num_ranks) if failed else ""
         result = None if failed else read_result(folder)
     seconds = time.monotonic() - started

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from lockstep.verification.checking import tensor_errors
 from lockstep.verification.job import agreed_refusal, record_failure
 from lockstep.verification.layouts import ONE, ModelLimits, default_layouts, own_layout, parse_layouts, problem
 from lockstep.verification.plain_loop import PlainAdamW, StepValues, plain_batches, plain_cross_entropy, run_plain_loop
-from lockstep.verification.ranks import run_ranks
 from lockstep.verification.reduced import Reduction, build_reduced, choose_layer_types, choose_reduction, find_limits
 from lockstep.verification.sample import (
     SampleBatch,
@@ -320,63 +318,7 @@ def test_rounding_of_a_gradient_that_is_zero_does_not_count() -> None:
     assert tensor_errors(found, plain)["key.bias"] < 1e-10
 
 
-# --- ranks ----------------------------------------------------------------------------------------------------------
-
-STUB = """
-import os, sys, time
-from pathlib import Path
-from lockstep.verification.job import record_failure
-def main(arguments):
-    rank = int(os.environ["RANK"])
-    assert os.environ["WORLD_SIZE"] == "2"
-    Path(arguments[0], f"seen-{rank}").write_text(str(os.getpid()))
-    BODY
-    return 0
-"""
-
-
-def run_stub(folder: Path, name: str, body: str, deadline_s: float) -> str:
-    (folder / f"{name}.py").write_text(STUB.replace("BODY", body))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(folder)
-        return run_ranks(folder, 2, module=name, deadline_s=deadline_s)
-
-
-@pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The server that ranks are forked from has imported torch: the deadline of a hanging rank can be short."""
-    assert run_stub(tmp_path_factory.mktemp("stub"), "stub_first", "pass", 120) == ""
-
-
-@pytest.mark.usefixtures("started")
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [
-        ("pass", ""),
-        ("if rank == 1: time.sleep(600)", "not done after 3 s: rank 1 still ran and was ended"),
-        ("if rank == 1: os.kill(os.getpid(), 9)", "rank 1 was ended by signal 9 (SIGKILL)"),
-        ("if rank == 1: print('the last word'); sys.stdout.flush(); os._exit(3)", "exit code 3: the last word"),
-        ("if rank == 1: record_failure(Path(arguments[0]), 1, 'no'); os._exit(1)\n    time.sleep(600)", "rank 1: no"),
-    ],
-    ids=["good", "hangs", "killed", "silent", "says why"],
-)
-def test_however_ranks_end_it_is_said_and_none_is_left(
-    tmp_path: Path, body: str, said: str, request: pytest.FixtureRequest
-) -> None:
-    hangs = "not done" in said
-    name = f"stub_{request.node.callspec.id.replace(' ', '_')}"
-    found = run_stub(tmp_path, name, body, deadline_s=3 if hangs else 120)
-    assert (said in found) if said else not found
-    assert {path.name for path in tmp_path.glob("seen-*")} == {"seen-0", "seen-1"}
-    assert not any(is_alive(int(path.read_text())) for path in tmp_path.glob("seen-*"))
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+# --- failures -------------------------------------------------------------------------------------------------------
 
 
 def test_a_refusal_is_one_only_if_all_ranks_agree(tmp_path: Path) -> None:

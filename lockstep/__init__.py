@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from lockstep import train
 from lockstep.types import Completion, Datum, LossResult, LossSpec, OptimResult, OptimStep
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
     from lockstep.backend.remote.service import TrainingService
     from lockstep.backend.torch_backend import TorchBackend
+    from lockstep.config import RunConfig
     from lockstep.processes.worker import Worker
 
 __version__ = "0.1.0"
@@ -27,7 +29,7 @@ __all__ = [
     "Worker",
     "train",
 ]
-# Where those are that bring torch with them.
+# Names whose modules bring torch with them.
 _LAZY = {
     "TorchBackend": "lockstep.backend.torch_backend",
     "TrainingService": "lockstep.backend.remote.service",
@@ -41,13 +43,23 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
 
 
-class _CallableTrain(ModuleType):
-    """`lockstep.train` is both the package of loops and the function that runs one."""
-
-    def __call__(self, *arguments: Any, **options: Any) -> dict[str, Any]:
-        from lockstep.launch.start import train as run
-
-        return run(*arguments, **options)
+# The package of loops first: the import system binds a package in its parent when it is first imported, and would
+# replace the function of the same name. `from lockstep.train import sft` finds the package in sys.modules.
+importlib.import_module("lockstep.train")
 
 
-train.__class__ = _CallableTrain
+def train(
+    config: RunConfig | Mapping[str, Any] | str | Path | None = None,
+    *,
+    overrides: Sequence[str] = (),
+    run_dir: str | Path | None = None,
+    resume: str | Path | None = None,
+) -> dict[str, Any]:
+    """Train in `launch.procs` worker processes and wait. Returns what `lockstep train --json` prints.
+
+    `config` is a file, a mapping or a RunConfig. `resume` continues a run from its last checkpoint instead; `overrides`
+    may then change its layout and its processes.
+    """
+    from lockstep.launch import start
+
+    return start.train(config, overrides=overrides, run_dir=run_dir, resume=resume)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,11 +34,14 @@ def test_train_takes_a_mapping_and_names_what_failed(tmp_path: Path, tiny_model:
         lockstep.train(tree, run_dir=tmp_path / "run")
 
 
-def test_the_name_is_the_package_of_loops_too() -> None:
-    import lockstep.train.sft
-
-    assert callable(lockstep.train)
-    assert lockstep.train.sft.train.__module__ == "lockstep.train.sft"
+def test_train_is_a_function_before_and_after_the_package_of_loops_is_imported() -> None:
+    program = (
+        "import inspect, lockstep; assert inspect.isfunction(lockstep.train); import lockstep.train.schedule;"
+        "from lockstep.train import schedule; from lockstep.launch import start; import sys;"
+        "assert schedule is sys.modules['lockstep.train.schedule']; assert inspect.isfunction(lockstep.train);"
+        "assert inspect.signature(lockstep.train) == inspect.signature(start.train)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_an_unknown_key_is_refused_before_anything_starts(tmp_path: Path, tiny_model: Path) -> None:

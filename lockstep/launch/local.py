@@ -20,6 +20,7 @@ from pathlib import Path
 from lockstep.launch.launcher import Resources, RunHandle, RunState
 from lockstep.processes.tree import (
     FATAL_SIGNALS,
+    STOPPED_LIMIT_S,
     StoppedTimes,
     child_processes,
     describe_exit,
@@ -47,6 +48,7 @@ _FIND_TIMEOUT_S = 5.0
 class LocalLauncher:
     kind = "local"
     patience_s = 5.0  # from a rank's failure to the end of all processes
+    stopped_limit_s = STOPPED_LIMIT_S
 
     def __init__(
         self, worker_module: str | None = None, grace_s: float = 10.0, working_dir: Path | None = None
@@ -154,12 +156,12 @@ class LocalLauncher:
     def _record_stopped(self, handle: RunHandle) -> bool:
         """Whether a rank has been stopped for too long: recorded as its failure, since it cannot do so itself."""
         watched = self._watched(handle)
-        times = self._stopped.setdefault(handle.launch_id, StoppedTimes())
+        times = self._stopped.setdefault(handle.launch_id, StoppedTimes(self.stopped_limit_s))
         stopped = [name for name, (_, pid) in watched.items() if is_stopped(pid)]
         overdue = times.update(stopped, time.monotonic())
         for name in overdue:
             rank, pid = watched[name]
-            RunDir(handle.run_dir).record_failure(rank, describe_stop(name, pid))
+            RunDir(handle.run_dir).record_failure(rank, describe_stop(name, pid, times.limit_s))
         return bool(overdue)
 
     def _watched(self, handle: RunHandle) -> dict[str, tuple[int, int]]:

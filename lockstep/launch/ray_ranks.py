@@ -287,7 +287,7 @@ class RayRanks:
             stopped, now = self._poll(), time.monotonic()
             for name in times.update(stopped, now):
                 rank = next(rank for rank in self._ranks if rank.name == name)
-                raise RankLost(rank.number, describe_stop(name, rank.pid))
+                raise RankLost(rank.number, describe_stop(name, rank.pid, times.limit_s))
             self._find_silent(now - self._launch.heartbeat_s)
             if failed_at is None and any(rank.code for rank in self._ranks):
                 failed_at = now

@@ -19,7 +19,7 @@ _IN_FLIGHT_PER_PROCESS = 2
 _ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"}
 
 
-class Task(Protocol):
+class PoolTask(Protocol):
     """Prepared once in each process, then called with each item. Pickled, as are items and results."""
 
     def prepare(self) -> Callable[[Any], Any]: ...
@@ -41,7 +41,7 @@ class WorkerPool:
     """
 
     def __init__(
-        self, name: str, task: Task, num_processes: int, *, timeout_s: float, start_timeout_s: float = 120.0
+        self, name: str, task: PoolTask, num_processes: int, *, timeout_s: float, start_timeout_s: float = 120.0
     ) -> None:
         pickled = pickle.dumps(task)
         self.timeout_s = timeout_s

@@ -170,8 +170,8 @@ def describe_exit(name: str, code: int | None) -> str:
     return f"{name} was ended by signal {-code} ({signal.Signals(-code).name}){hint}"
 
 
-def describe_stop(name: str, pid: int) -> str:
-    return f"{name} (process {pid}) was stopped by a signal and did not go on within {STOPPED_LIMIT_S:g} s"
+def describe_stop(name: str, pid: int, limit_s: float) -> str:
+    return f"{name} (process {pid}) was stopped by a signal and did not go on within {limit_s:g} s"
 
 
 class StoppedTimes:

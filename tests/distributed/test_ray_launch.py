@@ -246,7 +246,7 @@ def test_no_room_is_explained(tmp_path: Path, tiny_model: Path, three: Nodes) ->
     outcome = follow(run)
     assert (outcome.state, outcome.exit_code) == ("failed", 2)
     assert "no room for the training pool within 2 s" in outcome.reason
-    assert "Asked: 3 x CPU 2, a 1 with strategy STRICT_SPREAD" in outcome.reason
+    assert "Requested: 3 x CPU 2, a 1 with strategy STRICT_SPREAD" in outcome.reason
     assert "CPU 2 (2 free), a 2 (2 free)" in outcome.reason
     assert "the whole cluster has room for 1" in outcome.reason
     assert run.status()["error"] == outcome.reason

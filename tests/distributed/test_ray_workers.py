@@ -125,11 +125,13 @@ def test_work_is_done_and_a_closed_actor_is_gone(spawn: Any) -> None:
     worker.close()
 
 
-def test_where_there_is_no_room_the_wait_ends_and_says_what_was_asked_for(tmp_path: Path, gpt2: Path) -> None:  # noqa: F811
+def test_where_there_is_no_room_the_wait_ends_and_says_what_was_requested(tmp_path: Path, gpt2: Path) -> None:  # noqa: F811
     with pytest.raises(WorkerTimedOut, match=r"^far did not start within 1 s: is there a free node with moon 1\?$"):
         RayWorker.spawn("far", "test_workers:start", {}, num_cpus=0, resources={"moon": 1}, start_timeout_s=1)
     options = TrainingService.options(3, "ray", cpus=2, start_timeout_s=1, device="cpu")
-    with pytest.raises(ValueError, match=r"no room for the training pool within 1 s\. Asked: 3 x CPU 2 .*room for 2"):
+    with pytest.raises(
+        ValueError, match=r"no room for the training pool within 1 s\. Requested: 3 x CPU 2 .*room for 2"
+    ):
         options.start(gpt2)
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lockstep.config import parse_config
-from lockstep.launch import LocalLauncher, Resources, RunHandle, RunState
+from lockstep.launch import LocalLauncher, Resources, RunHandle, RunState, start
 from lockstep.launch.local import launched_processes
 from lockstep.launch.start import Reached, RestartingRun, pause_before, why_not_again
 from lockstep.processes.tree import StoppedTimes
@@ -25,8 +27,8 @@ def make_run(folder: Path, name: str = "run") -> RunDir:
     return RunDir.create(folder / name, parse_config(f"name: {name}\nmodel: x\ndata: {{train: a}}"))
 
 
-class ToldLauncher:
-    """Starts nothing: each start ends as it was told, after as many steps as it was told."""
+class ScriptedLauncher:
+    """Starts nothing: each start ends in its given state, after the given number of steps."""
 
     def __init__(self, run: RunDir, *starts: tuple[RunState, int]) -> None:
         self.run = run
@@ -36,7 +38,7 @@ class ToldLauncher:
 
     def start(self, run_dir: Path, resources: Resources, *, launch_id: str | None = None) -> RunHandle:
         self.num_started += 1
-        return RunHandle("told", str(run_dir), 0, "", str(self.num_started))
+        return RunHandle("scripted", str(run_dir), 0, "", str(self.num_started))
 
     def find(self, run_dir: Path, launch_id: str) -> RunHandle | None:
         return None
@@ -51,24 +53,15 @@ class ToldLauncher:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
-    """Pauses are over at once, and are written down."""
-    now, pauses = [1000.0], []
-
-    def plan(self: RestartingRun, *given: Any, honest: Any = RestartingRun._plan_restart) -> None:
-        honest(self, *given)
-        assert self._due_at is not None
-        pauses.append(self._due_at - now[0])
-        now[0] = self._due_at + 0.001
-
-    monkeypatch.setattr("lockstep.launch.start.time.monotonic", lambda: now[0])
-    monkeypatch.setattr(RestartingRun, "_plan_restart", plan)
-    return pauses
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every pause is over at the next poll."""
+    ticks = itertools.count(1000, 61)
+    monkeypatch.setattr(start, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
 
 
-def follow(lasting: RestartingRun) -> RunState:
+def follow(restarting: RestartingRun) -> RunState:
     for _ in range(100):
-        outcome = lasting.poll()
+        outcome = restarting.poll()
         if outcome.state != "running":
             return outcome
     raise AssertionError("the run never ended")
@@ -78,9 +71,10 @@ def restarts_of(run: RunDir) -> list[dict[str, Any]]:
     return [event for event in run.events() if event["event"] == "restarted"]
 
 
-def test_a_run_that_lost_a_rank_goes_on(tmp_path: Path, clock: list[float]) -> None:
+@pytest.mark.usefixtures("clock")
+def test_a_run_that_lost_a_rank_goes_on(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    launcher = ToldLauncher(run, (FAILED, 5), (FAILED, 9), (RunState("completed"), 12))
+    launcher = ScriptedLauncher(run, (FAILED, 5), (FAILED, 9), (RunState("completed"), 12))
     said: list[str] = []
     assert follow(RestartingRun(launcher, run, Resources(), 3, said.append)).state == "completed"
     assert launcher.num_started == 3
@@ -89,22 +83,26 @@ def test_a_run_that_lost_a_rank_goes_on(tmp_path: Path, clock: list[float]) -> N
         (2, FAILED.reason),
     ]
     assert said[0] == "rank 1 was ended by signal 9; starting again from the start (restart 1 of 3)"
-    assert clock == pytest.approx([1.0, 2.0]), "the pause grows"
+    assert [event["pause_s"] for event in restarts_of(run)] == [1.0, 2.0], "the pause grows"
 
 
-def test_it_says_which_checkpoint_it_goes_on_from(tmp_path: Path, clock: list[float]) -> None:
+@pytest.mark.usefixtures("clock")
+def test_it_says_which_checkpoint_it_goes_on_from(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     run.begin_checkpoint(4)
     run.commit_checkpoint(4, {})
     said: list[str] = []
-    follow(RestartingRun(ToldLauncher(run, (FAILED, 5), (RunState("completed"), 9)), run, Resources(), 1, said.append))
+    follow(
+        RestartingRun(ScriptedLauncher(run, (FAILED, 5), (RunState("completed"), 9)), run, Resources(), 1, said.append)
+    )
     assert "from step 4" in said[0]
     assert restarts_of(run)[0]["step"] == 4
 
 
-def test_a_restart_that_gets_no_further_is_the_last(tmp_path: Path, clock: list[float]) -> None:
+@pytest.mark.usefixtures("clock")
+def test_a_restart_that_gets_no_further_is_the_last(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    launcher = ToldLauncher(run, (FAILED, 7), (FAILED, 8), (FAILED, 8), (RunState("completed"), 12))
+    launcher = ScriptedLauncher(run, (FAILED, 7), (FAILED, 8), (FAILED, 8), (RunState("completed"), 12))
     outcome = follow(RestartingRun(launcher, run, Resources(), 10))
     assert (outcome.state, launcher.num_started) == ("failed", 3)
     assert outcome.reason.startswith(FAILED.reason)
@@ -112,17 +110,19 @@ def test_a_restart_that_gets_no_further_is_the_last(tmp_path: Path, clock: list[
     assert run.status()["error"] == outcome.reason
 
 
-def test_not_more_often_than_allowed(tmp_path: Path, clock: list[float]) -> None:
+@pytest.mark.usefixtures("clock")
+def test_not_more_often_than_allowed(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    launcher = ToldLauncher(run, *((FAILED, step) for step in range(1, 9)))
-    lasting = RestartingRun(launcher, run, Resources(), 2)
-    outcome = follow(lasting)
+    launcher = ScriptedLauncher(run, *((FAILED, step) for step in range(1, 9)))
+    restarting = RestartingRun(launcher, run, Resources(), 2)
+    outcome = follow(restarting)
     assert launcher.num_started == 3
     assert "as often as launch.max_restarts allows" in outcome.reason
-    assert lasting.poll().state == "failed", "and stays so"
+    assert restarting.poll().state == "failed", "and stays so"
     assert launcher.num_started == 3
 
 
+@pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize(
     "outcome",
     [
@@ -132,29 +132,30 @@ def test_not_more_often_than_allowed(tmp_path: Path, clock: list[float]) -> None
         RunState("completed"),
     ],
 )
-def test_not_for_a_mistake_nor_after_the_end(tmp_path: Path, clock: list[float], outcome: RunState) -> None:
+def test_not_for_a_mistake_nor_after_the_end(tmp_path: Path, outcome: RunState) -> None:
     run = make_run(tmp_path)
-    launcher = ToldLauncher(run, (outcome, 3))
+    launcher = ScriptedLauncher(run, (outcome, 3))
     assert follow(RestartingRun(launcher, run, Resources(), 5)) == outcome
     assert launcher.num_started == 1
     assert restarts_of(run) == []
 
 
-def test_without_restarts_the_reason_is_as_it_was(tmp_path: Path, clock: list[float]) -> None:
+@pytest.mark.usefixtures("clock")
+def test_without_restarts_the_reason_is_as_it_was(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    assert follow(RestartingRun(ToldLauncher(run, (FAILED, 3)), run, Resources(), 0)) == FAILED
+    assert follow(RestartingRun(ScriptedLauncher(run, (FAILED, 3)), run, Resources(), 0)) == FAILED
 
 
 def test_stopping_in_a_pause_starts_nothing_more(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    launcher = ToldLauncher(run, (FAILED, 5), (RunState("completed"), 9))
-    lasting = RestartingRun(launcher, run, Resources(), 3)
-    assert lasting.poll().state == "running", "a pause begins"
-    assert lasting.poll().state == "running"
+    launcher = ScriptedLauncher(run, (FAILED, 5), (RunState("completed"), 9))
+    restarting = RestartingRun(launcher, run, Resources(), 3)
+    assert restarting.poll().state == "running", "a pause begins"
+    assert restarting.poll().state == "running"
     assert run.status()["state"] == "created"
     assert run.status()["phase"].startswith("starting again in")
-    lasting.stop()
-    assert lasting.poll().state == "failed"
+    restarting.stop()
+    assert restarting.poll().state == "failed"
     assert (launcher.num_started, launcher.num_stopped) == (1, 1)
 
 
@@ -256,10 +257,10 @@ def test_a_stopped_rank_is_named_and_ends_the_run(launcher: LocalLauncher, start
 
 
 def test_a_stopped_child_of_a_rank_is_not_a_stopped_rank(
-    launcher: LocalLauncher, started: tuple[RunHandle, RunDir], monkeypatch: pytest.MonkeyPatch
+    launcher: LocalLauncher, started: tuple[RunHandle, RunDir]
 ) -> None:
     handle, run = started
-    launcher._stopped[handle.launch_id] = StoppedTimes(limit_s=0.3)
+    launcher.stopped_limit_s = 0.3
     for child in pids(run, "child"):
         os.kill(child, signal.SIGSTOP)
     assert poll_for(launcher, handle, 1.5).state == "running"

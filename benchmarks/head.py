@@ -28,9 +28,9 @@ def main() -> None:
     ways: dict[str, Callable[[Tensor, Tensor, Tensor], None]] = {
         "bare products": bare_products,
         "plain compiled cross-entropy": plain,
-        "known slopes, one chunk (SFT)": known_slopes(sizes.tokens),
-        "known slopes, chunks of 4096": known_slopes(4096),
-        "known slopes, chunks of 1024": known_slopes(1024),
+        "known gradient, one chunk (SFT)": known_gradient(sizes.tokens),
+        "known gradient, chunks of 4096": known_gradient(4096),
+        "known gradient, chunks of 1024": known_gradient(1024),
         "any loss, logits kept (DPO, RL)": any_loss(sizes.tokens, full),
         "any loss, chunks of 1024, computed again": any_loss(1024, 0),
         "any loss, head frozen": frozen(sizes.tokens),
@@ -85,7 +85,7 @@ def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
     _cross_entropy(hidden, weight, targets).backward()
 
 
-def known_slopes(chunk_tokens: int) -> Callable[[Tensor, Tensor, Tensor], None]:
+def known_gradient(chunk_tokens: int) -> Callable[[Tensor, Tensor, Tensor], None]:
     def way(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
         grad_logprobs = torch.full(targets.shape, -1 / len(targets), device="cuda")
         total, _ = weighted_logprob_sum(

@@ -19,10 +19,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lockstep.config import ParallelConfig
 from lockstep.model.lora import speed_up_eager
-from lockstep.model.policy import Policy, causal_lm, decoder_layers, tensor_plan
+from lockstep.model.policy import Policy, causal_lm, decoder_layers, head_dim, tensor_plan
 from lockstep.model.stages import PassThrough, Stage, check_divisible, keep_layers, layer_costs
 from lockstep.parallel import pipeline, tensor
-from lockstep.parallel.context import SplitTokens
+from lockstep.parallel.context import HeadExchange
+from lockstep.parallel.expected_traffic import ExpectedTraffic, measure_sizes
 from lockstep.parallel.group import ProcessGroup
 from lockstep.parallel.replicate import replicate
 from lockstep.parallel.shard import shard
@@ -124,7 +125,32 @@ def split_tokens(policy: Policy, group: ProcessGroup) -> None:
     if not policy.packs:
         name = type(causal_lm(policy.model)).__name__
         raise ValueError(f"{name} does not take packed attention, which parallel.context needs: set it to 1")
-    policy.split_tokens = SplitTokens(group.mesh["context"])
+    policy.split_tokens = HeadExchange(group.mesh["context"])
+
+
+def expect_traffic(
+    built: Built, group: ProcessGroup, parallel: ParallelConfig, compute_bytes: int
+) -> ExpectedTraffic | None:
+    """None on one rank, and for PowerSGD, whose traffic depends on the shapes of gradients."""
+    if group.degrees.num_ranks == 1 or parallel.compression == "powersgd":
+        return None
+    causal = causal_lm(built.policy.model)
+    sizes = measure_sizes(
+        built.policy,
+        causal,
+        head_dim(causal),
+        tensor_plan(built.policy.model) if group.degrees.tensor > 1 else {},
+        group.degrees,
+        compute_bytes=compute_bytes,
+        gradient_bytes={"bf16": 2, "fp16": 2}.get(parallel.compression, max(compute_bytes, 4)),
+    )
+    return ExpectedTraffic(
+        sizes,
+        group.degrees,
+        keep_parameters=parallel.keep_parameters,
+        stages=built.stages,
+        num_stages=built.num_stages,
+    )
 
 
 def _check_heads(policy: Policy, degree: int) -> None:

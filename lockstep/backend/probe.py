@@ -69,7 +69,7 @@ def check_stages(
     packs = [_pack([_tokens(policy, start, 10), _tokens(policy, 3, 9)], device) for start in (1, 5)]
     with evaluation, torch.compiler.set_stance("force_eager"):
         for stage in stages:
-            stage.work, stage.finish = packs, finish
+            stage.micro_batches, stage.finish = packs, finish
             seen = []
             for number in (0, 1):
                 first, second = torch.sin(wave[:, :10] * (number + 0.7)), torch.sin(wave[:, 10:] * 1.3)
@@ -87,7 +87,7 @@ def _check_head(policy: Policy, packed: PackedTokens, hidden: Tensor, rounding: 
     logits = head_alone(policy)(
         inputs_embeds=hidden[None], use_cache=False, packed_layout=PackedLayout(packed.lengths)
     ).logits
-    every = torch.log_softmax(logits[0, packed.asked].double(), dim=-1)
+    every = torch.log_softmax(logits[0, packed.predictors].double(), dim=-1)
     difference = float((fast - every.gather(1, packed.targets[:, None])[:, 0]).abs().max())
     if not difference <= rounding:
         name = type(causal_lm(policy.model)).__name__
@@ -114,9 +114,9 @@ def _follows_shared_prompts(policy: Policy, device: torch.device, rounding: floa
     prompt, first, second = _tokens(policy, 7, 6), _tokens(policy, 3, 5), _tokens(policy, 1, 8)
     tokens = torch.cat([prompt, first, second]).to(device)
     positions = torch.cat([torch.arange(11), 6 + torch.arange(8)]).to(device)
-    asked = torch.cat([torch.arange(10), torch.tensor([5]), 11 + torch.arange(7)]).to(device)
+    predictors = torch.cat([torch.arange(10), torch.tensor([5]), 11 + torch.arange(7)]).to(device)
     targets = torch.cat([tokens[1:11], tokens[11:]])
-    together = policy(PackedTokens(tokens, positions, (11, 8), asked, targets, ((0, 0), (0, 6)))).double()
+    together = policy(PackedTokens(tokens, positions, (11, 8), predictors, targets, ((0, 0), (0, 6)))).double()
     alone = [policy(_pack([torch.cat([prompt, answer])], device)).double() for answer in (first, second)]
     return bool((together - torch.cat([alone[0], alone[1][5:]])).abs().max() <= rounding)
 
@@ -131,5 +131,5 @@ def _pack(documents: list[Tensor], device: torch.device) -> PackedTokens:
     tokens = torch.cat(documents).to(device)
     positions = torch.cat([torch.arange(n) for n in lengths]).to(device)
     starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
-    asked = torch.cat([torch.arange(n - 1) + s for n, s in zip(lengths, starts, strict=True)]).to(device)
-    return PackedTokens(tokens, positions, lengths, asked, tokens[asked + 1])
+    predictors = torch.cat([torch.arange(n - 1) + s for n, s in zip(lengths, starts, strict=True)]).to(device)
+    return PackedTokens(tokens, positions, lengths, predictors, tokens[predictors + 1])

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.algorithms.losses import lacks_reference
 from lockstep.backend import loss_step, state
 from lockstep.backend.batching import MicroBatch, MicroBatchPlan, documents_of, plan_micro_batches, to_micro_batch
-from lockstep.backend.build import Built, build_policy, settle_dtypes, split_tokens
+from lockstep.backend.build import Built, build_policy, expect_traffic, settle_dtypes, split_tokens
 from lockstep.backend.loss_step import RankBatch, TokenLogprobs, read_later
 from lockstep.backend.probe import check_policy, check_stages
 from lockstep.backend.reference import make_reference
@@ -33,7 +33,6 @@ from lockstep.data.packing import Cost
 from lockstep.model.export import save_weights
 from lockstep.model.load import DTYPES, choose_precision
 from lockstep.model.policy import causal_lm, decoder_layers
-from lockstep.parallel.expected_traffic import Theory
 from lockstep.parallel.gradients import clip, gradient_norm
 from lockstep.parallel.group import ProcessGroup, choose_device, join, peak_memory_gib
 from lockstep.parallel.loss_scale import LossScale
@@ -110,8 +109,7 @@ class TorchBackend:
         self._reference_mixed = False
         self._optimizer = loss_step.build_optimizer(self.parameters(), self.device)
         self._traffic = Traffic(self.group, unseen=("tensor", "context") if compiles else ())
-        compute_bytes = DTYPES[self.precision].itemsize
-        self._theory = Theory(self.policy, self.group.degrees, parallel, compute_bytes, built.stages, built.num_stages)
+        self._expected = expect_traffic(built, self.group, parallel, DTYPES[self.precision].itemsize)
         state.seed_rank(seed, self.group.data_rank)
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -292,7 +290,7 @@ class TorchBackend:
         counts, num_data_ranks, plan = self._traffic.current, self.group.degrees.data, rank_batch.plan
         packs = [m.packed for m in rank_batch.micro_batches]
         num_tokens, num_targets = sum(len(p.tokens) for p in packs), sum(len(p.targets) for p in packs)
-        least = self._theory.metrics(num_tokens, num_targets, len(packs)) if self.group.num_ranks > 1 else {}
+        least = {} if self._expected is None else self._expected.metrics(num_tokens, num_targets, len(packs))
         if num_data_ranks > 1:
             least["cost_balance"] = plan.cost_balance
             least["token_balance"] = plan.max_rank_tokens * num_data_ranks / plan.num_tokens
@@ -431,7 +429,7 @@ class PipelinedPasses:
 
     def _prepare(self, micro_batches: Sequence[MicroBatch], finish: Finish) -> None:
         for stage in self._stages.values():
-            stage.work, stage.finish = [m.packed for m in micro_batches], finish
+            stage.micro_batches, stage.finish = [m.packed for m in micro_batches], finish
 
     def _example(self, micro_batches: Sequence[MicroBatch], dtype: torch.dtype) -> Tensor:
         (length,) = {len(m.packed.tokens) for m in micro_batches}

@@ -1,7 +1,7 @@
-"""Attention over packed documents: one row of tokens, many documents, none sees another.
+"""Attention over packed documents: one row of tokens, many documents, none attends to another.
 
-Several answers may follow one copy of a prompt. Registered with transformers under one name, so every model that takes
-its attention from that interface can use it. Must not know batches, losses or ranks.
+Several completions may follow one copy of a prompt. Registered with transformers under one name, for every model that
+takes its attention from that interface.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 PACKED = "lockstep_packed"
 _FASTEST_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
-# torch 2.11 takes fewer key heads as they are; later versions want to be told.
+# torch 2.11 detects grouped heads itself; later versions have an option for it.
 _GROUPED_HEADS: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )
@@ -30,21 +30,21 @@ _GROUPED_HEADS: dict[str, Any] = (
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """Segments of a packed row. One that follows a prompt of another segment names its start and length."""
+    """Segments of a packed row. `shared`: start and length of the prompt that a segment continues, in another one."""
 
     lengths: tuple[int, ...]
     shared: tuple[tuple[int, int], ...] = ()
 
     @property
     def key_lengths(self) -> tuple[int, ...]:
-        """What the tokens of each segment look at."""
+        """How many tokens each segment attends to."""
         if not self.shared:
             return self.lengths
         return tuple(length + prompt for length, (_, prompt) in zip(self.lengths, self.shared, strict=True))
 
 
 class SplitTokens(Protocol):
-    """Ranks that each have some of the tokens: all tokens of some heads, and back."""
+    """Tokens split over ranks: `gather` gives all tokens of some heads, `scatter` some tokens of all heads."""
 
     size: int
     place: int
@@ -55,7 +55,7 @@ class SplitTokens(Protocol):
 
 
 def register() -> None:
-    """Make the name known to transformers. Idempotent."""
+    """Idempotent."""
     AttentionInterface.register(PACKED, packed_attention)
     # No mask is ever built: document boundaries arrive as lengths.
     AttentionMaskInterface.register(PACKED, lambda *args, **kwargs: None)
@@ -82,8 +82,8 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention signature; returns [1, tokens, heads, head_dim].
 
-    `packed_keys`: where prompts are shared, the tokens that the segments look at, segment after segment.
-    `packed_split`: the tokens here are this rank's part of those that the layout speaks of.
+    `packed_keys`: where prompts are shared, the tokens that each segment attends to, one segment after the other.
+    `packed_split`: the tokens here are this rank's part of those in the layout.
     """
     for name in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
@@ -141,7 +141,7 @@ def _segment_by_segment(
 ) -> Tensor:
     grouped = _is_grouped(query, key)
     outputs = []
-    # split, not slicing: its backward is one concatenation instead of one zero-filled tensor a document.
+    # split, not slicing: its backward is one concatenation instead of one zero-filled tensor for each document.
     keys, values = (_with_prompts(t, layout) for t in (key, value))
     for q, k, v in zip(query.split(layout.lengths, 2), keys, values, strict=True):
         length, before = q.shape[2], k.shape[2] - q.shape[2]
@@ -156,15 +156,15 @@ def _segment_by_segment(
 
 
 def _with_prompts(tensor: Tensor, layout: PackedLayout) -> list[Tensor]:
-    """[1, heads, tokens, dim] -> for each segment what its tokens look at."""
+    """[1, heads, tokens, dim] -> for each segment the tokens that it attends to."""
     sizes, chosen = _pieces(layout)
     pieces = tensor.split(sizes, 2)
     return [pieces[c[0]] if len(c) == 1 else torch.cat([pieces[i] for i in c], dim=2) for c in chosen]
 
 
-@functools.lru_cache(maxsize=8)  # every layer of a model asks again
+@functools.lru_cache(maxsize=8)  # every layer of a model calls it
 def _pieces(layout: PackedLayout) -> tuple[list[int], list[tuple[int, ...]]]:
-    """(sizes of the pieces to cut a row into, the pieces that each segment looks at).
+    """(sizes of the pieces to cut a row into, the pieces that each segment attends to).
 
     Cut between segments and at the end of every shared prompt, so that each prompt is one piece.
     """
@@ -181,7 +181,7 @@ def _pieces(layout: PackedLayout) -> tuple[list[int], list[tuple[int, ...]]]:
 
 @functools.lru_cache(maxsize=64)
 def _causal_mask(length: int, before: int, sliding_window: int | None, device: torch.device) -> Tensor:
-    """[length, before + length]: the last token sees everything, or as far as the window reaches."""
+    """[length, before + length]: causal, within the window."""
     distance = (before + torch.arange(length, device=device))[:, None] - torch.arange(before + length, device=device)
     mask = distance >= 0
     return mask if sliding_window is None else mask & (distance < sliding_window)

@@ -1,7 +1,4 @@
-"""Trained weights as a folder that plain transformers or peft load; and runs read back for use.
-
-Must not know ranks or training: it reads a run directory's checkpoints in a process of its own.
-"""
+"""Trained weights as a folder that plain transformers or peft load; and checkpoints of runs read back."""
 
 from __future__ import annotations
 
@@ -35,10 +32,8 @@ def save_weights(model: Any, weights: Mapping[str, Tensor], path: Path) -> None:
 
 
 def _with_every_layer(model: Any) -> Any:
-    """The model itself, or where layers of it lie elsewhere a whole one without memory.
-
-    Writers look at the modules to see what belongs into the folder: adapters of layers that are not there are left out.
-    """
+    """The model itself, or for a pipeline stage a whole one on the meta device: writers leave out adapters of layers
+    that they do not find."""
     if not any(isinstance(module, PassThrough) for module in model.modules()):
         return model
     cut = causal_lm(model)
@@ -75,21 +70,21 @@ def _load_checkpoint(run: RunDir, checkpoint: Checkpoint, dtype: torch.dtype | N
 def find_checkpoint(run: RunDir, step: int | None = None) -> Checkpoint:
     """The newest sound checkpoint, or the one of a given step."""
     if step is None:
-        found = run.latest_checkpoint()
-        if found is None:
+        latest = run.latest_checkpoint()
+        if latest is None:
             raise ConfigError(f"{run.path} has no sound checkpoint yet")
-        return found
+        return latest
     known = {c.step: c for c in run.list_checkpoints()}
     if step not in known:
-        have = ", ".join(str(s) for s in known) or "none"
-        raise ConfigError(f"{run.path} has no checkpoint of step {step}: it has {have}")
+        steps = ", ".join(str(s) for s in known) or "none"
+        raise ConfigError(f"{run.path} has no checkpoint of step {step}: it has {steps}")
     if problem := damage(known[step].path):
         raise ConfigError(f"the checkpoint of step {step} is damaged: {problem}")
     return known[step]
 
 
 def read_parameters(checkpoint: Path, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Trained parameters of a checkpoint, in place, converted to the dtype they are held in here."""
+    """Trained parameters of a checkpoint, in place, converted to the dtype of each parameter."""
     import torch.distributed.checkpoint as dcp
 
     stored = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
@@ -106,7 +101,7 @@ def read_parameters(checkpoint: Path, parameters: Mapping[str, nn.Parameter]) ->
 
 
 def export_run(run_dir: str | Path, to: Path | None = None, *, adapter: bool = False, step: int | None = None) -> dict:
-    """Write a checkpoint as a model folder (LoRA merged) or as a PEFT adapter; says where, how large, and the drift."""
+    """Write a checkpoint as a model folder (LoRA merged) or a PEFT adapter. Returns path, kind, bytes, drift, step."""
     run = RunDir(run_dir)
     config = run.config()
     if adapter and config.lora is None:
@@ -132,7 +127,7 @@ def export_run(run_dir: str | Path, to: Path | None = None, *, adapter: bool = F
 
 @torch.no_grad()
 def merge(model: Any) -> tuple[Any, float]:
-    """(the base with adapters folded in, largest change of a log-prob that folding made on probe tokens)."""
+    """(the base with adapters merged, the largest change of a log-prob by merging, on probe tokens)."""
     model.eval()
     vocabulary = model.config.get_text_config().vocab_size
     probe = ((17 * torch.arange(48)) % vocabulary)[None]

@@ -1,8 +1,8 @@
 """Log-probs of target tokens straight from hidden states, in chunks: full logits never exist.
 
-Ways to the gradient, by what is known when: a frozen head keeps each token's unit gradient; a loss whose slope per
-log-prob is known in advance gets its gradients in the forward pass; otherwise logits are kept for the backward pass
-as far as memory is granted, and computed again beyond it. Must not know models, losses or ranks.
+The gradient is computed in one of three ways: a frozen head keeps each token's unit gradient; where the gradient per
+log-prob is known in advance, all is computed in the forward pass; otherwise logits are kept for the backward pass up to
+a memory limit, and recomputed beyond it.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ class LogitTransform:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         return logits
 
-    def slope(self, transformed: Tensor) -> Tensor | float:
-        """Derivative of apply, written in its result."""
+    def derivative(self, transformed: Tensor) -> Tensor | float:
+        """Of `apply`, as a function of its result."""
         if self.softcap is None:
             return self.scale
         return self.scale * (1 - (transformed / self.softcap) ** 2)
 
     def at(self, temperature: float) -> LogitTransform:
-        """With the result divided by it, which is the same as dividing scale and cap: nothing more is computed."""
+        """The result divided by the temperature, which is scale and cap divided by it: no extra work."""
         softcap = None if self.softcap is None else self.softcap / temperature
         return LogitTransform(self.scale / temperature, softcap)
 
 
 class Vocabulary(Protocol):
-    """Where the head's rows lie on several ranks: the first row here, and results over all of them."""
+    """A head whose rows are split over ranks: the first row of this rank, and reductions over all ranks."""
 
     first: int
 
@@ -60,7 +60,7 @@ class Vocabulary(Protocol):
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """`vocabulary`: None where the whole head is here. `kept_bytes`: logits kept for the backward pass, at most."""
+    """`vocabulary`: None if the head is not split. `kept_bytes`: logits kept for the backward pass, at most."""
 
     transform: LogitTransform = LogitTransform()
     chunk_tokens: int = 1024
@@ -69,8 +69,8 @@ class HeadOptions:
 
 
 class TokenFacts(NamedTuple):
-    """Of each asked token: its log-prob, the entropy of the distribution it came from, and the log of the sum of that
-    distribution's squared probabilities (which has no gradient)."""
+    """Of each target: its log-prob, the entropy of its distribution, and the log of the sum of that distribution's
+    squared probabilities (without gradient)."""
 
     logprobs: Tensor
     entropies: Tensor
@@ -87,7 +87,7 @@ def target_logprobs(
 def token_facts(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: HeadOptions
 ) -> TokenFacts:
-    """As `target_logprobs`, with what else one look at the logits tells. Entropies are differentiable too."""
+    """As `target_logprobs`, with entropies (differentiable) and log_sum_sq_probs from the same logits."""
     return TokenFacts(*_logprobs_with_facts(hidden, weight, bias, targets, options, facts=True))
 
 
@@ -98,17 +98,17 @@ def _logprobs_with_facts(
         hidden = options.vocabulary.enter(hidden)
     if torch.is_grad_enabled():
         return _TargetLogprobs.apply(hidden, weight, bias, targets, options, facts)
-    found = [
+    chunks = [
         _measure(torch.nn.functional.linear(hidden[rows], weight, bias), targets[rows], options, facts=facts)
-        for rows in _chunks(len(targets), options.chunk_tokens)
+        for rows in split_chunks(len(targets), options.chunk_tokens)
     ]
-    return _join(found, hidden, facts)
+    return _concatenate(chunks, hidden, facts)
 
 
 def weighted_logprob_sum(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, grad_logprobs: Tensor, options: HeadOptions
 ) -> tuple[Tensor, Tensor]:
-    """(sum of slopes * log-probs, differentiable; the log-probs themselves, detached).
+    """(sum of grad_logprobs * log-probs, differentiable; the log-probs, detached).
 
     Gradients are computed in the forward pass, chunk by chunk, so logits are computed once.
     """
@@ -118,7 +118,7 @@ def weighted_logprob_sum(
 
 
 class _TargetLogprobs(torch.autograd.Function):
-    """Log-probs; with `facts` also entropies and collisions."""
+    """Log-probs; with `facts` also entropies and log_sum_sq_probs."""
 
     @staticmethod
     def forward(
@@ -130,23 +130,23 @@ class _TargetLogprobs(torch.autograd.Function):
         options: HeadOptions,
         facts: bool,
     ) -> tuple[Tensor, ...]:
-        # A gradient of two kinds cannot be kept in units of one.
+        # With `facts` there are two gradients per token, which one unit gradient cannot hold.
         frozen = not any(ctx.needs_input_grad[1:3]) and not facts
         keeps = not frozen and len(targets) * len(weight) * hidden.element_size() <= options.kept_bytes
         unit = torch.empty_like(hidden) if frozen else None
         ones = torch.ones(len(targets), dtype=_accumulation_dtype(hidden.dtype), device=hidden.device)
-        ctx.logits, found = [], []
-        for rows in _chunks(len(targets), options.chunk_tokens):
+        ctx.logits, chunks = [], []
+        for rows in split_chunks(len(targets), options.chunk_tokens):
             logits = torch.nn.functional.linear(hidden[rows], weight, bias)
             if unit is None:
-                found.append(_measure(logits, targets[rows], options, facts=facts))
+                chunks.append(_measure(logits, targets[rows], options, facts=facts))
             else:
                 logprobs, d_logits = _logprobs_and_gradient(logits, targets[rows], ones[rows], options)
                 torch.mm(d_logits, weight, out=unit[rows])
-                found.append((logprobs,))
+                chunks.append((logprobs,))
             if keeps:
                 ctx.logits.append(logits)
-        results = _join(found, hidden, facts)
+        results = _concatenate(chunks, hidden, facts)
         ctx.options, ctx.frozen, ctx.facts = options, frozen, facts
         if unit is not None:
             ctx.save_for_backward(unit)
@@ -165,11 +165,11 @@ class _TargetLogprobs(torch.autograd.Function):
         hidden, weight, bias, targets, entropies = ctx.saved_tensors
         gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
         kept, ctx.logits = ctx.logits, None  # used up below
-        assert kept is not None, "the head's logits serve one backward pass"
-        for i, rows in enumerate(_chunks(len(targets), ctx.options.chunk_tokens)):
+        assert kept is not None, "the head's logits are kept for one backward pass"
+        for i, rows in enumerate(split_chunks(len(targets), ctx.options.chunk_tokens)):
             logits = kept[i] if kept else torch.nn.functional.linear(hidden[rows], weight, bias)
-            spread = (grads[1][rows], entropies[rows]) if ctx.facts else None
-            _, d_logits = _logprobs_and_gradient(logits, targets[rows], grad[rows], ctx.options, spread)
+            entropy = (grads[1][rows], entropies[rows]) if ctx.facts else None
+            _, d_logits = _logprobs_and_gradient(logits, targets[rows], grad[rows], ctx.options, entropy)
             gradients.add(rows, d_logits)
             if kept:
                 kept[i] = None
@@ -189,7 +189,7 @@ class _WeightedLogprobSum(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         logprobs = hidden.new_empty(targets.shape, dtype=_accumulation_dtype(hidden.dtype))
         gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
-        for rows in _chunks(len(targets), options.chunk_tokens):
+        for rows in split_chunks(len(targets), options.chunk_tokens):
             logits = torch.nn.functional.linear(hidden[rows], weight, bias)
             logprobs[rows], d_logits = _logprobs_and_gradient(logits, targets[rows], grad_logprobs[rows], options)
             gradients.add(rows, d_logits)
@@ -201,13 +201,13 @@ class _WeightedLogprobSum(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad = grads[0]
         assert grad is not None
-        # In place: a copy of the weight's gradient would be the largest thing here. They serve one backward pass.
+        # In place, for one backward pass: a copy of the weight's gradient would be the largest tensor here.
         scaled = (None if g is None else g.mul_(grad.to(g.dtype)) for g in ctx.saved_tensors)
         return (*scaled, None, None, None)
 
 
 class _Gradients:
-    """Gradients of hidden, weight and bias, filled chunk by chunk; only those that somebody needs."""
+    """Gradients of hidden, weight and bias, as far as needed, accumulated chunk by chunk."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, ...]) -> None:
         self._hidden, self._weight = hidden, weight
@@ -224,15 +224,15 @@ class _Gradients:
             self.bias += d_logits.sum(0)
 
 
-def _join(found: list[tuple[Tensor, ...]], hidden: Tensor, facts: bool) -> tuple[Tensor, ...]:
-    """Chunks one after the other; nothing asked is no chunk."""
-    none = hidden.new_empty(0, dtype=_accumulation_dtype(hidden.dtype))
-    parts = list(zip(*found, strict=True)) or [(none,)] * (3 if facts else 1)
+def _concatenate(chunks: list[tuple[Tensor, ...]], hidden: Tensor, facts: bool) -> tuple[Tensor, ...]:
+    """Without targets there is no chunk."""
+    empty = hidden.new_empty(0, dtype=_accumulation_dtype(hidden.dtype))
+    parts = list(zip(*chunks, strict=True)) or [(empty,)] * (3 if facts else 1)
     return tuple(torch.cat(part) for part in parts)
 
 
 def _measure(logits: Tensor, targets: Tensor, options: HeadOptions, *, facts: bool) -> tuple[Tensor, ...]:
-    """(log-probs,) of one chunk, or with `facts` (log-probs, entropies, collisions)."""
+    """(log-probs,) of one chunk, or with `facts` (log-probs, entropies, log_sum_sq_probs)."""
     transform = options.transform
     if options.vocabulary is None and _has_kernel(logits):
         from lockstep.model.head_kernel import measure
@@ -260,43 +260,41 @@ def _logprobs_and_gradient(
     targets: Tensor,
     grad_logprobs: Tensor,
     options: HeadOptions,
-    spread: tuple[Tensor, Tensor] | None = None,
+    entropy: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of one chunk, and d(sum slopes * log-prob) / d logits in the logits' dtype. The logits are used up.
-
-    `spread`, (slopes of the entropies, the entropies), adds their gradient.
-    """
+    """Log-probs of one chunk, and d(sum grad_logprobs * log-prob) / d logits in the logits' dtype. The logits may be
+    overwritten. `entropy`, (grad_entropies, entropies), adds the gradient of the entropies."""
     transform, vocabulary = options.transform, options.vocabulary
     if vocabulary is None and _has_kernel(logits):
         from lockstep.model.head_kernel import logprobs_and_gradient
 
-        return logprobs_and_gradient(logits, targets, grad_logprobs, transform.scale, transform.softcap, spread)
+        return logprobs_and_gradient(logits, targets, grad_logprobs, transform.scale, transform.softcap, entropy)
     if vocabulary is not None:
-        log_probabilities, chosen, slope = _split_log_probabilities(logits, targets, options)
-        here, mine = _in_this_part(targets, logits.shape[1], vocabulary)
+        log_probabilities, chosen, derivative = _split_log_probabilities(logits, targets, options)
+        here, mine = _on_this_rank(targets, logits.shape[1], vocabulary)
         bump = grad_logprobs * mine.to(grad_logprobs.dtype)
     else:
         wide = transform.apply(logits.to(_accumulation_dtype(logits.dtype)))
-        slope = transform.slope(wide)
+        derivative = transform.derivative(wide)
         log_probabilities = torch.log_softmax(wide, dim=1)
         chosen = log_probabilities.gather(1, targets[:, None])[:, 0]
         here, bump = targets, grad_logprobs
     factor: Tensor = -grad_logprobs[:, None]
-    if spread is not None:
-        entropy_slopes, entropies = spread
-        factor = factor - entropy_slopes[:, None] * (log_probabilities + entropies[:, None])
+    if entropy is not None:
+        grad_entropies, entropies = entropy
+        factor = factor - grad_entropies[:, None] * (log_probabilities + entropies[:, None])
     gradient = log_probabilities.exp_().mul_(factor)
     if gradient.shape[1]:
         gradient.scatter_add_(1, here[:, None], bump[:, None].to(gradient.dtype))
-    if isinstance(slope, Tensor) or slope != 1.0:
-        gradient.mul_(slope)
+    if isinstance(derivative, Tensor) or derivative != 1.0:
+        gradient.mul_(derivative)
     return chosen, gradient.to(logits.dtype)
 
 
 def _split_log_probabilities(
     logits: Tensor, targets: Tensor, options: HeadOptions
 ) -> tuple[Tensor, Tensor, Tensor | float]:
-    """(log-probabilities of this part's tokens, log-probs of the targets, slope of the transform)."""
+    """(log-probabilities of this rank's tokens, log-probs of the targets, derivative of the transform)."""
     vocabulary = options.vocabulary
     assert vocabulary is not None
     wide = options.transform.apply(logits.to(_accumulation_dtype(logits.dtype)))
@@ -304,13 +302,13 @@ def _split_log_probabilities(
     top = vocabulary.max(wide.amax(dim=1) if wide.shape[1] else lowest)
     total = vocabulary.sum(torch.exp(wide - top[:, None]).sum(dim=1))
     log_probabilities = wide - (top + torch.log(total))[:, None]
-    here, mine = _in_this_part(targets, wide.shape[1], vocabulary)
+    here, mine = _on_this_rank(targets, wide.shape[1], vocabulary)
     chosen = log_probabilities.gather(1, here[:, None])[:, 0] * mine if wide.shape[1] else torch.zeros_like(top)
-    return log_probabilities, vocabulary.sum(chosen), options.transform.slope(wide)
+    return log_probabilities, vocabulary.sum(chosen), options.transform.derivative(wide)
 
 
-def _in_this_part(targets: Tensor, size: int, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
-    """(place of each target in this part, clamped into it; whether it is really there)."""
+def _on_this_rank(targets: Tensor, size: int, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
+    """(row of each target on this rank, clamped; whether it is on this rank)."""
     here = targets - vocabulary.first
     return here.clamp(0, max(size - 1, 0)), (here >= 0) & (here < size)
 
@@ -323,8 +321,8 @@ def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _chunks(total: int, size: int) -> list[slice]:
-    """Equal parts, none larger than size: a small rest would waste a pass over the weight."""
+def split_chunks(total: int, size: int) -> list[slice]:
+    """Equal parts, none larger than `size`: a small last one would waste a pass over the weight."""
     parts = max(1, -(-total // size))
     bounds = [total * i // parts for i in range(parts + 1)]
     return [slice(a, b) for a, b in pairwise(bounds) if b > a]

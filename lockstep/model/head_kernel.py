@@ -23,9 +23,9 @@ def _transform(x, scale, softcap, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _logprob_kernel(
-    logits, targets, grad_logprobs, entropy_slopes, logprobs, entropies, log_sum_sq_probs, vocabulary, scale, softcap,
+    logits, targets, grad_logprobs, grad_entropies, logprobs, entropies, log_sum_sq_probs, vocabulary, scale, softcap,
     HAS_SOFTCAP: tl.constexpr, WRITES_GRADIENT: tl.constexpr, WRITES_FACTS: tl.constexpr,
-    HAS_ENTROPY_SLOPES: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_GRAD_ENTROPIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     first = logits + row * vocabulary
@@ -54,16 +54,16 @@ def _logprob_kernel(
         tl.store(entropies + row, normaliser - weighted / total)
         tl.store(log_sum_sq_probs + row, tl.log(squares) - 2.0 * tl.log(total))
     if WRITES_GRADIENT:
-        slope = tl.load(grad_logprobs + row)
+        grad_logprob = tl.load(grad_logprobs + row)
         for start in range(0, vocabulary, BLOCK):
             places = start + tl.arange(0, BLOCK)
             x = tl.load(first + places, mask=places < vocabulary, other=0.0).to(tl.float32)
             x = _transform(x, scale, softcap, HAS_SOFTCAP)
             probability = tl.exp(x - normaliser)
-            gradient = slope * ((places == target).to(tl.float32) - probability)
-            if HAS_ENTROPY_SLOPES:
+            gradient = grad_logprob * ((places == target).to(tl.float32) - probability)
+            if HAS_GRAD_ENTROPIES:
                 entropy = tl.load(entropies + row)
-                gradient -= tl.load(entropy_slopes + row) * probability * (x - normaliser + entropy)
+                gradient -= tl.load(grad_entropies + row) * probability * (x - normaliser + entropy)
             gradient = gradient * scale
             if HAS_SOFTCAP:
                 gradient = gradient * (1.0 - (x / softcap) * (x / softcap))
@@ -71,7 +71,7 @@ def _logprob_kernel(
 
 
 def measure(logits: Tensor, targets: Tensor, scale: float, softcap: float | None, *, facts: bool) -> tuple[Tensor, ...]:
-    """[C, V] logits -> ([C] float32 log-probs of the targets,), or with `facts` also entropies and collisions."""
+    """[C, V] logits -> ([C] float32 log-probs of the targets,), or with `facts` also entropies and log_sum_sq_probs."""
     results = tuple(_empty(logits) for _ in range(3 if facts else 1))
     _launch(logits, targets, results, scale, softcap)
     return results
@@ -83,14 +83,14 @@ def logprobs_and_gradient(
     grad_logprobs: Tensor,
     scale: float,
     softcap: float | None,
-    spread: tuple[Tensor, Tensor] | None = None,
+    entropy: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs, and `logits` overwritten with d(sum of slopes * log-probs) / d logits.
+    """Log-probs, and `logits` overwritten with d(sum of grad_logprobs * log-probs) / d logits.
 
-    `spread`, (slopes of the entropies, the entropies), adds their gradient.
+    `entropy`, (grad_entropies, entropies), adds the gradient of the entropies.
     """
     logprobs = _empty(logits)
-    _launch(logits, targets, (logprobs,), scale, softcap, grad_logprobs.float(), spread)
+    _launch(logits, targets, (logprobs,), scale, softcap, grad_logprobs.float(), entropy)
     return logprobs, logits
 
 
@@ -105,19 +105,19 @@ def _launch(
     scale: float,
     softcap: float | None,
     grad_logprobs: Tensor | None = None,
-    spread: tuple[Tensor, Tensor] | None = None,
+    entropy: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     assert logits.is_contiguous()
     rows, vocabulary = logits.shape
     logprobs, entropies, log_sum_sq_probs = results if len(results) == 3 else (*results, *results, *results)
-    entropy_slopes = logprobs  # stands in for what is not given: a kernel takes no None
-    if spread is not None:
-        entropy_slopes, entropies = (part.float().contiguous() for part in spread)
+    grad_entropies = logprobs  # a placeholder: a kernel takes no None
+    if entropy is not None:
+        grad_entropies, entropies = (part.float().contiguous() for part in entropy)
     _logprob_kernel[(rows,)](
         logits,
         targets,
         logprobs if grad_logprobs is None else grad_logprobs,
-        entropy_slopes,
+        grad_entropies,
         logprobs,
         entropies,
         log_sum_sq_probs,
@@ -127,7 +127,7 @@ def _launch(
         HAS_SOFTCAP=softcap is not None,
         WRITES_GRADIENT=grad_logprobs is not None,
         WRITES_FACTS=len(results) == 3,
-        HAS_ENTROPY_SLOPES=spread is not None,
+        HAS_GRAD_ENTROPIES=entropy is not None,
         BLOCK=_BLOCK,
         num_warps=8,
     )

@@ -1,7 +1,4 @@
-"""Models and tokenizers from a Hub id, a folder or a GGUF file; for training and for generating.
-
-Must not know ranks: it is told whether to read weights or only to lay out the model.
-"""
+"""Models and tokenizers from a Hub id, a folder or a GGUF file, for training and inference; newer weights in place."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ def load_tokenizer(config: ModelConfig) -> Any:
 
 
 def load_run_tokenizer(config: RunConfig) -> Any:
-    """The tokenizer as the run uses it: a chat template of its own goes with it, also into exports."""
+    """With the run's own chat template, if it has one, also for exports."""
     tokenizer = load_tokenizer(config.model)
     if config.data.chat_template not in ("auto", "none"):
         tokenizer.chat_template = Path(config.data.chat_template).read_text(encoding="utf-8")
@@ -50,7 +47,7 @@ def load_hf_config(config: ModelConfig) -> Any:
 
 
 def load_causal_lm(config: ModelConfig, dtype: torch.dtype, *, with_weights: bool = True) -> Any:
-    """On CPU. Without weights the same module with unwritten memory, which costs nothing until it is touched."""
+    """On CPU. Without weights memory is not initialised, and costs nothing until it is written."""
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
@@ -65,15 +62,15 @@ def load_causal_lm(config: ModelConfig, dtype: torch.dtype, *, with_weights: boo
             trust = config.trust_remote_code
             with no_init_weights():
                 model = AutoModelForCausalLM.from_config(load_hf_config(config), dtype=dtype, trust_remote_code=trust)
-            model.tie_weights()  # left out together with the initialisation
+            model.tie_weights()  # skipped together with the initialisation
             _read_generation_config(config, model)
     if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config  # GGUF weights were unpacked; the mark would make the export unloadable
+        del model.config.quantization_config  # GGUF weights are unpacked; an export could not be loaded with it
     return model
 
 
 def _read_generation_config(config: ModelConfig, model: Any) -> None:
-    """Where answers end is not always in the model's configuration, and every rank must end them alike."""
+    """End tokens are not always in the model's configuration, and every rank needs the same."""
     from transformers import GenerationConfig
 
     source = _source(config)
@@ -95,7 +92,7 @@ def _refuse_missing(config: ModelConfig, names: list[str]) -> None:
 
 
 def choose_precision(wanted: str, device: torch.device) -> str:
-    """`auto` looks before it chooses: many CPUs emulate bf16 hundreds of times slower than fp32."""
+    """`auto` measures on CPUs: many emulate bf16 hundreds of times slower than fp32."""
     if wanted != "auto":
         return wanted
     if device.type == "cuda":
@@ -111,7 +108,7 @@ def _cpu_claims_bf16() -> bool:
 
 
 def _cpu_is_faster_in_bf16() -> bool:
-    """Timed in a process of its own: on virtual machines that show AMX but forbid it, the first product is fatal."""
+    """In a subprocess: on virtual machines that report AMX but forbid it, the first product is fatal."""
     program = """
 import time, torch
 def best(dtype):
@@ -161,7 +158,7 @@ def _load_adapter(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 def build_model(config: ModelConfig, lora: Any, precision: str, *, with_weights: bool) -> Any:
-    """The module a run trains. Trainable parameters are never narrower than float32; frozen ones are in `precision`."""
+    """The module that a run trains. Trainable parameters are float32 or wider; frozen ones are in `precision`."""
     compute = DTYPES[precision]
     held = compute if lora is not None or precision == "fp64" else torch.float32
     model = load_causal_lm(config, held, with_weights=with_weights)
@@ -199,7 +196,7 @@ def _explaining(config: ModelConfig) -> Any:
 
 
 def check_model_source(config: ModelConfig) -> None:
-    """What can be said about a local source without loading it."""
+    """Checks of a local source that need no loading."""
     path = Path(config.path)
     if not path.exists():
         if path.is_absolute():
@@ -219,7 +216,7 @@ def check_model_source(config: ModelConfig) -> None:
 
 
 def apply_weights(model: Any, weights: Mapping[str, Any]) -> None:
-    """In place, by the model's own names: every tensor of it, or of a model with adapters every tensor of these.
+    """Copy into the model, by its own names: all its tensors, or all tensors of its adapters.
 
     Of tied tensors one name is enough. Anything that does not fit is a ValueError, and nothing is changed.
     """
@@ -241,11 +238,11 @@ def _refuse_unknown(held: Mapping[str, Tensor], weights: Mapping[str, Any]) -> N
 
 
 def _refuse_incomplete(held: Mapping[str, Tensor], weights: Mapping[str, Any], adapter: set[str]) -> None:
-    wanted = adapter if weights and weights.keys() <= adapter else held.keys()
-    given = {id(held[name]) for name in weights}
-    missing = sorted(name for name in wanted if id(held[name]) not in given)
+    required = adapter if weights and weights.keys() <= adapter else held.keys()
+    present = {id(held[name]) for name in weights}
+    missing = sorted(name for name in required if id(held[name]) not in present)
     if missing:
-        raise ValueError(f"{len(missing)} of {len(wanted)} tensors of the model are missing, first {missing[0]!r}")
+        raise ValueError(f"{len(missing)} of {len(required)} tensors of the model are missing, first {missing[0]!r}")
 
 
 def _check_tensor(name: str, tensor: Any, held: Tensor) -> None:
@@ -260,7 +257,7 @@ def _check_tensor(name: str, tensor: Any, held: Tensor) -> None:
 
 
 def _refuse_contradictions(held: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-    """Two names of one tensor must bring the same numbers."""
+    """Two names of one tensor must have the same values."""
     first: dict[int, str] = {}
     for name, tensor in weights.items():
         other = first.setdefault(id(held[name]), name)
@@ -269,20 +266,20 @@ def _refuse_contradictions(held: Mapping[str, Tensor], weights: Mapping[str, Ten
 
 
 def _adapter_names(model: Any, held: Mapping[str, Tensor]) -> set[str]:
-    """Of a PEFT model the tensors that its adapters brought, otherwise none."""
+    """The adapter tensors of a PEFT model, otherwise none."""
     prefix = getattr(getattr(model, "base_model", None), "prefix", None) if hasattr(model, "peft_config") else None
     return {name for name in held if prefix and (prefix in name or ".modules_to_save." in name)}
 
 
-# Of glibc's malloc.h, where they have been since its beginning.
+# From glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES, _LARGEST_BYTES = 2**31 - 1, 2**27
 
 
 def keep_freed_memory() -> None:
-    """What a step gives back, the next step wants again: on a CPU getting it anew costs about a tenth of the time.
+    """Freed memory stays with this process for the next step: on a CPU, allocating it anew costs a tenth of the time.
 
-    Does nothing without glibc, and where whoever started this process has settled it.
+    Does nothing without glibc, or if the environment sets malloc's thresholds.
     """
     if "MALLOC_TRIM_THRESHOLD_" in os.environ or "MALLOC_MMAP_THRESHOLD_" in os.environ:
         return

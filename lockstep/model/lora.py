@@ -1,7 +1,4 @@
-"""LoRA through PEFT: which layers get an adapter is read from the model itself.
-
-Must not know ranks or files.
-"""
+"""LoRA through PEFT: which layers get an adapter is read from the model itself."""
 
 from __future__ import annotations
 
@@ -44,10 +41,7 @@ def _refuse_unmatched(model: nn.Module, targets: list[str]) -> None:
 
 
 def speed_up_eager(model: nn.Module) -> None:
-    """Fewer passes over memory in plain LoRA layers when nothing is compiled: same numbers, less time.
-
-    A compiler does better alone.
-    """
+    """Fewer passes over memory in plain LoRA layers, with the same results. Not for compiled models."""
     from peft.tuners.lora import Linear
 
     for layer in model.modules():
@@ -56,7 +50,7 @@ def speed_up_eager(model: nn.Module) -> None:
 
 
 def is_sped_up(layer: nn.Module) -> bool:
-    """Whether its forward is the one given here."""
+    """By `speed_up_eager`."""
     forward = layer.__dict__.get("forward")
     return isinstance(forward, functools.partial) and forward.func is _lean_forward
 
@@ -79,9 +73,9 @@ def _lean_forward(layer: Any, x: Tensor, *arguments: Any, **options: Any) -> Ten
 
 
 class _LoraProduct(torch.autograd.Function):
-    """[T, in] -> [T, out] of a frozen layer and its adapter. Sums are taken inside the products, in both directions.
+    """[T, in] -> [T, out] of a frozen layer and its adapter. Sums are taken inside the products, forward and backward.
 
-    `dropped`: what the adapter gets instead of `x`.
+    `dropped`: the adapter's input, where it is not `x`.
     """
 
     @staticmethod
@@ -95,16 +89,16 @@ class _LoraProduct(torch.autograd.Function):
         up: Tensor,
         scaling: float,
     ) -> Tensor:
-        taken = x if dropped is None else dropped
-        narrow = (taken @ down.T).mul_(scaling)
-        ctx.save_for_backward(taken, weight, down, up, narrow)
+        adapter_input = x if dropped is None else dropped
+        narrow = (adapter_input @ down.T).mul_(scaling)
+        ctx.save_for_backward(adapter_input, weight, down, up, narrow)
         ctx.scaling = scaling
         return F.linear(x, weight, bias).addmm_(narrow, up.T)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
-        taken, weight, down, up, narrow = ctx.saved_tensors
+        adapter_input, weight, down, up, narrow = ctx.saved_tensors
         needs_x, needs_dropped = ctx.needs_input_grad[:2]
         d_narrow = (grad @ up).mul_(ctx.scaling)
         d_x = grad @ weight if needs_x else None
@@ -113,7 +107,7 @@ class _LoraProduct(torch.autograd.Function):
             d_dropped = d_narrow @ down
         elif d_x is not None:
             d_x.addmm_(d_narrow, down)
-        return d_x, d_dropped, None, None, d_narrow.T @ taken, grad.T @ narrow, None
+        return d_x, d_dropped, None, None, d_narrow.T @ adapter_input, grad.T @ narrow, None
 
 
 def _linear_names(model: nn.Module) -> list[str]:

@@ -1,7 +1,6 @@
-"""A causal language model seen as one function: packed tokens in, log-probs of chosen targets out.
+"""A causal language model as one function: packed tokens in, log-probs of targets out.
 
-Wraps any transformers causal LM (also inside PEFT) without changing its code; parallelism is applied to
-this module from outside. Must not know batches, losses, ranks or files.
+Wraps any transformers causal LM (also inside PEFT) without changing its code; parallelism is applied from outside.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ from lockstep.model.head import (
 
 @dataclass(frozen=True)
 class PackedTokens:
-    """Documents laid end to end, and the positions whose next token is asked for.
+    """Documents one after the other, and the targets to predict in them.
 
-    A segment is a document, or an answer that follows the prompt of a document before it. Where tokens are split over
-    ranks, everything but `lengths` and `shared` is of this rank's part.
+    A segment is a document, or a completion of a prompt that an earlier segment begins with. Where tokens are split
+    over ranks, everything but `lengths` and `shared` is of this rank's part.
     """
 
     tokens: Tensor  # [T] int64
-    positions: Tensor  # [T] place within the text: an answer that follows a shared prompt goes on after it
+    positions: Tensor  # [T] within the document: a completion of a shared prompt continues its positions
     lengths: tuple[int, ...]  # of the segments, sum T over all parts
-    asked: Tensor  # [N] indices into T: the hidden state there predicts the target
+    predictors: Tensor  # [N] indices into T: the hidden state there predicts the target
     targets: Tensor  # [N] int64
-    shared: tuple[tuple[int, int], ...] = ()  # for each segment the (start, length) of the prompt it follows, or (0, 0)
+    shared: tuple[tuple[int, int], ...] = ()  # of each segment's prompt (start, length), or (0, 0)
 
 
 class Policy(nn.Module):
@@ -60,7 +59,7 @@ class Policy(nn.Module):
             )
         self.head_options = HeadOptions(logit_transform(causal), chunk_tokens, kept_bytes=kept_bytes)
         self.packs = bool(getattr(causal, "_supports_attention_backend", False))
-        self.variable_length = False  # the fused kernel takes boundaries as a tensor instead of lengths
+        self.variable_length = False  # whether the fused kernel is used, which takes boundaries as a tensor
         self.shares_prompts = self.packs
         self.split_tokens: attention.SplitTokens | None = None
         self._own_attention = causal.config._attn_implementation
@@ -74,23 +73,23 @@ class Policy(nn.Module):
             self.variable_length = problem is None
 
     def split_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """The head's rows lie on several ranks from now on."""
+        """The head's rows are split over ranks from now on."""
         self.head_options = replace(self.head_options, vocabulary=vocabulary)
 
     def use_temperature(self, temperature: float) -> None:
-        """Log-probs, entropies and collisions are those of sampling at this temperature from now on."""
+        """Log-probs, entropies and log_sum_sq_probs are those of sampling at this temperature from now on."""
         transform = logit_transform(causal_lm(self.model))
         self.head_options = replace(self.head_options, transform=transform.at(temperature))
 
     def stop_packing(self) -> None:
-        """Give the model its own attention back; from now on it takes one document at a time."""
+        """Restore the model's own attention; from now on it takes one document at a time."""
         if self.packs:
             causal_lm(self.model).set_attn_implementation(self._own_attention)
         self.packs = self.variable_length = self.shares_prompts = False
 
     @contextlib.contextmanager
     def own_attention(self) -> Iterator[None]:
-        """For a while, the model as its owner built it."""
+        """Temporarily, the model with the attention that it was loaded with."""
         if not self.packs:
             yield
             return
@@ -104,7 +103,7 @@ class Policy(nn.Module):
     def forward(
         self, packed: PackedTokens, grad_logprobs: Tensor | None = None, *, own: bool = False, facts: bool = False
     ) -> Any:
-        """What `apply_head` gives. `own` takes the model's own full forward and its own logits: slow, for checking."""
+        """The result of `apply_head`. `own`: from the model's own full forward and logits, slow, for checking."""
         inputs = {"input_ids": packed.tokens[None]}
         if own:
             return self.own_logprobs(packed, inputs)
@@ -112,8 +111,7 @@ class Policy(nn.Module):
         return self.apply_head(hidden[0], packed, grad_logprobs, facts=facts)
 
     def own_logprobs(self, packed: PackedTokens, inputs: dict[str, Tensor]) -> Tensor:
-        """From the logits that the model itself gives."""
-        logits = causal_lm(self.model)(**inputs, **self._arguments(packed)).logits[0, packed.asked].double()
+        logits = causal_lm(self.model)(**inputs, **self._arguments(packed)).logits[0, packed.predictors].double()
         return torch.log_softmax(logits, dim=-1).gather(1, packed.targets[:, None])[:, 0]
 
     def run_layers(self, body: nn.Module, packed: PackedTokens, inputs: dict[str, Tensor]) -> Tensor:
@@ -123,15 +121,15 @@ class Policy(nn.Module):
     def apply_head(
         self, hidden: Tensor, packed: PackedTokens, grad_logprobs: Tensor | None = None, *, facts: bool = False
     ) -> Any:
-        """[N] log-probs; with `grad_logprobs` (sum of
-        grad_logprobs * log-probs, log-probs without gradient); with `facts` their TokenFacts."""
+        """[N] log-probs; with `grad_logprobs` (sum of grad_logprobs * log-probs, log-probs detached); with `facts`
+        their TokenFacts."""
         head = causal_lm(self.model).get_output_embeddings()
         weight, bias = _local(head.weight), _local(head.bias)
-        asked = hidden.index_select(0, packed.asked)
+        hidden = hidden.index_select(0, packed.predictors)
         if grad_logprobs is not None:
-            return weighted_logprob_sum(asked, weight, bias, packed.targets, grad_logprobs, self.head_options)
+            return weighted_logprob_sum(hidden, weight, bias, packed.targets, grad_logprobs, self.head_options)
         measure = token_facts if facts else target_logprobs
-        return measure(asked, weight, bias, packed.targets, self.head_options)
+        return measure(hidden, weight, bias, packed.targets, self.head_options)
 
     def _arguments(self, packed: PackedTokens) -> dict[str, Any]:
         return {"position_ids": packed.positions[None], "use_cache": False, **self._attention_arguments(packed)}
@@ -145,26 +143,26 @@ class Policy(nn.Module):
         if not self.variable_length:
             return {"packed_layout": layout, **split}
         device = packed.tokens.device
-        found: dict[str, Any] = {"packed_boundaries": _boundaries(layout.lengths, device), **split}
+        arguments: dict[str, Any] = {"packed_boundaries": _boundaries(layout.lengths, device), **split}
         # Rounded up, so that compiled layers see few different numbers.
-        found["packed_max_length"] = -(-max(layout.key_lengths) // 128) * 128
+        arguments["packed_max_length"] = -(-max(layout.key_lengths) // 128) * 128
         if packed.shared:
-            found["packed_keys"] = torch.from_numpy(_keys_of(layout)).to(device, non_blocking=True)
-            found["packed_key_boundaries"] = _boundaries(layout.key_lengths, device)
+            arguments["packed_keys"] = torch.from_numpy(_keys_of(layout)).to(device, non_blocking=True)
+            arguments["packed_key_boundaries"] = _boundaries(layout.key_lengths, device)
         elif len(set(layout.lengths)) == 1:
-            found["packed_equal_length"] = layout.lengths[0]
-        return found
+            arguments["packed_equal_length"] = layout.lengths[0]
+        return arguments
 
 
 def _boundaries(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """Where segments begin and end. Filled up with segments of no length, so that shapes are few."""
+    """Where segments begin and end. Padded with empty segments, so that there are few shapes."""
     bounds = np.full(-(-len(lengths) // 64) * 64 + 1, sum(lengths), dtype=np.int32)
     bounds[: len(lengths) + 1] = np.cumsum([0, *lengths])
     return torch.from_numpy(bounds).to(device, non_blocking=True)
 
 
 def _keys_of(layout: attention.PackedLayout) -> np.ndarray:
-    """The tokens that segments look at, segment after segment."""
+    """The tokens that each segment attends to, one segment after the other."""
     starts = np.cumsum([0, *layout.lengths])
     parts = []
     for start, length, (prompt, prompt_length) in zip(starts, layout.lengths, layout.shared, strict=False):
@@ -178,17 +176,17 @@ def _local(tensor: Any) -> Any:
 
 
 def tensor_plan(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Which modules are split over ranks and how, as the model itself says: name -> (module, style)."""
+    """The model's own plan, which modules are split over ranks and how: name -> (module, style)."""
     causal = causal_lm(model)
     plan: dict[str, str] = getattr(causal, "_tp_plan", None) or {}
     if not any(".*." in pattern for pattern in plan):
         raise ValueError(f"{type(causal).__name__} has no plan for tensor parallelism: set parallel.tensor to 1")
-    found = {}
+    modules = {}
     for name, module in causal.named_modules():
         style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
         if style is not None:
-            found[name] = (module, style)
-    return found
+            modules[name] = (module, style)
+    return modules
 
 
 def causal_lm(model: nn.Module) -> Any:

@@ -1,7 +1,7 @@
-"""A model cut into stages of consecutive layers, for ranks that each have some of them.
+"""A model cut into pipeline stages of consecutive layers.
 
-Layers that lie elsewhere become pass-throughs, so every parameter keeps its name. Found from the model's own pipeline
-plan; a model whose forward does more than its layers is refused. Must not know ranks or schedules.
+Layers of other stages become pass-throughs, so every parameter keeps its name. Layers are found from the model's own
+pipeline plan; a model whose forward does more than its layers is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lockstep.model.policy import PackedTokens, Policy, causal_lm
 
 
 class PassThrough(nn.Module):
-    """Stands for a module of another stage. It has the plain attributes of that module, which models look at."""
+    """Replaces a module of another stage. It has that module's plain attributes, which models read."""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
@@ -31,8 +31,8 @@ class PassThrough(nn.Module):
 class Stage(nn.Module):
     """Consecutive layers of a policy: the first stage also embeds, the last also has norm and head.
 
-    Parameters are shared with the policy. Before a pass, `work` says what each micro-batch is, by number, and `finish`
-    what the last stage makes of its hidden states.
+    Parameters are shared with the policy. Set before a pass: `micro_batches`, and `finish`, which the last stage calls
+    with a micro-batch's number and hidden states.
     """
 
     def __init__(self, policy: Policy, layers: range, num_layers: int) -> None:
@@ -42,16 +42,16 @@ class Stage(nn.Module):
         self.body = _body_of(policy, layers, num_layers)
         causal = causal_lm(policy.model)
         self.head = causal.get_output_embeddings() if self.is_last else None
-        # Beside a head that shares its matrix, so that whoever replaces the one replaces the other.
+        # Beside a head that shares its matrix, so that both are replaced together.
         self.tied = causal.get_input_embeddings() if self.is_last and _is_tied(causal) else None
         self._policy = [policy]  # in a list, so that it is no submodule
-        self.work: Sequence[PackedTokens] = ()
+        self.micro_batches: Sequence[PackedTokens] = ()
         self.finish: Callable[[int, Tensor], Tensor] | None = None
 
     def forward(self, hidden: Tensor, number: Tensor) -> Tensor:
-        """[1, T, H] hidden states in and out; the first stage ignores what it is given, the last one finishes."""
+        """[1, T, H] hidden states in and out; the first stage ignores its input, the last one returns `finish`'s."""
         (policy,) = self._policy
-        packed = self.work[int(number)]
+        packed = self.micro_batches[int(number)]
         inputs = {"input_ids": packed.tokens[None]} if self.is_first else {"inputs_embeds": hidden}
         hidden = policy.run_layers(self.body, packed, inputs)
         if not self.is_last:
@@ -61,7 +61,7 @@ class Stage(nn.Module):
 
 
 def keep_layers(policy: Policy, kept: Sequence[range], num_layers: int) -> None:
-    """Leave only the layers in `kept` on this rank, and embedding and head where a first or last stage is."""
+    """Keep only these layers on this rank, with the embedding for the first stage and the head for the last."""
     causal = causal_lm(policy.model)
     base, names = causal.base_model, _names(causal)
     tied = _is_tied(causal)
@@ -70,7 +70,7 @@ def keep_layers(policy: Policy, kept: Sequence[range], num_layers: int) -> None:
     for i, layer in enumerate(layers):
         if i not in mine:
             layers[i] = PassThrough(layer)
-    # A tied embedding stays beside the head: it has the name under which both are saved.
+    # A tied embedding stays beside the head: both are saved under its name.
     if 0 not in mine and not (tied and num_layers - 1 in mine):
         setattr(base, names["embedding"], PassThrough(getattr(base, names["embedding"])))
     if num_layers - 1 not in mine:
@@ -79,7 +79,7 @@ def keep_layers(policy: Policy, kept: Sequence[range], num_layers: int) -> None:
 
 
 def layer_costs(policy: Policy) -> tuple[list[float], float]:
-    """(of each layer, of the head), in parameters, which is what a token costs to compute."""
+    """(of each layer, of the head), in parameters, to which the compute per token is proportional."""
     causal = causal_lm(policy.model)
     layers = getattr(causal.base_model, _names(causal)["layers"])
     costs = [float(sum(p.numel() for p in layer.parameters())) for layer in layers]
@@ -87,7 +87,7 @@ def layer_costs(policy: Policy) -> tuple[list[float], float]:
 
 
 def head_alone(policy: Policy) -> Any:
-    """The model with every layer passed through: its head, and whatever it does to logits after that."""
+    """The model with every layer passed through: its head, and what it does to logits after that."""
     causal = causal_lm(policy.model)
     alone: Any = copy.copy(causal)
     num_layers = len(getattr(causal.base_model, _names(causal)["layers"]))
@@ -97,16 +97,16 @@ def head_alone(policy: Policy) -> Any:
 
 @torch.no_grad()
 def check_divisible(policy: Policy) -> None:
-    """With every layer passed through, the model must give back what it was given: nothing happens between layers."""
+    """With every layer passed through, the model must return its input: nothing happens between layers."""
     causal = causal_lm(policy.model)
     names = _names(causal)
     body = _body_of(policy, range(0), len(getattr(causal.base_model, names["layers"])))
     device = next(p.device for p in causal.parameters())
     size = causal.config.get_text_config().hidden_size
-    given = torch.linspace(-1, 1, 4 * size, device=device, dtype=next(causal.parameters()).dtype).view(1, 4, size)
+    hidden = torch.linspace(-1, 1, 4 * size, device=device, dtype=next(causal.parameters()).dtype).view(1, 4, size)
     positions = torch.arange(4, device=device)
     packed = PackedTokens(positions, positions, (4,), positions[:0], positions[:0])
-    if not torch.equal(policy.run_layers(body, packed, {"inputs_embeds": given}), given):
+    if not torch.equal(policy.run_layers(body, packed, {"inputs_embeds": hidden}), hidden):
         raise ValueError(
             f"{type(causal).__name__} changes hidden states outside its layers, so it cannot be cut into stages: "
             "set parallel.pipeline to 1"
@@ -114,7 +114,7 @@ def check_divisible(policy: Policy) -> None:
 
 
 def _body_of(policy: Policy, layers: range, num_layers: int) -> nn.Module:
-    """The model without its head, sharing modules, with pass-throughs for what is not in `layers`."""
+    """The model without its head, sharing modules, with pass-throughs for all that is not in `layers`."""
     causal = causal_lm(policy.model)
     base, names = causal.base_model, _names(causal)
     body: Any = copy.copy(base)
@@ -137,7 +137,7 @@ def _is_tied(causal: Any) -> bool:
 
 
 def _names(causal: Any) -> dict[str, str]:
-    """What the model calls its embedding, layers and final norm, from its own plan."""
+    """Attribute names of embedding, layers and final norm, from the model's own plan."""
     plan = getattr(causal, "_pp_plan", None) or {}
     prefix = causal.base_model_prefix + "."
     inner = [name.removeprefix(prefix) for name in plan if name.startswith(prefix)]

@@ -1,7 +1,7 @@
 """The tokens of one micro-batch split over ranks; attention alone needs them together.
 
 Around attention, ranks trade: each gives away its tokens' heads and gets all tokens of its own heads (all-to-all),
-and back. Must not know models or documents.
+and back.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 
-class SplitTokens:
+class HeadExchange:
     """`mesh` has one axis: the ranks that share a micro-batch, in the order of its tokens."""
 
     def __init__(self, mesh: DeviceMesh) -> None:

@@ -80,28 +80,28 @@ def test_the_kernel_gives_log_probs_and_their_gradient(transform, dtype, vocabul
 @every_transform
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocabulary", [7, 4097, 151936])
-def test_the_kernel_gives_entropies_collisions_and_the_gradient_of_both_kinds(transform, dtype, vocabulary):
+def test_the_kernel_gives_entropies_sums_of_squares_and_the_gradient_of_both_kinds(transform, dtype, vocabulary):
     from lockstep.model.head_kernel import logprobs_and_gradient, measure
 
     generator = torch.Generator(CUDA).manual_seed(0)
     logits = (4 * torch.randn(33, vocabulary, device=CUDA, generator=generator)).to(dtype)
     targets = torch.randint(vocabulary, (33,), device=CUDA, generator=generator)
-    grad_logprobs, entropy_slopes = (torch.randn(33, device=CUDA, generator=generator) for _ in range(2))
+    grad_logprobs, grad_entropies = (torch.randn(33, device=CUDA, generator=generator) for _ in range(2))
     leaf = logits.double().requires_grad_()
     wide = leaf * transform.scale
     if transform.softcap is not None:
         wide = transform.softcap * torch.tanh(wide / transform.softcap)
     every = torch.log_softmax(wide, dim=1)
     chosen, entropies = every.gather(1, targets[:, None])[:, 0], -(every.exp() * every).sum(dim=1)
-    (gradient,) = torch.autograd.grad((grad_logprobs * chosen + entropy_slopes * entropies).sum(), leaf)
+    (gradient,) = torch.autograd.grad((grad_logprobs * chosen + grad_entropies * entropies).sum(), leaf)
 
     found = measure(logits, targets, transform.scale, transform.softcap, facts=True)
     log_sum_sq_probs = (every.detach().exp() ** 2).sum(dim=1).log()
     for ours, exact in zip(found, (chosen.detach(), entropies.detach(), log_sum_sq_probs), strict=True):
         torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-4)
-    spread = (entropy_slopes, found[1])
+    entropy = (grad_entropies, found[1])
     _, written = logprobs_and_gradient(
-        logits.clone(), targets, grad_logprobs, transform.scale, transform.softcap, spread
+        logits.clone(), targets, grad_logprobs, transform.scale, transform.softcap, entropy
     )
     assert distance(written, gradient) < (5e-3 if dtype == torch.bfloat16 else 1e-4)
 
@@ -139,7 +139,7 @@ def test_both_ways_through_the_head_are_as_near_to_float64_as_full_logits_in_bf1
 
     options = HeadOptions(transform, chunk)
     ways = {
-        "slopes": lambda h, w: weighted_logprob_sum(h, w, None, targets, grad_logprobs, options)[0],
+        "known gradient": lambda h, w: weighted_logprob_sum(h, w, None, targets, grad_logprobs, options)[0],
         "log-probs": lambda h, w: (grad_logprobs * target_logprobs(h, w, None, targets, options)).sum(),
     }
     exact = gradients(torch.float64, full)

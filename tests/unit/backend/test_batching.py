@@ -67,7 +67,7 @@ def test_a_packed_row_says_which_prompt_an_answer_follows():
     found = pack(documents, BATCH, multiple_of=4)
     assert found.packed.lengths == (7, 3, 3, 3)
     assert found.packed.shared == ((0, 0), (0, 0), (7, 1), (0, 0))
-    assert found.packed.asked.tolist() == [3, 5, 7, 8, 7, 11]
+    assert found.packed.predictors.tolist() == [3, 5, 7, 8, 7, 11]
     assert found.packed.targets.tolist() == [21, 23, 40, 41, 50, 52]
     assert found.inputs.completions.tolist() == [0, 0, 1, 1, 2, 2]
     assert found.inputs.num_completions == 4
@@ -93,14 +93,16 @@ def test_documents_are_laid_end_to_end_and_positions_start_again():
     assert packed.tokens.tolist() == [10, 11, 12, 20, 21, 22, 23, 30, 40, 41, 30, 50, 51, 52, 60, 61, 62]
     assert packed.positions.tolist() == [*range(7), *range(3), *range(4), *range(3)]
     assert packed.lengths == (7, 3, 4, 3)
-    assert packed.asked.tolist() == [3, 5, 7, 8, 10, 12]
+    assert packed.predictors.tolist() == [3, 5, 7, 8, 10, 12]
     assert packed.targets.tolist() == [21, 23, 40, 41, 50, 52]
-    assert packed.targets.tolist() == packed.tokens[packed.asked + 1].tolist()
+    assert packed.targets.tolist() == packed.tokens[packed.predictors + 1].tolist()
     assert found.inputs.weights.tolist() == [1.0, 0.5, 1.0, 1.0, 2.0, 1.0]
     assert found.inputs.scale == 0.25
     assert found.inputs.options == {"beta": 0.1}
     assert len(found.packed.tokens) == 17
-    assert packed.tokens.dtype == packed.positions.dtype == packed.asked.dtype == packed.targets.dtype == torch.int64
+    assert (
+        packed.tokens.dtype == packed.positions.dtype == packed.predictors.dtype == packed.targets.dtype == torch.int64
+    )
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 7])
@@ -146,7 +148,7 @@ def test_an_empty_micro_batch_runs_the_same_passes_with_a_weight_of_zero():
     assert plan.micro_batches == ((),)
     found = pack((), batch)
     assert found.packed.lengths == (2,)
-    assert found.packed.asked.tolist() == [0]
+    assert found.packed.predictors.tolist() == [0]
     assert found.inputs.weights.tolist() == [0.0]
     assert found.inputs.values["advantages"].tolist() == [0.0]
     assert found.rows.tolist() == [-1]
@@ -162,7 +164,7 @@ def test_padding_reaches_a_multiple_and_has_no_targets(multiple_of):
     assert filled.packed.lengths == (*plain.packed.lengths, *([num_filling] if num_filling else []))
     assert filled.packed.tokens[:17].tolist() == plain.packed.tokens.tolist()
     assert filled.packed.positions[17:].tolist() == [0] * num_filling
-    assert filled.packed.asked.tolist() == plain.packed.asked.tolist()
+    assert filled.packed.predictors.tolist() == plain.packed.predictors.tolist()
     assert filled.packed.targets.tolist() == plain.packed.targets.tolist()
     assert filled.inputs.weights.tolist() == plain.inputs.weights.tolist()
     assert sum(plain.packed.lengths) == 17
@@ -174,7 +176,7 @@ def test_the_filling_of_a_single_document_is_its_tail():
     assert filled.packed.lengths == (8,)
     num_filling = 8 - document.num_tokens
     assert filled.packed.positions.tolist() == [*range(8 - num_filling), *([0] * num_filling)]
-    assert filled.packed.asked.tolist() == [3, 5]
+    assert filled.packed.predictors.tolist() == [3, 5]
 
 
 def test_side_values_follow_the_weighted_tokens_of_their_completion():

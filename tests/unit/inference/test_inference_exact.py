@@ -77,10 +77,10 @@ def trainer_logprobs(model: Any, prompt: Sequence[int], answer: Sequence[int], t
     assert transform.softcap is None
     policy.head_options = replace(policy.head_options, transform=LogitTransform(transform.scale / temperature))
     text = torch.tensor([*prompt, *answer])
-    asked = torch.arange(len(prompt) - 1, len(text) - 1)
+    predictors = torch.arange(len(prompt) - 1, len(text) - 1)
     try:
         with torch.no_grad():
-            found = policy(PackedTokens(text, torch.arange(len(text)), (len(text),), asked, text[asked + 1]))
+            found = policy(PackedTokens(text, torch.arange(len(text)), (len(text),), predictors, text[predictors + 1]))
     finally:
         policy.stop_packing()
     return found.tolist()

@@ -154,7 +154,7 @@ def test_log_probs_carry_the_gradient_of_any_loss(transform, head, chunk, loss: 
 @every_head
 @every_chunk
 @pytest.mark.parametrize("kept_bytes", [0, 1 << 20], ids=["computed again", "kept"])
-def test_entropies_carry_a_gradient_of_their_own_and_collisions_none(transform, head, chunk, kept_bytes):
+def test_entropies_carry_a_gradient_of_their_own_and_log_sum_sq_probs_none(transform, head, chunk, kept_bytes):
     inputs = make_inputs(head)
     found = token_facts(*arguments_of(inputs), HeadOptions(transform, chunk, kept_bytes=kept_bytes))
     every = plain_distributions(inputs, transform)
@@ -290,7 +290,7 @@ class Sizes(TorchDispatchMode):
         return result
 
 
-def by_slopes(arguments: tuple[Any, ...], options: HeadOptions) -> Tensor:
+def by_grad_logprobs(arguments: tuple[Any, ...], options: HeadOptions) -> Tensor:
     return weighted_logprob_sum(*arguments, torch.ones(LONG), options)[0]
 
 
@@ -321,7 +321,7 @@ def measure(path: Callable[..., Tensor], *, trained: bool) -> tuple[int, int]:
     return sizes.largest, sum(saved.values())
 
 
-@pytest.mark.parametrize("path", [by_slopes, by_log_probs])
+@pytest.mark.parametrize("path", [by_grad_logprobs, by_log_probs])
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
 def test_no_tensor_is_larger_than_one_chunk_of_logits(path, trained):
     largest, saved = measure(path, trained=trained)
@@ -337,9 +337,9 @@ def test_the_measure_sees_full_logits_where_they_exist():
 
 @pytest.mark.parametrize(("rows", "chunk"), [(1, 8), (64, 64), (65, 64), (7, 3), (100, 1)])
 def test_chunks_are_of_nearly_equal_size_and_cover_every_row_once(rows, chunk):
-    from lockstep.model.head import _chunks
+    from lockstep.model.head import split_chunks
 
-    parts = _chunks(rows, chunk)
+    parts = split_chunks(rows, chunk)
     assert [i for part in parts for i in range(rows)[part]] == list(range(rows))
     sizes = [part.stop - part.start for part in parts]
     assert max(sizes) <= chunk

@@ -28,13 +28,13 @@ def draw_documents() -> list[list[int]]:
 
 
 def pack(documents: list[list[int]]) -> PackedTokens:
-    """Every next token is asked for."""
-    tokens, positions, asked = [], [], []
+    """Every next token is a target."""
+    tokens, positions, predictors = [], [], []
     for document in documents:
-        asked += [len(tokens) + i for i in range(len(document) - 1)]
+        predictors += [len(tokens) + i for i in range(len(document) - 1)]
         positions += range(len(document))
         tokens += document
-    places = torch.tensor(asked)
+    places = torch.tensor(predictors)
     row = torch.tensor(tokens)
     return PackedTokens(row, torch.tensor(positions), tuple(map(len, documents)), places, row[places + 1])
 
@@ -127,7 +127,7 @@ def test_the_gradient_of_packed_documents_is_the_sum_of_theirs(family):
         torch.testing.assert_close(gradient, found[False][name], rtol=tolerance, atol=tolerance, msg=name)
 
 
-def test_slopes_give_the_weighted_sum_and_log_probs_without_gradient():
+def test_known_gradients_give_the_weighted_sum_and_log_probs_without_gradient():
     policy, packed = Policy(make_model("llama", lora=False)), pack(draw_documents())
     grad_logprobs = torch.linspace(-1, 1, len(packed.targets), dtype=torch.float64)
     total, logprobs = policy(packed, grad_logprobs)
@@ -138,10 +138,10 @@ def test_slopes_give_the_weighted_sum_and_log_probs_without_gradient():
     assert_close(total, (grad_logprobs * direct).sum())
 
 
-def test_only_what_is_asked_is_computed():
+def test_only_targets_are_computed():
     policy, packed = Policy(make_model("llama", lora=False)), pack(draw_documents())
     some = torch.tensor([2, 8, 20])
-    few = PackedTokens(packed.tokens, packed.positions, packed.lengths, packed.asked[some], packed.targets[some])
+    few = PackedTokens(packed.tokens, packed.positions, packed.lengths, packed.predictors[some], packed.targets[some])
     with torch.no_grad():
         assert_close(policy(few), policy(packed)[some])
 

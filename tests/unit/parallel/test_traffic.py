@@ -15,7 +15,7 @@ from lockstep.parallel.traffic import Traffic, _Flights, find_straggler, sent_sh
 
 # Two layers of 1000 parameters, of which 100 are trained, and 500 (50) outside of them.
 SIZES = Sizes((Unit(1000, 100), Unit(1000, 100)), Unit(500, 50), hidden=8, compute_bytes=2, gradient_bytes=4)
-WORK = RankWork(tokens=60, asked=20, micro_batches=3)
+WORK = RankWork(tokens=60, targets=20, micro_batches=3)
 
 
 def test_a_ring_sends_its_share():

@@ -182,7 +182,7 @@ class TorchBackend:
         if self._scale is None:
             return OptimResult(lambda: numbers.result()[0], peak_memory_gib=memory, deferred=numbers.deferred)
         (value,) = numbers.result()
-        self._scale.note(finite=math.isfinite(value))
+        self._scale.update(finite=math.isfinite(value))
         return OptimResult(lambda: value, peak_memory_gib=memory, loss_scale=self._scale.value)
 
     @property

@@ -1,7 +1,4 @@
-"""The norm of the whole gradient and clipping by it, wherever its pieces lie.
-
-Must not know models, losses or data.
-"""
+"""The norm of the whole gradient and clipping by it, however it is split over ranks."""
 
 from __future__ import annotations
 
@@ -16,15 +13,16 @@ from lockstep.parallel.group import ProcessGroup
 
 
 def gradient_norm(parameters: Sequence[nn.Parameter], group: ProcessGroup) -> Tensor:
-    """2-norm over all gradients, the same on every rank. All ranks; a parameter of two stages is given by one."""
-    kinds: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    """2-norm over all gradients, the same on every rank. All ranks; a parameter that two stages have counts once: the
+    caller leaves it out on one of them."""
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     for p in parameters:
         if p.grad is not None:
-            kinds.setdefault(_split_over(p.grad), []).append(_local(p.grad))
+            by_groups.setdefault(_split_over(p.grad), []).append(_local(p.grad))
     total = torch.zeros((), dtype=torch.float64, device=group.device)
-    # In one order on every rank: which gradients a rank has may differ, the kinds do not.
-    for groups in sorted(kinds, key=lambda groups: [g.group_name for g in groups]):
-        square = torch.stack(torch._foreach_norm(kinds[groups])).double().square().sum()
+    # In one order on every rank: which gradients a rank has may differ, the groups do not.
+    for groups in sorted(by_groups, key=lambda groups: [g.group_name for g in groups]):
+        square = torch.stack(torch._foreach_norm(by_groups[groups])).double().square().sum()
         for process_group in groups:
             dist.all_reduce(square, group=process_group)
         total += square
@@ -35,7 +33,7 @@ def gradient_norm(parameters: Sequence[nn.Parameter], group: ProcessGroup) -> Te
 
 
 def clip(parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: float, *, scale: float = 1.0) -> None:
-    """Multiply every gradient by `scale`, and shorten the whole to `max_norm`; `norm` is of the scaled one."""
+    """Multiply every gradient by `scale`, and the whole down to `max_norm`; `norm` is of the scaled gradient."""
     gradients = [_local(p.grad) for p in parameters if p.grad is not None]
     if not gradients:
         return
@@ -48,7 +46,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _split_over(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """The groups whose ranks hold different pieces of the tensor."""
+    """The process groups whose ranks hold different parts of the tensor."""
     if not isinstance(tensor, DTensor):
         return ()
     mesh = tensor.device_mesh

@@ -1,6 +1,6 @@
-"""The processes of a run: who this one is, what device it has, and how all of them join, agree and part.
+"""The processes of a run: rank, device and mesh of this one, and how all of them join, agree and leave.
 
-Works without any process group when the run has one process. Must not know models or data.
+With one process no torch process group is needed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lockstep.config.parallel import AXES, ONE_RANK, Degrees
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """One process's view of the run. `mesh` is None when there is one process."""
+    """One rank's view of the processes of a run. `mesh` is None when there is one process."""
 
     rank: int
     num_ranks: int
@@ -30,20 +30,20 @@ class ProcessGroup:
     degrees: Degrees = ONE_RANK
     mesh: DeviceMesh | None = None
     background: dist.ProcessGroup | None = None
-    """A gloo group of its own for checkpoint writers, which run beside the training thread."""
+    """A separate gloo group for checkpoint writers, which run beside the training thread."""
 
     def place(self, axis: str) -> int:
-        """This rank's number along an axis."""
+        """This rank's index along a mesh axis."""
         return 0 if self.mesh is None else self.mesh.get_local_rank(axis)
 
     @property
     def data_rank(self) -> int:
-        """Which share of a batch this rank has; the ranks of the other axes have the same one."""
+        """Which part of a batch this rank computes; ranks of the other axes compute the same part."""
         return self.place("replicate") * self.degrees.shard + self.place("shard")
 
     @property
     def counts(self) -> bool:
-        """Whether this rank's results are: all ranks of the tensor axis have the same, and the last stage has them."""
+        """Whether its results enter sums: tensor ranks have the same ones, and only the last stage has any."""
         return self.place("tensor") == 0 and self.place("pipeline") == self.degrees.pipeline - 1
 
     def sum(self, values: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def choose_device(wanted: str = "auto") -> torch.device:
 
 
 def join(device: torch.device, degrees: Degrees, *, timeout_s: float = 600.0) -> ProcessGroup:
-    """Meet the other processes (torchrun's environment), with a deadline on every later collective."""
+    """Join the other processes (torchrun's environment), with a deadline on every later collective. All ranks."""
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -111,7 +111,7 @@ def join(device: torch.device, degrees: Degrees, *, timeout_s: float = 600.0) ->
             ) from error
     mesh = init_device_mesh(device.type, tuple(getattr(degrees, axis) for axis in AXES), mesh_dim_names=AXES)
     for axis in AXES:
-        # A mesh gives its groups torch's own deadline; there is no public way to pass ours (torch 2.13).
+        # A mesh gives its groups torch's default deadline; there is no public way to pass ours (torch 2.13).
         dist.distributed_c10d._set_pg_timeout(timeout, mesh.get_group(axis))
     return ProcessGroup(rank, num_ranks, device, degrees, mesh, dist.new_group(backend="gloo", timeout=timeout))
 

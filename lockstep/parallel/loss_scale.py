@@ -1,8 +1,4 @@
-"""The loss scale of fp16: large enough that small gradients do not vanish, small enough that none overflows.
-
-Halved when a gradient overflows (that step is left out), doubled after many steps that did not.
-Must not know models or optimizers.
-"""
+"""The loss scale of fp16: halved when a gradient overflows (that step is skipped), doubled after many that did not."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ class LossScale:
         self.value = _FIRST
         self._good_steps = 0
 
-    def note(self, *, finite: bool) -> None:
+    def update(self, *, finite: bool) -> None:
         """After every step, the same on every rank."""
         if not finite:
             self.value, self._good_steps = self.value / 2, 0

@@ -1,7 +1,4 @@
-"""Stages on ranks: which layers each gets, and the schedule in which micro-batches pass through them.
-
-Schedules are torch's own. Must not know models: it is given modules, costs and hidden states.
-"""
+"""Pipeline stages: which layers each gets, and torch's schedules of micro-batches through them."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
 )
 
-# Schedules that keep one stage on a rank, and those that deal several out to each.
+# Schedules with one stage on each rank, and those with several.
 _SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 _SEVERAL = {"interleaved": ScheduleInterleaved1F1B, "zero_bubble": ScheduleInterleavedZeroBubble}
 
@@ -30,7 +27,8 @@ def stages_per_rank(schedule: str) -> int:
 
 
 def cut(costs: Sequence[float], head_cost: float, num_stages: int) -> list[range]:
-    """Consecutive layers for each stage, so that the dearest stage is as cheap as can be; the head is on the last."""
+    """Consecutive layers for each stage, such that the most expensive stage is as cheap as possible; the head is on the
+    last."""
     if len(costs) < num_stages:
         raise ValueError(
             f"parallel.pipeline needs {num_stages} stages, and the model has {len(costs)} layers: every stage needs one"
@@ -39,7 +37,7 @@ def cut(costs: Sequence[float], head_cost: float, num_stages: int) -> list[range
     for cost in costs:
         before.append(before[-1] + cost)
     num_layers = len(costs)
-    # best[k][i]: the cheapest dearest stage when the first i layers make k stages.
+    # best[k][i]: (cost of the most expensive stage, where the last one starts) if the first i layers make k stages.
     best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
     for k in range(1, num_stages + 1):
         row: dict[int, tuple[float, int]] = {}
@@ -57,12 +55,12 @@ def cut(costs: Sequence[float], head_cost: float, num_stages: int) -> list[range
 
 
 def stages_of(rank: int, num_ranks: int, num_stages: int) -> list[int]:
-    """The stages of one rank: dealt out in turn."""
+    """The stages of one rank: round robin."""
     return list(range(rank, num_stages, num_ranks))
 
 
 class Pipeline:
-    """Runs micro-batches of one size through the stages of this rank. All ranks of the axis call it alike."""
+    """Runs micro-batches of one size through the stages of this rank. All ranks of the axis make the same calls."""
 
     def __init__(
         self,
@@ -78,7 +76,7 @@ class Pipeline:
         self._schedules: dict[tuple[tuple[int, ...], torch.dtype, int], Any] = {}
 
     def num_micro_batches(self, wanted: int) -> int:
-        """At least as many as ranks, and a multiple where the schedule deals in rounds."""
+        """At least as many as ranks, and a multiple of them where the schedule needs that."""
         if self._schedule_name in _SINGLE:
             return max(wanted, self._size)
         return -(-max(wanted, self._size) // self._size) * self._size
@@ -96,20 +94,20 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, num_micro_batches: int, hidden: Tensor) -> None:
-        """One micro-batch after another, through all stages."""
+        """Without gradient: one micro-batch after another, through all stages."""
         for number in range(num_micro_batches):
-            passed = hidden
+            output = hidden
             for index in range(self._num_stages):
                 owner, previous = index % self._size, (index - 1) % self._size
                 if owner != dist.get_rank(self._group):
                     continue
-                given = passed
+                received = output
                 if index > 0 and previous != owner:
-                    given = torch.empty_like(hidden)
-                    dist.recv(given, group=self._group, group_src=previous)
-                passed = self._stages[index](given, torch.tensor(number))
+                    received = torch.empty_like(hidden)
+                    dist.recv(received, group=self._group, group_src=previous)
+                output = self._stages[index](received, torch.tensor(number))
                 if index + 1 < self._num_stages and (index + 1) % self._size != owner:
-                    dist.send(passed.contiguous(), group=self._group, group_dst=(index + 1) % self._size)
+                    dist.send(output.contiguous(), group=self._group, group_dst=(index + 1) % self._size)
 
     def _schedule(self, num_micro_batches: int, hidden: Tensor) -> Any:
         key = (tuple(hidden.shape), hidden.dtype, num_micro_batches)
@@ -125,19 +123,19 @@ class Pipeline:
     def _stage(self, index: int, hidden: Tensor) -> PipelineStage:
         is_first, is_last = index == 0, index == self._num_stages - 1
         example = hidden.detach().requires_grad_()
-        given = torch.zeros(1, 1, device=self._device) if is_first else example
+        argument = torch.zeros(1, 1, device=self._device) if is_first else example
         loss = torch.zeros((), dtype=hidden.dtype, device=self._device, requires_grad=True)
         return PipelineStage(
             self._stages[index],
             index,
             self._num_stages,
             self._device,
-            input_args=(given,),
+            input_args=(argument,),
             output_args=(loss if is_last else example,),
             group=self._group,
         )
 
 
 def _own_loss(output: Tensor, _target: Tensor) -> Tensor:
-    """The last stage has computed it."""
+    """The last stage's output is the loss."""
     return output

@@ -1,7 +1,4 @@
-"""Every rank holds the whole model; gradients are summed (DDP).
-
-Must not know models, losses or data.
-"""
+"""Every rank holds the whole model; gradients are summed (DDP)."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -17,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 def replicate(module: nn.Module, device: torch.device, compression: str = "none") -> DistributedDataParallel:
     """Sums instead of DDP's average: losses are sums and their weights carry the normalisation.
 
-    `compression` sends narrower gradients, or a low rank of them (PowerSGD): cheaper, and no longer the same numbers.
+    `compression` sends gradients in a narrower dtype or at a low rank (PowerSGD): cheaper, and not the same numbers.
     """
     wrapped = DistributedDataParallel(
         module,

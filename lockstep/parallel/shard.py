@@ -1,7 +1,4 @@
-"""Parameters, gradients and optimizer state split over ranks (FSDP2).
-
-Must not know models, losses or data: it is given a module and the layers inside it.
-"""
+"""Parameters, gradients and optimizer state split over ranks (FSDP2)."""
 
 from __future__ import annotations
 
@@ -27,10 +24,10 @@ def shard(
 ) -> None:
     """Each layer is a unit; what is left in a root (embedding, final norm, head) is its unit. Gradients are sums.
 
-    `keep_parameters`: what was gathered for forward stays for backward. `prefetch`: layers gathered ahead.
+    `keep_parameters`: parameters gathered for forward stay for backward. `prefetch`: layers gathered ahead.
 
-    Ranks that split the tokens of a micro-batch have parts of its gradient, like ranks with rows of their own: they
-    count as shards.
+    Ranks that split the tokens of a micro-batch have parts of its gradient, as data-parallel ranks do: they count as
+    shards.
     """
     name = "shard"
     if mesh["context"].size() > 1:
@@ -43,7 +40,7 @@ def shard(
     place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
     options: dict[str, Any] = {"mesh": axes, "mp_policy": policy, "offload_policy": place}
     units = [fully_shard(layer, reshard_after_forward=not keep_parameters, **options) for layer in layers]
-    if prefetch > 1:  # one layer ahead is what FSDP2 does by itself
+    if prefetch > 1:  # one layer ahead is FSDP2's default
         _prefetch(units, prefetch)
     for root in roots:
         fully_shard(root, reshard_after_forward=False, **options)
@@ -60,7 +57,7 @@ def _prefetch(units: Sequence[FSDPModule], depth: int) -> None:
 
 
 def reshard(module: nn.Module) -> None:
-    """After a pass without backward, FSDP2 keeps the root unit whole, and that copy is not what is trained."""
+    """After a pass without backward FSDP2 keeps the root unit gathered: drop that copy, it goes stale."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
@@ -68,7 +65,7 @@ def reshard(module: nn.Module) -> None:
 
 @contextlib.contextmanager
 def unsharded(module: nn.Module) -> Iterator[None]:
-    """The root unit whole, for callers that go past the root into the modules below it. All ranks."""
+    """The root unit gathered, for callers that use modules below the root directly. All ranks."""
     if not isinstance(module, FSDPModule):
         yield
         return

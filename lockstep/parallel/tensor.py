@@ -1,7 +1,7 @@
-"""Matrices split over ranks, after the model's own plan: which module is split, and how.
+"""Tensor parallelism by the model's own plan: module by module, in the styles that transformers names.
 
 Parameters become DTensors, so that sharding, checkpoints and norms know the whole; modules compute with their local
-part, and the collectives between them are written out here. Must not know models: it is given modules and styles.
+part, and the collectives between them are explicit here.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 def split(modules: Mapping[str, tuple[nn.Module, str]], mesh: DeviceMesh) -> None:
     """Split every module (by name: module, style) over the ranks of `mesh`, in place. All ranks."""
     done: dict[nn.Parameter, nn.Parameter] = {}
-    # Modules beside each other (q, k and v; gate and up) read one input.
+    # Sibling modules (q, k and v; gate and up) read the same input.
     readers = Counter(name.rpartition(".")[0] for name, (_, style) in modules.items() if style == "colwise")
     entrances = {parent: _Entrance(mesh, count) for parent, count in readers.items()}
     for name, (module, style) in modules.items():
         if style not in _STYLES:
-            raise ValueError(f"{name} is to be split as {style!r}, which is not known: known are {', '.join(_STYLES)}")
+            raise ValueError(f"{name} is to be split as {style!r}, which is unknown: known are {', '.join(_STYLES)}")
         parent = name.rpartition(".")[0]
         if style == "sequence_parallel" and parent in readers:
             raise ValueError(
@@ -42,24 +42,24 @@ def split(modules: Mapping[str, tuple[nn.Module, str]], mesh: DeviceMesh) -> Non
 
 
 class _Entrance:
-    """One way in for modules that read the same value: backward, the sum over ranks is then made once for all."""
+    """Shared by modules that read the same value: its gradient is then summed over ranks once for all of them."""
 
     def __init__(self, mesh: DeviceMesh, num_readers: int) -> None:
         self._mesh, self._num_readers = mesh, num_readers
-        self._given: Tensor | None = None
+        self._input: Tensor | None = None
         self._entered: Tensor | None = None
         self._num_read = 0
 
     def enter(self, x: Tensor) -> Tensor:
-        if self._num_readers == 1 or torch.compiler.is_compiling():  # compiled code cannot look at what was before
+        if self._num_readers == 1 or torch.compiler.is_compiling():  # compiled code must not depend on the last call
             return _Enter.apply(x, self._mesh)
-        if self._given is not x:
-            self._given, self._entered, self._num_read = x, _Enter.apply(x, self._mesh), 0
+        if self._input is not x:
+            self._input, self._entered, self._num_read = x, _Enter.apply(x, self._mesh), 0
         entered = self._entered
         assert entered is not None
         self._num_read += 1
         if self._num_read == self._num_readers:
-            self._given = self._entered = None  # nobody else will ask: do not keep it alive
+            self._input = self._entered = None  # no reader is left: do not keep it alive
         return entered
 
 
@@ -82,7 +82,7 @@ class _Splitter:
                 f"{self.mesh.size()} ranks: parallel.tensor must divide them"
             )
         if old not in self._done:
-            # Every rank cuts its own part: which values there are is settled later, from rank 0.
+            # Every rank cuts its own part; the values come from rank 0 later.
             whole = old.detach()
             part = distribute_tensor(whole, self.mesh, [Shard(dim)], src_data_rank=None)
             self._done[old] = nn.Parameter(part, requires_grad=old.requires_grad)
@@ -97,7 +97,7 @@ def _split_columns(splitter: _Splitter, module: nn.Module) -> None:
     for number, linear in enumerate(_linears(splitter, module, "lora_B")):
         splitter.parameter(linear, "weight", 0)
         splitter.parameter(linear, "bias", 0)
-        # The base layers share what they read; each adapter's second half reads its own first half.
+        # Base layers share their input; each adapter's second half reads its own first half.
         linear.forward = _columns(linear, _Entrance(splitter.mesh, 1) if number else splitter.entrance)
 
 
@@ -135,7 +135,7 @@ def _sum_gradients(splitter: _Splitter, module: nn.Module) -> None:
 
 
 def _split_tokens(splitter: _Splitter, module: nn.Module) -> None:
-    """Every rank has the parameters and computes some of the tokens of [rows, tokens, ...], one by one independent."""
+    """Every rank has the parameters and computes some of the tokens of [rows, tokens, ...], which are independent."""
     forward, mesh = _summing(module, splitter.mesh), splitter.mesh
     module.forward = lambda x: _Gather.apply(forward(_Cut.apply(x, mesh, 1)), mesh, x.shape[1], 1)
 
@@ -214,7 +214,7 @@ def _then(first: Forward, second: Forward) -> Forward:
 
 
 class SplitVocabulary:
-    """What a head needs whose rows lie on several ranks: where its part starts, and sums over the ranks."""
+    """For a head whose rows are on several ranks: where this rank's part starts, and reductions over the ranks."""
 
     def __init__(self, weight: DTensor, mesh: DeviceMesh) -> None:
         self.first = first_row(weight)
@@ -237,7 +237,7 @@ def local(tensor: Any) -> Any:
 
 
 def first_row(weight: DTensor) -> int:
-    """Of this rank's part: DTensor deals rows out in equal pieces, the last ones may be short or empty."""
+    """Of this rank's part: DTensor makes equal parts, of which the last ones may be short or empty."""
     mesh = weight.device_mesh
     piece = -(-weight.shape[0] // mesh["tensor"].size())
     return min(mesh.get_local_rank("tensor") * piece, weight.shape[0])
@@ -247,7 +247,7 @@ def first_row(weight: DTensor) -> int:
 
 
 class _Enter(torch.autograd.Function):
-    """Where a value that all ranks have goes separate ways: backward, the ways are summed."""
+    """Identity forward, a sum over ranks backward: for a value that all ranks have and use differently."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -260,7 +260,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """Where the ways meet: forward a sum."""
+    """A sum over ranks forward, identity backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -272,7 +272,7 @@ class _Leave(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Everybody's parts of `dim` put together; the gradient of what all then compute alike is this rank's cut of it."""
+    """All ranks' parts along `dim`; backward, this rank's part of the gradient, which all ranks have alike."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, size: int, dim: int) -> Tensor:
@@ -298,10 +298,10 @@ class _Cut(torch.autograd.Function):
 
 
 def _part(size: int, mesh: DeviceMesh) -> tuple[int, int]:
-    """(start, length) of this rank's: equal pieces, the last ones may be short or empty."""
-    piece = -(-size // mesh.size())
-    start = min(mesh.get_local_rank() * piece, size)
-    return start, min(piece, size - start)
+    """(start, length) of this rank's part: equal parts, of which the last ones may be short or empty."""
+    part = -(-size // mesh.size())
+    start = min(mesh.get_local_rank() * part, size)
+    return start, min(part, size - start)
 
 
 def _reduce(x: Tensor, mesh: DeviceMesh, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:

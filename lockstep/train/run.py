@@ -295,7 +295,7 @@ def _choose_backend(
         model,
         zero_stage=parallel.zero_stage,
         offload=parallel.offload,
-        given=read_config(Path(parallel.deepspeed_config)) if parallel.deepspeed_config else None,
+        ds_config=read_config(Path(parallel.deepspeed_config)) if parallel.deepspeed_config else None,
         max_grad_norm=config.optim.max_grad_norm,
         **options,
     )

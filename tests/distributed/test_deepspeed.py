@@ -40,7 +40,7 @@ def make_backend(family: str, group: ProcessGroup, *, lora: bool = False, scale:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(scale if parameter.requires_grad else 1.0)
-    settings = {"given": SPLIT_ALL, "precision": "fp32", "micro_batch_tokens": 64, **settings}
+    settings = {"ds_config": SPLIT_ALL, "precision": "fp32", "micro_batch_tokens": 64, **settings}
     return DeepSpeedBackend(model, group=group, **settings)
 
 

@@ -31,15 +31,15 @@ SPLIT_ALL = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
 WAYS: dict[str, dict[str, Any]] = {
     "zero-1": {"zero_stage": 1},
     "zero-2": {"zero_stage": 2},
-    "zero-3": {"zero_stage": 3, "given": SPLIT_ALL},
+    "zero-3": {"zero_stage": 3, "ds_config": SPLIT_ALL},
     "zero-1-offload": {"zero_stage": 1, "offload": True},
     "zero-2-offload": {"zero_stage": 2, "offload": True},
     "zero-3-offload": {"zero_stage": 3, "offload": True},
     "zero-3-whole-parameters": {"zero_stage": 3},
-    "zero-3-recomputed": {"zero_stage": 3, "activation_checkpointing": "full", "given": SPLIT_ALL},
+    "zero-3-recomputed": {"zero_stage": 3, "activation_checkpointing": "full", "ds_config": SPLIT_ALL},
     "zero-2-selective": {"zero_stage": 2, "activation_checkpointing": "selective"},
     "zero-2-overlap": {
-        "given": {"zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 2000}},
+        "ds_config": {"zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 2000}},
     },
 }
 QUICK = ("zero-1", "zero-2", "zero-3")
@@ -189,7 +189,7 @@ ALONE: Cell = ("qwen3", False, 48)
 def run_alone(stage: int, out: Path) -> None:
     """One process that met nobody."""
     torch.set_num_threads(1)
-    settings = {"zero_stage": stage, "given": SPLIT_ALL}
+    settings = {"zero_stage": stage, "ds_config": SPLIT_ALL}
     torch.save(run_cell(ALONE, ProcessGroup(0, 1, torch.device("cpu")), settings), out)
 
 

@@ -9,7 +9,7 @@ import functools
 import importlib
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -27,7 +27,6 @@ from lockstep.backend import loss_step, state
 from lockstep.backend.batching import MicroBatch, documents_of, plan_micro_batches, to_micro_batch
 from lockstep.backend.build import build_policy, settle_dtypes
 from lockstep.backend.deepspeed.config import resolve_ds_config, wanted_precision
-from lockstep.backend.deepspeed.pieces import MOMENTS, ZeroPieces, whole_shape
 from lockstep.backend.loss_step import RankBatch, TokenLogprobs
 from lockstep.backend.probe import check_policy
 from lockstep.backend.reference import AdapterOff
@@ -40,11 +39,13 @@ from lockstep.model.policy import causal_lm
 from lockstep.parallel.group import ProcessGroup, peak_memory_gib
 from lockstep.types import Datum, Logprobs, LossResult, LossSpec, LossValues, OptimResult, OptimStep
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
 
 class DeepSpeedBackend:
-    """`forward_backward` adds gradients up; `optim_step` applies and clears them.
+    """`forward_backward` accumulates gradients; `optim_step` applies and clears them.
 
-    `zero_stage` and `offload` are the keys of the parallel section, `given` is the content of a ds_config.json, and
+    `zero_stage` and `offload` are the keys of the parallel section, `ds_config` is the content of a ds_config.json, and
     `max_grad_norm` what a gradient_clipping in it must agree with.
     """
 
@@ -54,7 +55,7 @@ class DeepSpeedBackend:
         *,
         zero_stage: int | None = None,
         offload: bool = False,
-        given: Mapping[str, Any] | None = None,
+        ds_config: Mapping[str, Any] | None = None,
         max_grad_norm: float | None = None,
         micro_batch_tokens: int = 4096,
         precision: str = "auto",
@@ -75,9 +76,9 @@ class DeepSpeedBackend:
         _refuse_other_axes(self.group)
         if reference not in ("none", "adapter_off"):
             raise ValueError(f"the reference {reference!r} needs parallel.backend torch: use precomputed, or LoRA")
-        self.precision = agree_on_precision(wanted_precision(given or {}, precision), self.group)
+        self.precision = agree_on_precision(wanted_precision(ds_config or {}, precision), self.group)
         settings = resolve_ds_config(
-            given or {}, stage=zero_stage, offload=offload, precision=self.precision, max_grad_norm=max_grad_norm
+            ds_config or {}, stage=zero_stage, offload=offload, precision=self.precision, max_grad_norm=max_grad_norm
         )
         self.zero_stage: int = settings["zero_optimization"]["stage"]
         compiled = _may_compile(compile, self.device, self.zero_stage)
@@ -88,7 +89,7 @@ class DeepSpeedBackend:
         before = _process_groups()
         self._deepspeed = _import_deepspeed(self.device)
         settle_dtypes(model, DTYPES[self.precision])
-        # Every rank begins with the whole model; with stage 3 in host memory, from where it is split piece by piece.
+        # Every rank starts with the whole model; for stage 3 in host memory, from where it is split piece by piece.
         whole = replace(self.group, degrees=ONE_RANK, device=torch.device("cpu") if self._splits_model else self.device)
         narrow = None if self.precision == "fp32" else DTYPES[self.precision]
         self.policy = build_policy(
@@ -110,7 +111,7 @@ class DeepSpeedBackend:
             if name in exact:
                 self.pieces.set(parameter, exact.pop(name).to(self.device))
         self.warnings = check_policy(self.policy, self._evaluation(), self.device, self.precision)
-        self.policy.use_temperature(temperature)  # the check above is of the model as it is
+        self.policy.use_temperature(temperature)  # the check above compares at temperature 1
         self._has_gradients = False
         state.seed_rank(seed, self.group.data_rank)
 
@@ -176,10 +177,10 @@ class DeepSpeedBackend:
         mine: dict[str, nn.Parameter] = {}
         moments: dict[Tensor, dict[str, Tensor]] = {}
         for number, (name, parameter) in enumerate(self.parameters().items()):
-            found = [self.pieces.get(parameter, key) for key in keys]
+            whole = [self.pieces.get(parameter, key) for key in keys]
             if self._owner(number) != self.group.rank:
                 continue
-            value, *averages = (tensor.detach().cpu() for tensor in found)
+            value, *averages = (tensor.detach().cpu() for tensor in whole)
             mine[name] = nn.Parameter(value, requires_grad=False)
             if num_steps:
                 moments[mine[name]] = {"step": torch.tensor(num_steps), **dict(zip(MOMENTS, averages))}
@@ -197,14 +198,14 @@ class DeepSpeedBackend:
         optimizer = _stand_in(mine, {})
         state.load(path, mine, optimizer if with_optimizer else None, self.group)
         if with_optimizer:
-            steps = [float(found["step"]) for found in optimizer.state.values()]
+            steps = [float(moments["step"]) for moments in optimizer.state.values()]
             self.pieces.num_steps = max(max(part, default=0.0) for part in self.group.gather_objects(steps))
         for number, (name, parameter) in enumerate(parameters.items()):
             for key in (None, *MOMENTS) if with_optimizer else (None,):
                 value = torch.zeros(whole_shape(parameter), device=self.device)
                 if name in mine:
-                    found = mine[name] if key is None else optimizer.state.get(mine[name], {}).get(key, value)
-                    value.copy_(found.detach())
+                    loaded = mine[name] if key is None else optimizer.state.get(mine[name], {}).get(key, value)
+                    value.copy_(loaded.detach())
                 if self.group.num_ranks > 1:
                     dist.broadcast(value, src=self._owner(number))
                 self.pieces.set(parameter, value, key)
@@ -230,22 +231,22 @@ class DeepSpeedBackend:
     def export_weights(self, path: Path) -> None:
         """The trained weights as Hugging Face tools read them: the adapter under LoRA, otherwise the model."""
         whole: dict[str, Tensor] = {}
-        found: dict[int, Tensor] = {}
+        copies: dict[int, Tensor] = {}
         for name, value in self.policy.model.state_dict(keep_vars=True).items():
-            if id(value) not in found:  # tied parameters stay one tensor, by which the writer knows that they are tied
+            if id(value) not in copies:  # tied parameters stay one tensor: that is how the writer recognises them
                 with self.pieces.gathered([value]):
                     full = self.pieces.get(value) if value.requires_grad else value
-                    found[id(value)] = full.detach().to("cpu", copy=True) if self.group.rank == 0 else torch.empty(0)
-            whole[name] = found[id(value)]
+                    copies[id(value)] = full.detach().to("cpu", copy=True) if self.group.rank == 0 else torch.empty(0)
+            whole[name] = copies[id(value)]
         if self.group.rank == 0:
             save_weights(self.policy.model, whole, path)
         self.group.barrier()
 
     @contextmanager
     def lend_model(self, *, stable: bool = False) -> Iterator[Any]:
-        """The model as its owner knows it, to generate with. All ranks, and all must call it alike.
+        """The plain model, to generate with. All ranks, and all must make the same calls to it.
 
-        `stable` changes nothing: DeepSpeed's weights stay where they are.
+        `stable` changes nothing: DeepSpeed's weights keep their addresses.
         """
         causal = causal_lm(self.policy.model)
         generation, use_cache = causal.generation_config, causal.config.use_cache
@@ -279,15 +280,15 @@ class DeepSpeedBackend:
         engine, *_ = self._deepspeed.initialize(model=self.policy, optimizer=self._optimizer, config=settings)
         if engine.dp_world_size != self.group.num_ranks:
             raise ValueError(
-                f"DeepSpeed shares rows over {engine.dp_world_size} of {self.group.num_ranks} ranks: take what splits "
-                "the model otherwise out of parallel.deepspeed_config"
+                f"DeepSpeed shares rows over {engine.dp_world_size} of {self.group.num_ranks} ranks: remove "
+                "what splits the model in other ways from parallel.deepspeed_config"
             )
         return engine
 
     def _cast(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
-        """Trained parameters in the dtype of the computation; returns those that this rounded, as they were.
+        """Trained parameters in the dtype of the computation; returns the originals of those that were rounded.
 
-        DeepSpeed makes its float32 copies of what it is given, and training begins with what the model had.
+        DeepSpeed makes its float32 copies from these, and training must start from the model's own values.
         """
         exact: dict[str, Tensor] = {}
         for name, parameter in self.parameters().items():
@@ -348,6 +349,89 @@ class DeepSpeedBackend:
         return metrics, logprobs
 
 
+class ZeroPieces:
+    """Whole tensors from the pieces that ZeRO keeps on each rank, and back: parameters in float32 and AdamW's moments.
+
+    `optimizer` is the AdamW that DeepSpeed steps; it sees flat pieces, not parameters. All ranks call every method.
+    """
+
+    def __init__(self, deepspeed: Any, engine: Any, optimizer: torch.optim.Optimizer, group: ProcessGroup) -> None:
+        self._deepspeed, self._zero, self._optimizer, self._group = deepspeed, engine.optimizer, optimizer, group
+        self._splits_model = engine.zero_optimization_stage() == 3
+        self._lay_out_moments()
+
+    def get(self, parameter: nn.Parameter, key: str | None = None) -> Tensor:
+        """A trained parameter in float32, or one of its moments."""
+        if key is None:
+            return self._deepspeed.utils.safe_get_full_fp32_param(parameter)
+        return self._deepspeed.utils.safe_get_full_optimizer_state(parameter, key)
+
+    def set(self, parameter: nn.Parameter, value: Tensor, key: str | None = None) -> None:
+        """In the float32 copy that the optimizer steps: `spread` brings it into the model."""
+        utils, arguments = self._deepspeed.utils, () if key is None else (key,)
+        if not self._splits_model:
+            write = utils.safe_set_full_fp32_param if key is None else utils.safe_set_full_optimizer_state
+            write(parameter, value, *arguments)
+            return
+        # By this rank's piece: DeepSpeed's own way to set a whole tensor fails where ranks do not divide its size.
+        pieces: Any = parameter
+        size = pieces.ds_tensor.ds_numel
+        filled = torch.zeros(size * self._group.num_ranks, device=value.device)
+        filled[: value.numel()] = value.flatten()
+        piece = filled[size * self._group.rank : size * (self._group.rank + 1)]
+        write = utils.safe_set_local_fp32_param if key is None else utils.safe_set_local_optimizer_state
+        write(parameter, piece, *arguments)
+
+    def spread(self, parameters: Iterable[nn.Parameter]) -> None:
+        """What the optimizer holds becomes what the model computes with."""
+        if not self._splits_model:
+            self._zero.update_lp_params()
+            return
+        for parameter in parameters:
+            value = self.get(parameter)
+            with self.gathered([parameter], changed=True):
+                parameter.data.copy_(value)
+
+    @contextmanager
+    def gathered(self, parameters: list[Any], *, changed: bool = False) -> Iterator[None]:
+        """Whole for a while, where stage 3 holds pieces. `changed`: rank 0's content is kept."""
+        pieces = [p for p in parameters if hasattr(p, "ds_id")]
+        writer = 0 if changed else None
+        with self._deepspeed.zero.GatheredParameters(pieces, modifier_rank=writer, enabled=bool(pieces)):
+            yield
+
+    @property
+    def num_steps(self) -> float:
+        return max(float(moments["step"]) for moments in self._optimizer.state.values())
+
+    @num_steps.setter
+    def num_steps(self, value: float) -> None:
+        fused = bool(self._optimizer.defaults.get("fused"))
+        for piece in self._flat_pieces():
+            self._optimizer.state[piece]["step"] = torch.tensor(value, device=piece.device if fused else "cpu")
+
+    def _flat_pieces(self) -> list[Tensor]:
+        """This rank's float32 piece of each group of parameters."""
+        if self._splits_model:
+            return list(self._zero.fp32_partitioned_groups_flat)
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
+    def _lay_out_moments(self) -> None:
+        """Make what AdamW makes at its first step.
+
+        Left to that step, DeepSpeed (0.19.8) finds the moments of the first group of parameters only.
+        """
+        for piece in self._flat_pieces():
+            self._optimizer.state[piece] = {key: torch.zeros_like(piece) for key in MOMENTS}
+        self.num_steps = 0.0
+        if not self._splits_model:
+            self._zero._lazy_init_hp_params_optimizer_state()
+
+
+def whole_shape(parameter: Any) -> torch.Size:
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
 def _refuse_other_axes(group: ProcessGroup) -> None:
     for axis in ("tensor", "pipeline", "context"):
         if getattr(group.degrees, axis) > 1:
@@ -361,7 +445,7 @@ def _may_compile(wanted: bool | str, device: torch.device, stage: int) -> bool:
 
 
 def _import_deepspeed(device: torch.device) -> Any:
-    """The package, on this device, with the processes that have already met."""
+    """The package, on this device, with the process group that exists already."""
     os.environ.setdefault("LOCAL_RANK", "0")
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -369,12 +453,14 @@ def _import_deepspeed(device: torch.device) -> Any:
         deepspeed: Any = importlib.import_module("deepspeed")  # an extra, and without types
     except ImportError as error:
         raise ValueError("parallel.backend deepspeed needs DeepSpeed: pip install 'lockstep[deepspeed]'") from error
-    found = deepspeed.accelerator.get_accelerator().device_name()
-    if found != device.type:
-        raise ValueError(f"DeepSpeed runs on {found} in this process, but launch.device is {device.type}: choose one")
+    accelerator = deepspeed.accelerator.get_accelerator().device_name()
+    if accelerator != device.type:
+        raise ValueError(
+            f"DeepSpeed runs on {accelerator} in this process, but launch.device is {device.type}: choose one"
+        )
     # Its own collectives on CPU are compiled at first use and wait without a deadline; gloo's do neither.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    if not dist.is_initialized():  # one rank: DeepSpeed wants a group even so
+    if not dist.is_initialized():  # one rank: DeepSpeed needs a process group even so
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     deepspeed.init_distributed(verbose=False)
@@ -386,7 +472,7 @@ def _process_groups() -> set[dist.ProcessGroup]:
 
 
 def _set_deadlines(groups: set[dist.ProcessGroup], timeout_s: float) -> None:
-    """DeepSpeed gives the groups it makes torch's own deadline; there is no public way to pass ours (torch 2.13)."""
+    """DeepSpeed's groups get torch's default deadline; there is no public way to pass ours (torch 2.13)."""
     for group in groups:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
@@ -399,7 +485,7 @@ def _stand_in(parameters: Mapping[str, nn.Parameter], moments: Mapping[Tensor, d
 
 
 def _refuse_incomplete(path: Path, names: list[str], with_optimizer: bool) -> None:
-    """Asked by every rank of all names, so that none waits for one that found its share incomplete."""
+    """Every rank checks all names, so that none waits for a rank whose part is incomplete."""
     stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     missing = [name for name in names if PARAMETER_PREFIX + name not in stored]
     if missing:

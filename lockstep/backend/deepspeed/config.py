@@ -1,7 +1,7 @@
-"""What DeepSpeed is told: an existing ds_config.json, the keys of the parallel section, and what Lockstep decides.
+"""DeepSpeed's configuration: a ds_config.json, the keys of the parallel section, and what Lockstep decides.
 
-A key that Lockstep decides is refused with where to set it; "auto" leaves any key to Lockstep or to DeepSpeed's
-default; keys that are not known here go to DeepSpeed as they are. Must not know torch or DeepSpeed.
+A key that Lockstep decides is refused, with where to set it; "auto" leaves any key to Lockstep or to DeepSpeed's
+default; keys that are not known here go to DeepSpeed as they are.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _NARROW = ("bf16", "fp16")
 _OTHER_AXES = "DeepSpeed shares rows only here; for other axes use parallel.backend torch"
 _OTHER_BATCHES = "it would change which tokens a step sees or what is computed for them: leave it out"
 _SUMS = "Lockstep sums gradients over ranks: leave it out"
-# Key -> why it cannot be said here, and where to say it.
+# Key -> why it cannot be set there, and where to set it.
 _REFUSED = {
     "train_batch_size": "set batch.samples or batch.tokens instead",
     "train_micro_batch_size_per_gpu": "set batch.micro_batch_tokens instead",
     "gradient_accumulation_steps": "it follows from batch.micro_batch_tokens and may differ from batch to batch",
     "optimizer": "the optimizer is AdamW: set learning_rate, betas, eps and weight_decay in optim",
     "scheduler": "set optim.schedule and optim.warmup_steps instead",
-    "managed_gradient_accumulation": "Lockstep says itself when gradients are complete: leave it out",
+    "managed_gradient_accumulation": "Lockstep decides when gradients are complete: leave it out",
     "gradient_allreduce_op": _SUMS,
     "gradient_predivide_factor": _SUMS,
     "prescale_gradients": _SUMS,
@@ -50,42 +50,42 @@ _OWN_RECOMPUTATION = ("partition_activations", "cpu_checkpointing", "contiguous_
 def read_config(path: Path) -> dict[str, Any]:
     """A ds_config.json as it is."""
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))
+        ds_config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"parallel.deepspeed_config {path}: {error.strerror or error}") from error
     except ValueError as error:
         raise ConfigError(f"parallel.deepspeed_config {path} is not JSON: {error}") from error
-    if not isinstance(given, dict):
-        raise ConfigError(f"parallel.deepspeed_config {path} must hold an object, not a {type(given).__name__}")
-    return given
+    if not isinstance(ds_config, dict):
+        raise ConfigError(f"parallel.deepspeed_config {path} must hold an object, not a {type(ds_config).__name__}")
+    return ds_config
 
 
-def wanted_precision(given: Mapping[str, Any], precision: str) -> str:
+def wanted_precision(ds_config: Mapping[str, Any], precision: str) -> str:
     """model.precision, unless it is auto and the file asks for bf16 or fp16."""
     for narrow in _NARROW if precision == "auto" else ():
-        if _without_auto(given.get(narrow) or {}).get("enabled"):
+        if _without_auto(ds_config.get(narrow) or {}).get("enabled"):
             return narrow
     return precision
 
 
 def resolve_ds_config(
-    given: Mapping[str, Any],
+    ds_config: Mapping[str, Any],
     *,
     stage: int | None = None,
     offload: bool = False,
     precision: str = "fp32",
     max_grad_norm: float | None = None,
 ) -> dict[str, Any]:
-    """What `deepspeed.initialize` gets. `precision` is settled; a `stage` of None leaves it to the file, then to 3."""
-    settled = _without_auto(given)
+    """What `deepspeed.initialize` gets. `precision` is not auto; a `stage` of None leaves it to the file, then to 3."""
+    resolved = _without_auto(ds_config)
     for key, where in _REFUSED.items():
-        if key in settled:
+        if key in resolved:
             raise ConfigError(f"parallel.deepspeed_config: {key} is not taken from there: {where}")
-    _check_clipping(settled.pop("gradient_clipping", None), max_grad_norm)
-    _check_precision(settled, precision)
-    _check_recomputation(settled.get("activation_checkpointing") or {})
-    settled["zero_optimization"] = _zero_section(settled.get("zero_optimization") or {}, stage, offload)
-    settled |= {
+    _check_clipping(resolved.pop("gradient_clipping", None), max_grad_norm)
+    _check_precision(resolved, precision)
+    _check_recomputation(resolved.get("activation_checkpointing") or {})
+    resolved["zero_optimization"] = _zero_section(resolved.get("zero_optimization") or {}, stage, offload)
+    resolved |= {
         # DeepSpeed wants to know a batch; shares and micro-batches are Lockstep's.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -94,17 +94,17 @@ def resolve_ds_config(
         "zero_force_ds_cpu_optimizer": False,
     }
     if precision in _NARROW:
-        settled[precision] = {**(settled.get(precision) or {}), "enabled": True}
-        settled |= {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
-    return settled
+        resolved[precision] = {**(resolved.get(precision) or {}), "enabled": True}
+        resolved |= {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
+    return resolved
 
 
-def _zero_section(given: Mapping[str, Any], stage: int | None, offload: bool) -> dict[str, Any]:
-    section = dict(given)
+def _zero_section(settings: Mapping[str, Any], stage: int | None, offload: bool) -> dict[str, Any]:
+    section = dict(settings)
     if stage is not None and section.setdefault("stage", stage) != stage:
         raise ConfigError(
             f"parallel.zero_stage {stage}, but zero_optimization.stage in parallel.deepspeed_config is "
-            f"{section['stage']}: say it once"
+            f"{section['stage']}: set it once"
         )
     stage = section.setdefault("stage", 3)
     if stage not in (1, 2, 3):
@@ -132,21 +132,21 @@ def _check_clipping(clipping: float | None, max_grad_norm: float | None) -> None
         return
     raise ConfigError(
         f"parallel.deepspeed_config: gradient_clipping {clipping}, but optim.max_grad_norm is "
-        f"{'null' if max_grad_norm is None else max_grad_norm}: say the same in both, or leave gradient_clipping out"
+        f"{'null' if max_grad_norm is None else max_grad_norm}: set the same in both, or leave gradient_clipping out"
     )
 
 
-def _check_precision(settled: Mapping[str, Any], precision: str) -> None:
+def _check_precision(resolved: Mapping[str, Any], precision: str) -> None:
     if precision not in ("fp32", *_NARROW):
         raise ConfigError(
             f"model.precision {precision}: DeepSpeed holds what it trains in float32: use fp32, bf16 or fp16"
         )
     for narrow in _NARROW:
-        asked = (settled.get(narrow) or {}).get("enabled")
-        if asked is not None and asked != (precision == narrow):
+        enabled = (resolved.get(narrow) or {}).get("enabled")
+        if enabled is not None and enabled != (precision == narrow):
             raise ConfigError(
-                f"parallel.deepspeed_config: {narrow}.enabled is {str(asked).lower()}, but model.precision is "
-                f"{precision}: say the same in both, or leave {narrow} out"
+                f"parallel.deepspeed_config: {narrow}.enabled is {str(enabled).lower()}, but model.precision is "
+                f"{precision}: set the same in both, or leave {narrow} out"
             )
 
 
@@ -160,10 +160,10 @@ def _check_recomputation(section: Mapping[str, Any]) -> None:
             )
 
 
-def _without_auto(given: Mapping[str, Any]) -> dict[str, Any]:
+def _without_auto(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     """Without every value that is "auto", at any depth."""
     return {
         key: _without_auto(value) if isinstance(value, Mapping) else value
-        for key, value in given.items()
+        for key, value in ds_config.items()
         if value != _AUTO
     }

@@ -62,13 +62,13 @@ def test_in_other_precisions_a_gradient_that_is_not_finite_is_no_overflow() -> N
 def test_the_scale_grows_after_many_good_steps_and_comes_back_from_its_state() -> None:
     scale = LossScale()
     for _ in range(999):
-        scale.note(finite=True)
+        scale.update(finite=True)
     again = LossScale()
     again.restore(scale.state())
     assert again.value == 2.0**16
-    again.note(finite=True)
+    again.update(finite=True)
     assert again.value == 2.0**17
-    again.note(finite=False)
+    again.update(finite=False)
     assert again.value == 2.0**16
 
 

@@ -13,7 +13,7 @@ NOBODY: Any = None  # a mesh that is not asked
 
 
 def test_a_style_that_is_not_known_is_named():
-    with pytest.raises(ValueError, match=r"layers\.0\.mlp is to be split as 'diagonal', which is not known: known are"):
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp is to be split as 'diagonal', which is unknown: known are"):
         split({"layers.0.mlp": (nn.Linear(4, 4), "diagonal")}, NOBODY)
 
 

@@ -11,7 +11,7 @@ import torch
 from lockstep.config.parallel import Degrees
 from lockstep.parallel.expected_traffic import RankWork, Sizes, Unit, least_traffic
 from lockstep.parallel.group import ProcessGroup
-from lockstep.parallel.traffic import Traffic, _Flights, find_straggler, sent_share
+from lockstep.parallel.traffic import AsyncCalls, Traffic, find_straggler, sent_share
 
 # Two layers of 1000 parameters, of which 100 are trained, and 500 (50) outside of them.
 SIZES = Sizes((Unit(1000, 100), Unit(1000, 100)), Unit(500, 50), hidden=8, compute_bytes=2, gradient_bytes=4)
@@ -105,7 +105,7 @@ def test_the_slow_rank_is_named_if_it_is_clearly_slow(seconds, rank):
 
 class FakeFuture:
     def add_done_callback(self, callback: Any) -> None:
-        self.land = callback
+        self.finish = callback
 
 
 class FakeWork:
@@ -116,17 +116,17 @@ class FakeWork:
         return self.future
 
 
-def test_waiting_for_what_flies_counts_from_the_last_start_to_the_last_landing(monkeypatch):
+def test_waiting_for_async_calls_counts_from_the_last_start_to_the_last_end(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    flights, works = _Flights(), [FakeWork(), FakeWork(), FakeWork()]
+    calls, works = AsyncCalls(), [FakeWork(), FakeWork(), FakeWork()]
     for now[0], work in zip((1.0, 2.0, 2.5), works, strict=True):
-        flights.start(work)
+        calls.start(work)
     for now[0], work in zip((3.0, 4.0, 9.0), works, strict=True):
-        work.future.land(None)
-    flights.forget(works[2])  # somebody waits for this one himself
-    assert flights.land() == 1.5
-    assert flights.land() == 0.0
+        work.future.finish(None)
+    calls.forget(works[2])  # Python code waits for this one
+    assert calls.end() == 1.5
+    assert calls.end() == 0.0
 
 
 def test_one_rank_counts_nothing_and_says_nothing():

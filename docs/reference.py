@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from lockstep.config import RunConfig
+from lockstep.config.renames import RENAMED_KEYS
 
 TARGET = Path(__file__).with_name("configuration.md")
 _OPENING = """\
@@ -28,6 +29,7 @@ lockstep train lockstep.yaml optim.learning_rate=1e-4 data.train=[a.jsonl,b.json
 - `model: NAME` is short for `model: {path: NAME}`, `lora: true` for `lora: {}`, `algorithm: dpo` for
   `algorithm: {kind: dpo}`. Without a `lora` section every weight is trained.
 - The resolved configuration, with every default written out, is kept as `config.yaml` in the run directory.
+- Former names of keys still work, and are announced once: RENAMES.
 """
 _POOL_TITLE = "A pool: an entry of cluster"
 _REWARD_TITLE = "A reward: an entry of algorithm.reward"
@@ -40,7 +42,11 @@ def configuration_reference() -> str:
     """The whole page."""
     schema = RunConfig.model_json_schema()
     top = {name: field for name, field in schema["properties"].items() if _section(field, schema) is None}
-    pages = [_OPENING, _table("Top level", "", {"properties": top, "required": schema["required"]})]
+    renames = ", ".join(f"`algorithm.{old}` is now `{new}`" for old, new in RENAMED_KEYS.items())
+    pages = [
+        _OPENING.replace("RENAMES", renames),
+        _table("Top level", "", {"properties": top, "required": schema["required"]}),
+    ]
     for name, field in schema["properties"].items():
         section = _section(field, schema)
         for choice in field.get("oneOf", ()):

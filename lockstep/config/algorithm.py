@@ -129,7 +129,8 @@ class _ReferencedConfig(Section):
     kind: Literal["dpo", "kto"]
     loss: Any
     beta: Positive = 0.1
-    """How strongly the model is held to its reference: less lets it move further. Also scales rewards and margins."""
+    """Strength of the penalty for leaving the reference: lower lets the model move further. Also scales rewards and
+    margins."""
     reference: Literal["auto"] | ReferenceKind = "auto"
     """Where the reference's log-probs come from. adapter_off: from the model itself without its LoRA adapters.
     precomputed: computed once before the first step and kept on disk. copy: from a frozen second copy of the weights.
@@ -140,7 +141,7 @@ class _ReferencedConfig(Section):
     reference_sync_steps: PositiveInt | None = None
     """Move the reference towards the model in training every so many steps. null: never."""
     reference_mix: Share = 0.6
-    """How far it moves then: 1 is all the way."""
+    """Weight of the model in training in each such move: 1 replaces the reference."""
 
     @property
     def needs_reference(self) -> bool:
@@ -184,23 +185,23 @@ class DpoConfig(_ReferencedConfig):
     apo_down, discopop, sigmoid_norm; without a reference simpo, orpo, cpo, sft. Several: a list, or a mapping with
     weights like {sigmoid: 1.0, sft: 0.2}."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """How often a pair may be the wrong way round. Not every loss knows it; exo_pair needs more than 0."""
+    """Assumed share of pairs in the wrong order. Not every loss uses it; exo_pair needs more than 0."""
     divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl"
     """How the distance from the reference is measured."""
     divergence_alpha: Positive = 0.5
-    """Of divergence alpha."""
+    """The alpha of divergence alpha."""
     ld_alpha: Share = 1.0
-    """Length desensitisation: what tokens count by which one answer is longer than the other. 1: as all others."""
+    """Length desensitisation: weight of the tokens by which one answer is longer than the other. 1: as all others."""
     wpo: bool = False
-    """Weigh each pair by how likely the model itself is to write it."""
+    """Weigh each pair by its probability under the model in training."""
     discopop_tau: Positive = 0.05
-    """Of loss discopop: where it changes from one shape to the other."""
+    """For loss discopop: the temperature of the blend of its two parts."""
     margin: NonNegative = 0.5
-    """Of loss simpo: how much better the preferred answer should be."""
+    """For loss simpo: how much better the preferred answer should be."""
     cpo_alpha: NonNegative = 1.0
-    """Of loss cpo: how much it also learns the preferred answer itself, as sft does."""
+    """For loss cpo: weight of the cross-entropy of the preferred answer."""
     bco_shift: bool = False
-    """Of loss bco_pair: compare rewards with the mean of the whole batch, as in its paper."""
+    """For loss bco_pair: compare rewards with the mean of the whole batch, as in its paper."""
 
     @property
     def needs_reference(self) -> bool:

@@ -53,13 +53,13 @@ class GrpoConfig(Section):
     environment: str | None = None
     """What replies to the model, for several turns or tools: calculator, or module:class of yours. null: one turn."""
     max_turns: PositiveInt = 4
-    """Of an episode with an environment."""
+    """Most turns of an episode with an environment."""
     group_size: Annotated[int, Field(ge=1)] = 8
     """Answers to each prompt: a group. batch.samples counts prompts."""
     max_tokens: PositiveInt = 256
     """Longest answer, or turn of an answer, in tokens."""
     temperature: Positive = 1.0
-    """Of sampling, and of all log-probs in training: the model learns at the temperature that it is sampled at."""
+    """Of sampling, and of all log-probs in training: the model is trained at the temperature that it is sampled at."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample from the likeliest tokens that hold this much of the probability."""
     top_k: NonNegativeInt = 0
@@ -75,19 +75,19 @@ class GrpoConfig(Section):
     zero_std_groups: Literal["keep", "drop", "refill"] = "keep"
     """Groups whose answers all have the same reward, and no gradient. refill: take the next prompts in their place."""
     max_refills: PositiveInt = 4
-    """Times its own size that a step may take next prompts instead of those. Then it goes on with fewer groups."""
+    """Most prompts taken as replacements, in multiples of batch.samples. Then the step goes on with fewer groups."""
     overlong: Literal["keep", "mask"] = "keep"
-    """Answers cut at max_tokens. mask: not learned from."""
+    """Answers truncated at max_tokens. mask: not trained on."""
     ratio: Literal["token", "sequence"] = "token"
-    """How much likelier than before this step: each token, or the whole answer (gspo)."""
+    """Probability now over probability before this step: of each token, or of the whole answer (gspo)."""
     objective: Literal["clip", "cispo"] = "clip"
-    """clip: a ratio beyond the range has no gradient. cispo: it only counts no more than the range."""
+    """clip: a ratio beyond the range has no gradient. cispo: it is capped and kept as a constant weight."""
     clip_low: Share = 0.2
     """Ratios below 1 - clip_low are clipped."""
     clip_high: NonNegative = 0.2
     """Ratios above 1 + clip_high are clipped."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Bounds what a token of a bad answer can cost, whatever its ratio. null: unbounded."""
+    """Bounds the loss of a token of a bad answer, whatever its ratio. null: unbounded."""
     aggregation: Literal["token", "sequence", "fixed"] = "token"
     """The loss is a mean over the tokens of the batch; over answers of the mean over their tokens; or over answers of
     the sum over their tokens, divided by max_tokens."""
@@ -117,11 +117,11 @@ class GrpoConfig(Section):
     reference_sync_steps: PositiveInt | None = None
     """Move the reference towards the model in training every so many steps. null: never."""
     reference_mix: Share = 0.6
-    """How far it moves then: 1 is all the way."""
+    """Weight of the model in training in each such move: 1 replaces the reference."""
     reward_procs: PositiveInt = 2
     """Processes that score answers."""
     reward_timeout_s: Positive = 10.0
-    """What one answer's scores may take. An answer that takes longer is left out and counted."""
+    """Longest time to score one answer. One that takes longer is left out and counted."""
     keep_samples: NonNegativeInt = 100
     """The newest steps whose answers are kept in samples/."""
 
@@ -188,18 +188,18 @@ class RolloutsConfig(Section):
     kind: Literal["vllm", "sglang"] = "vllm"
     """What the server at endpoint is."""
     max_staleness: NonNegativeInt = 0
-    """Optimizer steps that the weights behind any sampled token may be older than those that learn from it, at most.
+    """Most optimizer steps between the weights that sampled a token and the weights that are trained on it.
     0: sampling and training alternate. More: engines sample while the others train."""
     check_interval_s: Positive = 2.0
     """How often the health of each engine is checked."""
     deadline_s: Positive = 6.0
     """An engine that does not answer for so long is replaced."""
     start_timeout_s: Positive = 300.0
-    """What an engine may take to load its model."""
+    """Longest time for an engine to load its model."""
     max_replacements: NonNegativeInt = 8
     """Engines that may be replaced in one run before it gives up."""
     threads: PositiveInt | None = None
-    """Prompts that are sampled at once, at most. Default: as many as there may be under way."""
+    """Most prompts that are sampled at once. Default: as many as may be in flight."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Of the engines. auto: as launch.device."""
 

@@ -22,7 +22,7 @@ class LaunchConfig(Section):
     """Deadline of every collective: a rank that waits longer fails and says so."""
     max_restarts: NonNegativeInt = 3
     """How often a run that lost a rank starts again by itself, from its last checkpoint. A restart that gets no further
-    than the one before is the last. Jobs of the service have a number of their own."""
+    than the one before is the last. Jobs of the service have max_restarts of their own."""
     address: str | None = None
     """For ray: the cluster to join: auto (the one this machine belongs to), HOST:PORT, or ray://HOST:PORT. null: start
     one on this machine, for this run alone."""

@@ -80,7 +80,7 @@ def resolve_config(
             places.setdefault(".".join(parts[:depth]), f"override {override!r}")
         places[".".join(parts)] = f"override {override!r}"
     _use_current_names(changes, source, places)
-    _merge(tree, changes)
+    merge_settings(tree, changes)
     return validate_config(tree, source=source, places=places)
 
 
@@ -336,9 +336,10 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     tree[leaf] = value
 
 
-def _merge(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
+def merge_settings(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    """Section by section; `changes` wins, and is copied."""
     for key, value in changes.items():
         if isinstance(value, Mapping) and isinstance(tree.get(key), dict):
-            _merge(tree[key], value)
+            merge_settings(tree[key], value)
         else:
-            tree[key] = value
+            tree[key] = copy.deepcopy(value)

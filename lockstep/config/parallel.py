@@ -55,11 +55,11 @@ class ParallelConfig(Section):
     """Copies of the whole model that share each batch (DDP)."""
     shard: Degree | Literal["machine"] = "auto"
     """Ranks over which one copy's parameters, gradients and optimizer are split (FSDP2). auto: all that are left;
-    machine: those of one machine. The words full, grad_op, none and hybrid say it in one go."""
+    machine: those of one machine. full, grad_op, none and hybrid are short for FSDP's strategies."""
     tensor: PositiveInt = 1
     """Ranks over which each matrix is split."""
     pipeline: PositiveInt = 1
-    """Ranks over which the layers are dealt out, in stages."""
+    """Ranks over which the layers are split, in stages."""
     context: PositiveInt = 1
     """Ranks over which the tokens of each micro-batch are split."""
     keep_parameters: bool = False
@@ -69,13 +69,13 @@ class ParallelConfig(Section):
     offload: bool = False
     """With shard: keep parameters and optimizer in the CPU's memory, and step there."""
     compression: Literal["none", "bf16", "fp16", "powersgd"] = "none"
-    """With replicate alone: send gradients narrower. The one setting here that changes the numbers."""
+    """With replicate alone: send gradients in lower precision. The one setting here that changes the numbers."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
     """With pipeline: in which order micro-batches pass through. The last two have two stages on each rank."""
     zero_stage: Literal[1, 2, 3] | None = None
     """With deepspeed: what is split over ranks. Default: what deepspeed_config says, otherwise 3."""
     deepspeed_config: str | None = None
-    """With deepspeed: a ds_config.json, for what it can say beside this file."""
+    """With deepspeed: a ds_config.json, for settings that this file does not have."""
 
     @model_validator(mode="before")
     @classmethod

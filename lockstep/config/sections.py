@@ -24,28 +24,28 @@ class ModelConfig(Section):
     revision: str | None = None
     """Hub branch, tag or commit."""
     precision: Literal["auto", "bf16", "fp16", "fp32", "fp64"] = "auto"
-    """What the model computes in. auto: bf16 where this device is fast at it, otherwise fp32. fp16 scales its loss."""
+    """Precision of computation. auto: bf16 where this device is fast at it, otherwise fp32. fp16 scales its loss."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """full recomputes every decoder layer in the backward pass: less memory, about a third more time. selective keeps
     the results of matrix products and attention, and recomputes the rest."""
     activation_offload: bool = False
-    """Keep what the backward pass needs in the CPU's memory. Slower, for what else would not fit."""
+    """Keep what the backward pass needs in the CPU's memory. Slower, and saves GPU memory."""
     compile: Literal["auto"] | bool = "auto"
     """torch.compile of decoder layers. auto: on CUDA."""
     logits_gib: Annotated[float, Field(gt=0)] = 2.5
-    """Memory for logits, at most. With less, the output head takes smaller pieces, and for preference and policy losses
-    computes them twice: slower, and never other numbers."""
+    """Upper bound of the memory for logits. With less, the output head works on smaller pieces, and for preference and
+    policy losses computes them twice: slower, with the same numbers."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for sources you trust."""
 
 
 class LoraConfig(Section):
     rank: PositiveInt = 16
-    """Width of the adapters: more can learn more."""
+    """Rank of the adapters: a higher one can learn more."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
-    """Adapters count alpha / rank times."""
+    """The output of an adapter is scaled by alpha / rank."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of an adapter's inputs left out at random. Needs fixed layouts to be repeatable."""
+    """Share of an adapter's inputs set to 0 at random. Repeatable only in the same layout."""
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     """all-linear: every linear layer inside the decoder layers, found from the model. Or module name endings."""
     dora: bool = False
@@ -58,7 +58,7 @@ class BatchConfig(Section):
     tokens: PositiveInt | None = None
     """Instead of samples: as many rows as fit into this many tokens, over all ranks."""
     micro_batch_tokens: PositiveInt = 4096
-    """Tokens one rank computes at once: the dial for memory. It never changes the numbers."""
+    """Tokens that one rank computes at once: set it by memory. It never changes the numbers."""
 
     @model_validator(mode="after")
     def _samples_or_tokens(self) -> BatchConfig:
@@ -81,19 +81,19 @@ class OptimConfig(Section):
     min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Where the schedule ends, as a share of learning_rate."""
     epochs: Annotated[float, Field(gt=0)] = 1.0
-    """Times through the training rows; fractions are allowed."""
+    """Passes over the training rows; fractions are allowed."""
     max_steps: PositiveInt | None = None
     """Stop here even if epochs would go on."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """AdamW: memory of the gradient's mean."""
+    """AdamW: decay of the gradient's running mean."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    """AdamW: memory of the gradient's square."""
+    """AdamW: decay of the running mean of its square."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """AdamW: added to the root of the square."""
+    """AdamW: added to the denominator."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Not applied to norms and biases."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
-    """Gradients longer than this are shortened to it. null: never."""
+    """Gradients with a larger norm are clipped to it. null: never."""
 
 
 class CheckpointConfig(Section):
@@ -102,9 +102,9 @@ class CheckpointConfig(Section):
     asynchronous: bool = True
     """Write in the background while training goes on."""
     keep_last: PositiveInt = 2
-    """The newest checkpoints, kept whatever their loss."""
+    """How many of the newest checkpoints are kept."""
     keep_best: NonNegativeInt = 1
-    """Checkpoints with the lowest validation loss that are kept as well."""
+    """How many of those with the lowest validation loss are kept as well."""
     export: Literal["auto", "adapter", "merged", "none"] = "auto"
     """What to export at the end. auto: the adapter for LoRA, the model otherwise."""
 
@@ -119,7 +119,7 @@ class EvaluationConfig(Section):
     min_delta: Annotated[float, Field(ge=0)] = 0.0
     """An improvement smaller than this does not count."""
     metrics: tuple[Literal["exact_match", "numeric", "rouge", "bertscore"], ...] = ()
-    """Also answer validation rows, and score the answers."""
+    """Also generate answers to validation rows, and score them with these."""
     rows: PositiveInt | None = 64
     """How many validation rows are answered for metrics. null: all of them."""
     max_tokens: PositiveInt = 256

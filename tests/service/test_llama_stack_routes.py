@@ -190,6 +190,11 @@ def test_validation_without_a_limit_takes_all_rows(service):
         ("model is missing", {"model": None}),
         ("hyperparam_search_config: ", {"hyperparam_search_config": {"lr": [1]}}),
         ("the job cannot run as asked: ", {"provider_config": {"optim": {"learning_rat": 1}}}),
+        (
+            "the job cannot run as asked: the configuration: algorithm.label_smoothing: exo_pair needs more than 0",
+            {"provider_config": {"algorithm": {"kind": "dpo", "loss": "exo_pair"}}},
+        ),
+        ("the job cannot run as asked: launch.kind", {"provider_config": {"launch": {"kind": "ray"}}}),
         ("checkpoint_dir: ", {"checkpoint_dir": "../../elsewhere"}),
         ("checkpoint_dir: ", {"checkpoint_dir": "/etc"}),
     ],

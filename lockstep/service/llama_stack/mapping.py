@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep.config.loading import merge_settings
 from lockstep.service.errors import ServiceError
 from lockstep.service.llama_stack.schemas import (
     DPOAlignmentConfig,
@@ -357,12 +358,3 @@ def _read_job_settings(given: Any) -> dict[str, int]:
         if not isinstance(value, int) or isinstance(value, bool):
             raise RequestError(f"provider_config.job.{name}: {value!r} is not a whole number")
     return dict(given)
-
-
-def merge_settings(tree: Tree, changes: Mapping[str, Any]) -> None:
-    """Section by section; what `changes` says wins."""
-    for key, value in changes.items():
-        if isinstance(value, Mapping) and isinstance(tree.get(key), dict):
-            merge_settings(tree[key], value)
-        else:
-            tree[key] = copy.deepcopy(value)

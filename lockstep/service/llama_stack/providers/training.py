@@ -9,7 +9,8 @@ import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
-from lockstep.service.llama_stack.mapping import RequestError, check_format, convert_rows, merge_settings
+from lockstep.config.loading import merge_settings
+from lockstep.service.llama_stack.mapping import RequestError, check_format, convert_rows
 from lockstep.service.llama_stack.schemas import (
     FineTuneRequest,
     JobArtifactsResponse,

@@ -125,7 +125,7 @@ def run_lockstep(contestant: str, file: Path, cache: Path, model: Path) -> dict[
     started = time.perf_counter()
     data = compile_data(config, tokenizer, seed=0)
     spent = (time.perf_counter() - started, cpu_seconds() - cpu_before)
-    return describe(spent, before, len(data.train), data.report.num_tokens, data.report.num_supervised)
+    return describe(spent, before, len(data.train), data.report.totals.num_tokens, data.report.totals.num_supervised)
 
 
 def run_trl(contestant: str, file: Path, cache: Path, model: Path) -> dict[str, Any]:

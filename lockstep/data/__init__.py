@@ -1,7 +1,4 @@
-"""Data: sources → conversations → text with spans → tokens with weights → columns on disk → order → packed batches.
-
-Must not know torch, transformers or ranks; the tokenizer is passed in.
-"""
+"""Data: sources → conversations → text with spans → tokens with weights → columns on disk → order → packed batches."""
 
 from lockstep.data.chat_template import Tokenizer
 from lockstep.data.columns import Rows

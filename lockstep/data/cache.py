@@ -1,8 +1,4 @@
-"""The key of compiled rows: everything that can change them, and nothing else.
-
-Seed, weights, fractions, shuffling and the number of processes are left out: they only choose among compiled rows.
-Must not know what compiling does.
-"""
+"""The cache of compiled rows: entries named by everything that can change them, built by one process at a time."""
 
 from __future__ import annotations
 
@@ -31,9 +27,19 @@ from lockstep.data.lock import Holder, Lock, Watch, break_lock, read_holder, try
 from lockstep.data.sources.files import digest_file
 from lockstep.data.sources.rows import DataError, SourceFile
 
-_READING = ("format", "columns", "roles", "input_template", "output_template", "converter")
-_COMPILING = ("train_on", "max_length", "truncate", "on_bad_row", "template_options")
+Manifest = dict[str, Any]
+Build = Callable[[Path, Callable[[int], None]], Manifest]
+"""Writes an entry's files into a folder, reports the number of rows done now and then, and returns the manifest."""
+
+# Settings that change compiled rows. Seed, weights, fractions, shuffling and the number of processes do not.
+_SOURCE_SETTINGS = ("format", "columns", "roles", "input_template", "output_template", "converter")
+_DATA_SETTINGS = ("train_on", "max_length", "truncate", "on_bad_row", "template_options")
 _LIBRARIES = ("tokenizers", "transformers", "jinja2")
+# Modules of this room that only read compiled rows, or have nothing to do with them.
+NOT_COMPILING = ("inspect.py", "order.py", "packing.py", "prompts.py")
+_POLL_S = 0.2
+_REPORT_EVERY_S = 5.0
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def fingerprint(
@@ -42,22 +48,22 @@ def fingerprint(
     tokenizer_digest: str,
     template: Template | None,
 ) -> str:
-    """One key for all files of a part, each with the settings it is read with."""
-    described = {
+    """One key for all files of a split, each with the settings it is read with."""
+    inputs = {
         "code": _own_code(),
         "libraries": {name: metadata.version(name) for name in _LIBRARIES},
         "tokenizer": tokenizer_digest,
         "template": None if template is None else template.source,
-        "settings": {name: getattr(config, name) for name in _COMPILING},
+        "settings": {name: getattr(config, name) for name in _DATA_SETTINGS},
         "files": [_describe_file(source, file) for source, file in files],
     }
-    return _digest(json.dumps(described, sort_keys=True, default=repr))
+    return _digest(json.dumps(inputs, sort_keys=True, default=repr))
 
 
 def digest_tokenizer(tokenizer: Tokenizer) -> str:
-    """What decides its tokens."""
+    """Of everything that decides its tokens."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    # The text opens with padding and truncation, which every call sets anew: they are no part of the tokenizer.
+    # The text starts with padding and truncation, which every call sets anew: they are left out.
     model = backend.to_str().partition('"added_tokens":')[2] if backend is not None else repr(tokenizer)
     special = {name: str(value) for name, value in tokenizer.special_tokens_map.items()}
     return _digest(json.dumps([type(tokenizer).__name__, _digest(model), special], sort_keys=True))
@@ -68,13 +74,13 @@ def _describe_file(source: SourceConfig, file: SourceFile) -> dict[str, Any]:
         "name": file.name,
         "kind": file.kind,
         "digest": digest_file(file),
-        "settings": {name: getattr(source, name) for name in _READING},
+        "settings": {name: getattr(source, name) for name in _SOURCE_SETTINGS},
         "converter": _digest_converter(source.converter),
     }
 
 
 def _digest_converter(converter: str | None) -> str | None:
-    """The file of the user's module; what it imports in turn is not looked at."""
+    """Of the file of the user's module, without what that module imports."""
     if converter is None:
         return None
     module = converter.partition(":")[0]
@@ -87,17 +93,18 @@ def _digest_converter(converter: str | None) -> str | None:
     finally:
         sys.path.remove(here)
     if spec is None or spec.origin is None or not Path(spec.origin).is_file():
-        return "not found"  # whoever reads the rows says so
+        return "not found"  # reading the rows will raise
     return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()
 
 
 @cache
 def _own_code() -> str:
-    """A changed compiler never meets what an older one made."""
+    """Of the code that compiles rows: after a change nothing that older code compiled is opened."""
     digest = hashlib.sha256()
     package = Path(__file__).parent
     for path in sorted(package.rglob("*.py")):
-        digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes() + b"\0")
+        if path.name not in NOT_COMPILING:
+            digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
 
@@ -105,26 +112,18 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).hexdigest()
 
 
-Build = Callable[[Path, Callable[[int], None]], dict[str, Any]]
-"""Writes an entry's files into a folder, says now and then how many rows are done, and returns the manifest."""
-
-_POLL_S = 0.2
-_TELL_EVERY_S = 5.0
-_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
-
-
 @dataclass(frozen=True)
 class Entry:
-    """An entry that can be read. `warning` says why it is not in the cache."""
+    """A complete entry. `warning` says why it is not in the cache."""
 
     path: Path
-    manifest: dict[str, Any]
+    manifest: Manifest
     warning: str | None = None
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long to wait for another preparer: `silent_s` without a sign of life, `stuck_s` without new rows."""
+    """How long to wait for another process: `silent_s` without a heartbeat, `stuck_s` without new rows."""
 
     stuck_s: float = 600.0
     silent_s: float = 30.0
@@ -142,7 +141,7 @@ def cache_folder(setting: str | None) -> Path:
 def obtain(
     folder: Path, key: str, build: Build, *, patience: Patience, on_wait: Callable[[Holder], None] | None = None
 ) -> Entry:
-    """The entry of this key: opened, or built here, or built by another process while this one waits."""
+    """The entry of this key: opened, built here, or built by another process while this one waits."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         while True:
@@ -157,12 +156,12 @@ def obtain(
             finally:
                 lock.release()
     except OSError as error:
-        # There all the same if this process seemed dead for a while, and another took over and swept.
+        # The entry may exist: another process may have thought this one dead, removed its folder and built the entry.
         return open_entry(folder / key) or _build_elsewhere(folder, build, error)
 
 
 def open_entry(path: Path) -> Entry | None:
-    """None where there is no entry, or one whose files are not those of its manifest."""
+    """None where there is no entry, or its files do not have the sizes in its manifest."""
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
         sizes = {name: (path / name).stat().st_size for name in manifest["sizes"]}
@@ -172,28 +171,28 @@ def open_entry(path: Path) -> Entry | None:
 
 
 def _build_locked(folder: Path, key: str, build: Build, lock: Lock) -> Entry:
-    if (entry := open_entry(folder / key)) is not None:  # finished between our look and our lock
+    if (entry := open_entry(folder / key)) is not None:  # finished between our check and our lock
         return entry
     sweep(folder)
-    _remove(folder / key)  # damaged, or open_entry would have taken it
-    made = folder / f"{key}.making-{lock.token}"
+    _remove(folder / key)  # damaged, or open_entry would have returned it
+    partial = folder / f"{key}.making-{lock.token}"
     try:
-        made.mkdir()
-        manifest = _build_into(made, build, lock)
-        os.rename(made, folder / key)
+        partial.mkdir()
+        manifest = _build_into(partial, build, lock)
+        os.rename(partial, folder / key)
         return Entry(folder / key, manifest)
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
 
 
-def _build_into(made: Path, build: Build, lock: Lock | None) -> dict[str, Any]:
-    def tell(rows: int) -> None:
+def _build_into(folder: Path, build: Build, lock: Lock | None) -> Manifest:
+    def on_rows(rows: int) -> None:
         if lock is not None:
             lock.rows = rows
 
-    manifest = build(made, tell)
-    manifest["sizes"] = {path.name: path.stat().st_size for path in sorted(made.iterdir())}
-    with (made / "manifest.json").open("w", encoding="utf-8") as file:
+    manifest = build(folder, on_rows)
+    manifest["sizes"] = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    with (folder / "manifest.json").open("w", encoding="utf-8") as file:
         json.dump(manifest, file)
         file.flush()
         os.fsync(file.fileno())
@@ -201,34 +200,34 @@ def _build_into(made: Path, build: Build, lock: Lock | None) -> dict[str, Any]:
 
 
 def _build_elsewhere(folder: Path, build: Build, reason: OSError) -> Entry:
-    """The cache cannot be written: a folder that lasts as long as this process."""
-    made: Path | None = None
+    """Where the cache cannot be written: in a temporary folder that is removed when this process ends."""
+    temporary: Path | None = None
     try:
-        made = Path(tempfile.mkdtemp(prefix="lockstep-data-"))
-        manifest = _build_into(made, build, None)
+        temporary = Path(tempfile.mkdtemp(prefix="lockstep-data-"))
+        manifest = _build_into(temporary, build, None)
     except BaseException as error:
-        if made is not None:
-            shutil.rmtree(made, ignore_errors=True)
-        if not isinstance(error, OSError) or (made is not None and error.errno not in _UNWRITABLE):
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+        if not isinstance(error, OSError) or (temporary is not None and error.errno not in _UNWRITABLE):
             raise
         raise DataError(
             f"compiled rows can be written neither to {folder} ({reason.strerror or reason}) nor to a temporary folder "
             f"({error.strerror or error}): free some space, or set data.cache_dir to a folder you may write to"
         ) from error
-    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
     return Entry(
-        made,
+        temporary,
         manifest,
-        f"the data cache {folder} cannot be written ({reason.strerror or reason}), so the rows are compiled anew at "
+        f"the data cache {folder} cannot be written ({reason.strerror or reason}), so rows are compiled again at "
         "every start: set data.cache_dir to a folder with space that you may write to",
     )
 
 
 def _wait(folder: Path, key: str, patience: Patience, on_wait: Callable[[Holder], None] | None) -> None:
-    """Until the entry is there, the lock is free, or its holder is dead. A holder that gets nowhere is an error."""
+    """Until the entry exists, the lock is free, or its holder is dead. A holder without progress is an error."""
     path = _lock_path(folder, key)
     watch = Watch(path)
-    told_at = float("-inf")
+    reported_at = float("-inf")
     while path.exists() and open_entry(folder / key) is None:
         holder = watch.holder
         if watch.silent_s > patience.silent_s or (holder is not None and holder.is_gone):
@@ -237,28 +236,28 @@ def _wait(folder: Path, key: str, patience: Patience, on_wait: Callable[[Holder]
         if holder is not None and watch.stuck_s > patience.stuck_s:
             raise DataError(
                 f"{holder.host} (process {holder.pid}) prepares the data but has finished no row for "
-                f"{patience.stuck_s:g} s, {holder.rows:,} so far: see what that process does, or end it and start again"
+                f"{patience.stuck_s:g} s, {holder.rows:,} so far: check that process, or end it and start again"
             )
-        if on_wait is not None and holder is not None and time.monotonic() - told_at >= _TELL_EVERY_S:
-            told_at = time.monotonic()
+        if on_wait is not None and holder is not None and time.monotonic() - reported_at >= _REPORT_EVERY_S:
+            reported_at = time.monotonic()
             on_wait(holder)
         time.sleep(min(_POLL_S, patience.silent_s / 4, patience.stuck_s / 4))
         watch.look()
 
 
 def sweep(folder: Path) -> None:
-    """Remove what dead preparers left behind. One that lives holds the lock with its folder's token."""
-    for made in folder.glob("*.making-*"):
-        key, _, token = made.name.partition(".making-")
+    """Remove partial entries of dead processes. A living one holds the lock with its folder's token."""
+    for partial in folder.glob("*.making-*"):
+        key, _, token = partial.name.partition(".making-")
         lock = _lock_path(folder, key)
         holder = read_holder(lock)
         if holder is None and lock.exists():
-            continue  # being written at this moment
+            continue  # being written right now
         if holder is not None and holder.token == token:
             if not holder.is_gone:
                 continue
             break_lock(lock, holder)
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _lock_path(folder: Path, key: str) -> Path:
@@ -266,7 +265,7 @@ def _lock_path(folder: Path, key: str) -> Path:
 
 
 def _remove(path: Path) -> None:
-    """Aside first: a folder must never be seen half removed."""
+    """Renamed first: a folder must never be seen half removed."""
     aside = path.with_name(f"{path.name}.making-{uuid.uuid4().hex}")
     with contextlib.suppress(FileNotFoundError):
         os.rename(path, aside)

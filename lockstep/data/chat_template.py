@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -18,199 +18,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from lockstep.data.formats.conversation import Conversation, Message
 from lockstep.data.sources.rows import DataError
 
-# Private-use characters. Where people write them too, the traced text is not the text that transformers renders.
-_OPEN, _CLOSE = "\uf8d0", "\uf8d1"
-_MARKER = re.compile(f"{_OPEN}([^{_CLOSE}]*){_CLOSE}")
-_TAG_BEGINS, _TAG_ENDS = "tag", "/tag"
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Characters [start, end) that the template wrote for message `owner`; None is the template's own text."""
-
-    owner: int | None
-    start: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """What a template wrote. `tagged` is what stands inside its generation tags, in order."""
-
-    text: str
-    pieces: tuple[Piece, ...]
-    tagged: tuple[tuple[int, int], ...]
-
-    def segment(self, owner: int) -> Piece | None:
-        """The one piece of a message that is not blank; None where there is none or more than one."""
-        found = [p for p in self.pieces if p.owner == owner and self.text[p.start : p.end].strip()]
-        return found[0] if len(found) == 1 else None
-
-
-class Tracer:
-    """A compiled chat template whose loops over messages leave marks."""
-
-    def __init__(self, source: str) -> None:
-        environment = _environment()
-        tree = environment.parse(source)
-        calls = (block.call for block in tree.find_all(nodes.CallBlock))
-        self.has_tags = any(isinstance(call.node, nodes.ExtensionAttribute) for call in calls)
-        self._template = environment.from_string(_mark_loops(tree, environment))
-
-    def run(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> Trace:
-        """Whatever a template raises goes through."""
-        given = [_Owned(_with_reasoning_names(message), owner) for owner, message in enumerate(messages)]
-        return _read_markers(self._template.render({**variables, "messages": given}))
-
-
-# --- the template language ----------------------------------------------------------------------------------------
-
-
-class _GenerationTag(Extension):
-    """{% generation %} ... {% endgeneration %}: how an author marks what the assistant writes."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        # A call block, as transformers has it: what is set inside stays inside.
-        return nodes.CallBlock(self.call_method("_enclose"), [], [], body).set_lineno(line)
-
-    def _enclose(self, caller: Callable[[], str]) -> str:
-        return f"{_OPEN}{_TAG_BEGINS}{_CLOSE}{caller()}{_OPEN}{_TAG_ENDS}{_CLOSE}"
-
-
-def _environment() -> Environment:
-    """What transformers gives to a chat template. Every row is compared with what transformers renders."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.filters[_mark.__name__] = _mark
-    environment.globals["raise_exception"] = _raise
-    return environment
-
-
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise(message: str) -> None:
-    raise TemplateError(message)
-
-
-def _with_reasoning_names(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy that is this message's alone, with its reasoning under each name that transformers gives it."""
-    names = ("reasoning_content", "thinking", "reasoning")
-    reasoning = next((message[name] for name in names if message.get(name) is not None), None)
-    if reasoning is None:
-        return dict(message)
-    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
-
-
-# --- marks --------------------------------------------------------------------------------------------------------
-
-
-class _Owned(dict[str, Any]):
-    """A message that knows its number, wherever a template's loops meet it."""
-
-    __slots__ = ("_owner",)
-
-    def __init__(self, message: Mapping[str, Any], owner: int) -> None:
-        super().__init__(message)
-        self._owner = owner
-
-
-def _mark(loop: int, *variables: Any) -> str:
-    """Written at the start of each turn of a loop, with the loop's variables, and after the loop, with none."""
-    for variable in variables:
-        if type(variable) is _Owned:
-            return f"{_OPEN}{loop}:{variable._owner}{_CLOSE}"
-    return f"{_OPEN}{loop}:{_CLOSE}"
-
-
-def _mark_loops(tree: nodes.Template, environment: Environment) -> nodes.Template:
-    """Every loop of the tree, with a mark at the start of its body and one behind it."""
-    for number, loop in enumerate(list(tree.find_all(nodes.For))):
-        names = [loop.target, *loop.target.find_all(nodes.Name)]
-        variables: list[nodes.Expr] = [nodes.Name(n.name, "load") for n in names if isinstance(n, nodes.Name)]
-        loop.body.insert(0, _mark_node(number, variables))
-        _insert_after(tree, loop, _mark_node(number, []))
-    tree.set_lineno(1)
-    tree.set_environment(environment)
-    return tree
-
-
-def _mark_node(loop: int, variables: list[nodes.Expr]) -> nodes.Output:
-    # A filter, because the sandbox makes calls slow.
-    return nodes.Output([nodes.Filter(nodes.Const(loop), _mark.__name__, variables, [], None, None)])
-
-
-def _insert_after(tree: nodes.Node, statement: nodes.Node, new: nodes.Node) -> None:
-    for parent in _walk(tree):
-        for _, value in parent.iter_fields():
-            if isinstance(value, list) and any(item is statement for item in value):
-                value.insert(next(i for i, item in enumerate(value) if item is statement) + 1, new)
-                return
-    raise AssertionError("a loop is in the body of something")
-
-
-def _walk(node: nodes.Node) -> Iterator[nodes.Node]:
-    yield node
-    for child in node.iter_child_nodes():
-        yield from _walk(child)
-
-
-def _read_markers(marked: str) -> Trace:
-    """Take the markers out. Loops can be inside loops: text belongs to the innermost that goes over messages."""
-    parts = _MARKER.split(marked)
-    pieces: list[Piece] = []
-    tagged: list[tuple[int, int]] = []
-    turns: list[_LoopTurn] = []
-    position, tag_start, writer = 0, 0, None
-    for number, part in enumerate(parts):
-        if number % 2 == 0:
-            if part:
-                turn = turns[-1] if turns else None
-                # A turn goes on after a loop inside it that wrote nothing.
-                start = pieces.pop().start if pieces and turn is writer else position
-                position += len(part)
-                pieces.append(Piece(turn.owner if turn else None, start, position))
-                writer = turn
-        elif part == _TAG_BEGINS:
-            tag_start = position
-        elif part == _TAG_ENDS:
-            tagged.append((tag_start, position))
-        else:
-            loop, _, owner = part.partition(":")
-            _leave(turns, loop)
-            if owner:
-                turns.append(_LoopTurn(loop, int(owner)))
-    return Trace("".join(parts[::2]), tuple(pieces), tuple(tagged))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _LoopTurn:
-    """One turn of a loop, told from others of the same message by being another object."""
-
-    loop: str
-    owner: int
-
-
-def _leave(turns: list[_LoopTurn], loop: str) -> None:
-    for depth, turn in enumerate(turns):
-        if turn.loop == loop:
-            del turns[depth:]
-            return
-
-
-# Templates that write today's date would give other tokens tomorrow, and a resumed run must find the same.
+# Templates that write today's date would give other tokens tomorrow, but a resumed run needs the same tokens.
 _DATE = datetime(2025, 1, 1)
-_ASKED_DATE = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1""")
-# Arguments of apply_chat_template that decide what it is asked: they are not the user's to set.
+_DATE_CALL = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1""")
+# Arguments of apply_chat_template that are set here and not by the user.
 _RESERVED = {"conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"}
 _RESERVED |= {"tokenize", "return_dict", "return_assistant_tokens_mask", "sanitize_control_tokens"}
 
@@ -248,7 +59,7 @@ def special_texts(tokenizer: Tokenizer) -> tuple[str, ...]:
 
 
 class Template:
-    """Picklable. `source` is the Jinja text as it is rendered; where there is one for tools and one without, both."""
+    """Picklable. `source` is the Jinja text as rendered: both texts where there is another one for tools."""
 
     def __init__(
         self, tokenizer: Tokenizer, source: str | Mapping[str, str], options: Mapping[str, Any], *, name: str
@@ -262,7 +73,7 @@ class Template:
         texts = dict.fromkeys((self._plain, self._with_tools))
         self.source = self._plain if len(texts) == 1 else json.dumps(list(texts))
         self._tracers: dict[str, Tracer | None] = {}
-        self._apart: dict[Any, bool] = {}
+        self._apart: dict[Hashable, bool] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_tracers": {}}  # compiled templates cannot be pickled
@@ -280,7 +91,7 @@ class Template:
                     **self.options,
                 )
             )
-        except Exception as error:  # templates raise whatever they like
+        except Exception as error:  # templates raise anything
             calls = any(message.get("tool_calls") for message in messages)
             hint = " (it may not know tool calls: set data.chat_template to one that does)" if calls else ""
             raise DataError(
@@ -290,7 +101,7 @@ class Template:
     def trace(
         self, conversation: Conversation, messages: Sequence[Message], *, for_generation: bool = False
     ) -> Trace | None:
-        """The same text, rendered here, with who wrote what. None where this template cannot be run here."""
+        """The same text, rendered here, with the message of each piece. None where this template cannot be traced."""
         tracer = self._tracer(conversation)
         if tracer is None:
             return None
@@ -301,30 +112,30 @@ class Template:
         }
         try:
             return tracer.run(messages, variables)
-        except Exception:  # what is wrong with it, if anything, transformers says too
+        except Exception:  # `write` raises a real error of the template
             return None
 
     def has_tags(self, conversation: Conversation) -> bool:
-        """Whether the author marked what is generated with {% generation %}."""
+        """Whether the template marks what is generated with {% generation %}."""
         tracer = self._tracer(conversation)
         return tracer is not None and tracer.has_tags
 
-    def keeps_apart(self, conversation: Conversation) -> bool:
-        """Whether no turn to learn holds the words of another message, for conversations of this shape."""
+    def keeps_turns_apart(self, conversation: Conversation) -> bool:
+        """Whether no turn to learn contains text of another message, for conversations of this shape."""
         shape = (conversation.learned, bool(conversation.tools), tuple(map(_shape, conversation.messages)))
         if shape not in self._apart:
-            words = [f"zq{number}qz" for number in range(len(conversation.messages))]
+            markers = [f"zq{number}qz" for number in range(len(conversation.messages))]
             messages = [
-                {**message, "content": word}
+                {**message, "content": marker}
                 if isinstance(message.get("content"), str) and message["content"]
                 else message
-                for word, message in zip(words, conversation.messages)
+                for marker, message in zip(markers, conversation.messages)
             ]
             trace = self.trace(conversation, messages)
             turns = [(i, trace.segment(i)) for i in conversation.learned] if trace else []
             self._apart[shape] = trace is not None and all(
                 turn is not None
-                and not any(w in trace.text[turn.start : turn.end] for j, w in enumerate(words) if j != index)
+                and not any(m in trace.text[turn.start : turn.end] for j, m in enumerate(markers) if j != index)
                 for index, turn in turns
             )
         return self._apart[shape]
@@ -360,7 +171,7 @@ def load_template(tokenizer: Tokenizer, setting: str, options: Mapping[str, Any]
     return Template(tokenizer, source, options, name=f"the chat template {setting}")
 
 
-def _shape(message: Message) -> tuple[Any, ...]:
+def _shape(message: Message) -> Hashable:
     return message["role"], *sorted(key for key, value in message.items() if value and key != "role")
 
 
@@ -374,16 +185,211 @@ def _choose(source: str | Mapping[str, str], name: str) -> tuple[str, str]:
 
 
 def _fix_date(source: str) -> str:
-    """The same template with strftime_now of its own, which always gives one date.
+    """The same template with its own strftime_now, which always gives one date.
 
-    transformers gives templates a strftime_now and lets no caller replace it: options are data, not functions.
-    A macro cannot format dates, so it knows the answers for the formats that the template asks for.
+    The strftime_now of transformers cannot be replaced by a caller: options are data, not functions. A macro cannot
+    format dates, so it looks up the formats that the template uses.
     """
     if "strftime_now" not in source:
         return source
-    answers = {found[2]: _DATE.strftime(found[2]) for found in _ASKED_DATE.finditer(source)}
-    known = json.dumps(answers, ensure_ascii=False)
-    # The line break goes with the block before it, so that the template still begins at the start of a line.
+    dates = {call[2]: _DATE.strftime(call[2]) for call in _DATE_CALL.finditer(source)}
+    known = json.dumps(dates, ensure_ascii=False)
+    # The line break belongs to the block before it, so the template still begins at the start of a line.
     return (
         f"{{% macro strftime_now(format) %}}{{{{ {known}.get(format, '{_DATE:%Y-%m-%d}') }}}}{{% endmacro %}}\n{source}"
     )
+
+
+# --- tracing: which message wrote what -----------------------------------------------------------------------------
+
+# Private-use characters. If a row contains them, the traced text differs from what transformers renders.
+_OPEN, _CLOSE = "\uf8d0", "\uf8d1"
+_MARKER = re.compile(f"{_OPEN}([^{_CLOSE}]*){_CLOSE}")
+_TAG_BEGINS, _TAG_ENDS = "tag", "/tag"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Characters [start, end) that the template wrote for message `owner`; None is the template's own text."""
+
+    owner: int | None
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What a template wrote. `tagged` are the spans inside its generation tags, in order."""
+
+    text: str
+    pieces: tuple[Piece, ...]
+    tagged: tuple[tuple[int, int], ...]
+
+    def segment(self, owner: int) -> Piece | None:
+        """The one piece of a message that is not blank; None where there is none or more than one."""
+        pieces = [p for p in self.pieces if p.owner == owner and self.text[p.start : p.end].strip()]
+        return pieces[0] if len(pieces) == 1 else None
+
+
+class Tracer:
+    """A compiled chat template whose loops over messages write markers, which are taken out again and become spans."""
+
+    def __init__(self, source: str) -> None:
+        environment = _environment()
+        tree = environment.parse(source)
+        calls = (block.call for block in tree.find_all(nodes.CallBlock))
+        self.has_tags = any(isinstance(call.node, nodes.ExtensionAttribute) for call in calls)
+        self._template = environment.from_string(_mark_loops(tree, environment))
+
+    def run(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> Trace:
+        """Raises whatever the template raises."""
+        owned = [_Owned(_with_reasoning_names(message), owner) for owner, message in enumerate(messages)]
+        return _read_markers(self._template.render({**variables, "messages": owned}))
+
+
+# --- the template language ----------------------------------------------------------------------------------------
+
+
+class _GenerationTag(Extension):
+    """{% generation %} ... {% endgeneration %}: marks what the assistant writes."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        # A call block, as in transformers: variables set inside are not visible outside.
+        return nodes.CallBlock(self.call_method("_enclose"), [], [], body).set_lineno(line)
+
+    def _enclose(self, caller: Callable[[], str]) -> str:
+        return f"{_OPEN}{_TAG_BEGINS}{_CLOSE}{caller()}{_OPEN}{_TAG_ENDS}{_CLOSE}"
+
+
+def _environment() -> Environment:
+    """As transformers sets it up. Every traced text is compared with what transformers renders."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.filters[_mark.__name__] = _mark
+    environment.globals["raise_exception"] = _raise
+    return environment
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _with_reasoning_names(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the message, with its reasoning under each name that transformers gives it."""
+    names = ("reasoning_content", "thinking", "reasoning")
+    reasoning = next((message[name] for name in names if message.get(name) is not None), None)
+    if reasoning is None:
+        return dict(message)
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+# --- markers ------------------------------------------------------------------------------------------------------
+
+
+class _Owned(dict[str, Any]):
+    """A message that knows its number, in whatever loop of the template it appears."""
+
+    __slots__ = ("owner",)
+
+    def __init__(self, message: Mapping[str, Any], owner: int) -> None:
+        super().__init__(message)
+        self.owner = owner
+
+
+def _mark(loop: int, *variables: object) -> str:
+    """The marker at the start of each iteration of a loop, with the loop's variables, and after the loop, with none."""
+    for variable in variables:
+        if isinstance(variable, _Owned):
+            return f"{_OPEN}{loop}:{variable.owner}{_CLOSE}"
+    return f"{_OPEN}{loop}:{_CLOSE}"
+
+
+def _mark_loops(tree: nodes.Template, environment: Environment) -> nodes.Template:
+    """Adds a marker to the start of each loop's body, and one after the loop."""
+    for number, loop in enumerate(list(tree.find_all(nodes.For))):
+        names = [loop.target, *loop.target.find_all(nodes.Name)]
+        variables: list[nodes.Expr] = [nodes.Name(n.name, "load") for n in names if isinstance(n, nodes.Name)]
+        loop.body.insert(0, _mark_node(number, variables))
+        _insert_after(tree, loop, _mark_node(number, []))
+    tree.set_lineno(1)
+    tree.set_environment(environment)
+    return tree
+
+
+def _mark_node(loop: int, variables: list[nodes.Expr]) -> nodes.Output:
+    # A filter, because calls are slow in the sandbox.
+    return nodes.Output([nodes.Filter(nodes.Const(loop), _mark.__name__, variables, [], None, None)])
+
+
+def _insert_after(tree: nodes.Node, statement: nodes.Node, new: nodes.Node) -> None:
+    for parent in _walk(tree):
+        for _, value in parent.iter_fields():
+            if isinstance(value, list) and any(item is statement for item in value):
+                value.insert(next(i for i, item in enumerate(value) if item is statement) + 1, new)
+                return
+    raise AssertionError("a loop is in the body of something")
+
+
+def _walk(node: nodes.Node) -> Iterator[nodes.Node]:
+    yield node
+    for child in node.iter_child_nodes():
+        yield from _walk(child)
+
+
+def _read_markers(marked: str) -> Trace:
+    """Takes the markers out. In nested loops, text belongs to the innermost one over messages."""
+    parts = _MARKER.split(marked)
+    pieces: list[Piece] = []
+    tagged: list[tuple[int, int]] = []
+    iterations: list[_Iteration] = []
+    position, tag_start, writer = 0, 0, None
+    for number, part in enumerate(parts):
+        if number % 2 == 0:
+            if part:
+                iteration = iterations[-1] if iterations else None
+                # An iteration continues after a loop inside it that wrote nothing.
+                start = pieces.pop().start if pieces and iteration is writer else position
+                position += len(part)
+                pieces.append(Piece(iteration.owner if iteration else None, start, position))
+                writer = iteration
+        elif part == _TAG_BEGINS:
+            tag_start = position
+        elif part == _TAG_ENDS:
+            tagged.append((tag_start, position))
+        else:
+            loop, _, owner = part.partition(":")
+            _leave(iterations, loop)
+            if owner:
+                iterations.append(_Iteration(loop, int(owner)))
+    return Trace("".join(parts[::2]), tuple(pieces), tuple(tagged))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Iteration:
+    """One iteration of a loop; compared by identity, as several may be over the same message."""
+
+    loop: str
+    owner: int
+
+
+def _leave(iterations: list[_Iteration], loop: str) -> None:
+    for depth, iteration in enumerate(iterations):
+        if iteration.loop == loop:
+            del iterations[depth:]
+            return

@@ -1,8 +1,4 @@
-"""Compiled rows as columns on disk, mapped into memory: a sequence of data that costs no memory until it is read.
-
-One folder holds one part (train, validation or test). Views choose and repeat rows without copying them.
-Must not know where rows come from beyond a file's number, nor how they are cached or ordered.
-"""
+"""Compiled rows as columns on disk, mapped into memory; views select and repeat rows without copying them."""
 
 from __future__ import annotations
 
@@ -17,6 +13,7 @@ from typing import IO, Any, cast, overload
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.data.encoder import make_datum
 from lockstep.data.sources.rows import SourceFile
 from lockstep.types import Completion, Datum
 
@@ -36,7 +33,7 @@ COLUMNS = {
     "rows_in_line": "<i8",  # where a line holds several rows; -1 where it does not
     "prompt_keys": "<u8",
     "row_keys": "<u8",
-    "starts": "<i8",  # where a row's tokens begin; the writer's own
+    "starts": "<i8",  # where a row's tokens begin; filled in by the writer
 }
 _DIGESTED = ("tokens", "learned", "pieces", "labels")
 _NO_LABEL = _NO_ROW = -1
@@ -50,13 +47,13 @@ def pack_block(
     row_keys: Sequence[int],
 ) -> dict[str, Column]:
     """Data as the columns of one block; all must have the same number of completions."""
-    tokens: list[Any] = []
-    learned: list[Any] = []
+    tokens: list[Column] = []
+    learned: list[Column] = []
     for datum in data:
-        tokens.append(datum.prompt)
+        tokens.append(np.asarray(datum.prompt))
         learned.append(np.zeros(len(datum.prompt), dtype=np.uint8))
         for completion in datum.completions:
-            tokens.append(completion.tokens)
+            tokens.append(np.asarray(completion.tokens))
             learned.append(_as_learned(completion, datum.origin))
     pieces = [[len(datum.prompt), *(len(c.tokens) for c in datum.completions)] for datum in data]
     block = {
@@ -85,7 +82,7 @@ def _label_of(datum: Datum) -> int:
 
 
 class Writer:
-    """Appends blocks to the columns of a folder. What it holds in memory does not grow with the rows."""
+    """Appends blocks to the columns of a folder. Its memory does not grow with the number of rows."""
 
     def __init__(self, folder: Path) -> None:
         self.num_rows = 0
@@ -102,7 +99,7 @@ class Writer:
         if len(pieces) == 0:
             return
         self._width = self._width or pieces.shape[1]
-        assert pieces.shape[1] == self._width, "every row of a part has the same number of completions"
+        assert pieces.shape[1] == self._width, "every row of a split has the same number of completions"
         sizes = pieces.sum(axis=1, dtype=np.int64)
         starts = self.num_tokens + np.cumsum(sizes) - sizes
         per_token = int(sizes.sum())
@@ -119,7 +116,7 @@ class Writer:
         self.num_tokens += per_token
 
     def finish(self) -> dict[str, Any]:
-        """Put everything on disk; what the manifest must say about it."""
+        """Flush to disk; returns this writer's entries of the manifest."""
         for file in self._columns.values():
             file.flush()
             os.fsync(file.fileno())
@@ -131,7 +128,7 @@ class Writer:
             file.close()
 
     def _digest(self) -> str:
-        """Of what is trained on. Column by column, so that the sizes of blocks have no part in it."""
+        """Of what is trained on. Column by column, so that it does not depend on the sizes of blocks."""
         whole = hashlib.sha256(f"{self.num_rows} {self._width};".encode())
         for name in _DIGESTED:
             whole.update(self._digests[name].digest())
@@ -139,7 +136,7 @@ class Writer:
 
 
 class Columns:
-    """The mapped columns of one folder. Pickled, it is the folder's name: another process maps it anew."""
+    """The mapped columns of one folder. Pickled as the folder's name: another process maps it again."""
 
     def __init__(self, folder: Path, num_rows: int, width: int, digest: str, files: Sequence[SourceFile]) -> None:
         self.folder = folder
@@ -148,7 +145,7 @@ class Columns:
         self.digest = digest
         self.files = tuple(files)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return Columns, (self.folder, self.num_rows, self.width, self.digest, self.files)
 
     def __getitem__(self, name: str) -> Column:
@@ -171,7 +168,7 @@ class Columns:
 
 
 class Rows(Sequence[Datum]):
-    """Data in an order: all rows of some columns, or those that `index` names, as often as it names them."""
+    """A sequence of data: all rows of the columns, or those in `index`, as often as they are there."""
 
     def __init__(self, columns: Columns, index: Indices | None = None) -> None:
         self._columns = columns
@@ -181,27 +178,27 @@ class Rows(Sequence[Datum]):
         return self._columns.num_rows if self._index is None else len(self._index)
 
     @overload
-    def __getitem__(self, place: int) -> Datum: ...
+    def __getitem__(self, i: int) -> Datum: ...
     @overload
-    def __getitem__(self, place: slice) -> Rows: ...
-    def __getitem__(self, place: int | slice) -> Datum | Rows:
-        if isinstance(place, slice):
-            return self.select(np.arange(*place.indices(len(self)), dtype=np.int64))
-        place = int(place)
-        if not -len(self) <= place < len(self):
-            raise IndexError(f"row {place} of {len(self)}")
-        return self._datum(self._row(place % len(self)))
+    def __getitem__(self, i: slice) -> Rows: ...
+    def __getitem__(self, i: int | slice) -> Datum | Rows:
+        if isinstance(i, slice):
+            return self.select(np.arange(*i.indices(len(self)), dtype=np.int64))
+        i = int(i)
+        if not -len(self) <= i < len(self):
+            raise IndexError(f"row {i} of {len(self)}")
+        return self._datum(self._row(i % len(self)))
 
     def __iter__(self) -> Iterator[Datum]:
-        return (self._datum(self._row(place)) for place in range(len(self)))
+        return (self._datum(self._row(i)) for i in range(len(self)))
 
-    def select(self, places: Indices) -> Rows:
-        """A view of the rows at these places."""
-        places = np.asarray(places, dtype=np.int64)
-        return Rows(self._columns, places if self._index is None else self._index[places])
+    def select(self, rows: Indices) -> Rows:
+        """A view of these rows of this view."""
+        rows = np.asarray(rows, dtype=np.int64)
+        return Rows(self._columns, rows if self._index is None else self._index[rows])
 
     def column(self, name: str) -> Column:
-        """One value per row of this view, or per piece: any column but those of tokens."""
+        """One value per row of this view, or per piece. Any column but those with a value per token."""
         assert name not in ("tokens", "learned")
         column = self._columns[name]
         return column if self._index is None else column[self._index]
@@ -215,7 +212,7 @@ class Rows(Sequence[Datum]):
 
     @property
     def digest(self) -> str:
-        """Names the tokens, what is learned of them, labels and order; not where the rows came from."""
+        """Of tokens, learned masks, labels and their order; not of where the rows came from."""
         if self._index is None:
             return self._columns.digest
         if len(self._index) == 0:
@@ -224,21 +221,17 @@ class Rows(Sequence[Datum]):
         view.update(np.ascontiguousarray(self._index, dtype="<i8").tobytes())
         return view.hexdigest()
 
-    def origin(self, place: int) -> str:
-        return self._columns.origin(self._row(place))
+    def origin(self, i: int) -> str:
+        return self._columns.origin(self._row(i))
 
-    def _row(self, place: int) -> int:
-        return place if self._index is None else int(self._index[place])
+    def _row(self, i: int) -> int:
+        """The number of the view's row `i` in the columns."""
+        return i if self._index is None else int(self._index[i])
 
     def _datum(self, row: int) -> Datum:
         columns = self._columns
         edges = np.cumsum(columns["pieces"][row], dtype=np.int64) + columns["starts"][row]
-        label = int(columns["labels"][row])
-        completions = []
-        for begin, end in pairwise(edges.tolist()):
-            weights = columns["learned"][begin:end].astype(np.float32)
-            values = {} if label == _NO_LABEL else {"label": np.full(end - begin, label, dtype=np.float32)}
-            tokens = columns["tokens"][begin:end]
-            completions.append(Completion(cast(Any, tokens), cast(Any, weights), cast(Any, values)))
-        prompt = columns["tokens"][columns["starts"][row] : edges[0]]
-        return Datum(cast(Any, prompt), tuple(completions), columns.origin(row))
+        tokens, learned, label = columns["tokens"], columns["learned"], int(columns["labels"][row])
+        answers = ((tokens[a:b], learned[a:b].astype(np.float32)) for a, b in pairwise(edges.tolist()))
+        prompt = tokens[columns["starts"][row] : edges[0]]
+        return make_datum(prompt, answers, None if label == _NO_LABEL else label, columns.origin(row))

@@ -1,7 +1,4 @@
-"""Some rows of one file, from what was read to columns: the work that is spread over processes.
-
-Must not know other chunks, nor where the columns go.
-"""
+"""Compiles the files of one split into columns on disk, in chunks of rows that are spread over processes."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from math import ceil
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -21,7 +18,7 @@ from lockstep.config.data import DataConfig, SourceConfig
 from lockstep.data.chat_template import Template, Tokenizer, load_template
 from lockstep.data.columns import Column, Writer, pack_block
 from lockstep.data.encoder import Encoded, Encoder
-from lockstep.data.formats.reader import KINDS, RowReader, recognise_format
+from lockstep.data.formats.reader import KINDS, Kind, RowReader, recognise_format
 from lockstep.data.rendering import Rendered, render
 from lockstep.data.report import FileReport
 from lockstep.data.sources.files import find_files, parse_raw, read_raw
@@ -30,14 +27,18 @@ from lockstep.processes.pool import PoolStartFailed, WorkerPool
 from lockstep.processes.tree import num_cores
 from lockstep.processes.worker import WorkerDied, WorkerError, WorkerFailed, WorkerTimedOut
 
+SKIPPED_FILE = "skipped.jsonl"
 _SHOWN_CHARACTERS = 1000
-_MOST_ROWS = 512
-_MOST_BYTES = 2**20  # in one chunk, so that long rows do not fill the memory
+CHUNK_ROWS = 512
+CHUNK_BYTES = 2**20  # so that long rows do not fill the memory
+_SMALL_BYTES = 8 * 2**20  # starting processes takes seconds, in which one process compiles this much
+_BYTES_PER_PROCESS = 4 * 2**20
+_BAD_ROWS_TO_RECOGNISE = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """`index` is the file's number among all files of the part."""
+    """Some rows of one file. `index` is the file's number among all files of the split."""
 
     index: int
     file: SourceFile
@@ -46,7 +47,7 @@ class Chunk:
 
     @property
     def num_bytes(self) -> int:
-        """Of rows that are still text; 0 where the file was parsed as it was read."""
+        """Of rows that are still text; 0 where reading the file parses it."""
         return sum(len(row.payload) for row in self.rows if isinstance(row.payload, bytes))
 
 
@@ -59,7 +60,7 @@ class BadRow:
 
 @dataclass(slots=True)
 class CompiledChunk:
-    """A chunk's columns, its counts, and the rows that cannot be used, in the order of the file."""
+    """A chunk's columns, its counts, and the rows that cannot be used; in file order."""
 
     index: int
     num_bytes: int
@@ -70,13 +71,14 @@ class CompiledChunk:
 
 @dataclass(frozen=True, slots=True)
 class Compiling:
-    """What every process needs, once, to compile chunks."""
+    """What each process needs once, to compile chunks."""
 
     tokenizer: Tokenizer
     chat_template: str
     template_options: dict[str, Any]
     max_length: int
     truncate: Literal["prompt_left", "right", "drop", "error"]
+    has_template: bool
 
     def prepare(self) -> Callable[[Chunk], CompiledChunk]:
         template = load_template(self.tokenizer, self.chat_template, self.template_options)
@@ -86,37 +88,37 @@ class Compiling:
 
 def compile_chunk(chunk: Chunk, template: Template | None, encoder: Encoder) -> CompiledChunk:
     counts = FileReport(chunk.file.name, "", chunk.reader.format)
-    # By place in the chunk: two rows of a JSON array may begin in the same line.
+    # By index in the chunk: two rows of a JSON array may begin in the same line.
     errors: dict[int, DataError] = {}
     usable: list[tuple[int, Rendered]] = []
-    unread: set[str] = set()
-    for place, raw in enumerate(chunk.rows):
+    ignored_keys: set[str] = set()
+    for i, raw in enumerate(chunk.rows):
         try:
             row = parse_raw(chunk.file, raw)
             content = chunk.reader.read(row)
             if content is None:
                 counts.left_out += 1
                 continue
-            usable.append((place, render(content, template)))
+            usable.append((i, render(content, template)))
         except DataError as error:
-            errors[place] = error
+            errors[i] = error
             continue
-        unread |= chunk.reader.ignored_keys(row)
+        ignored_keys |= chunk.reader.ignored_keys(row)
     kept: list[tuple[RawRow, Encoded]] = []
-    for (place, _), encoded in zip(usable, encoder.encode([rendered for _, rendered in usable])):
-        raw = chunk.rows[place]
+    for (i, _), encoded in zip(usable, encoder.encode([rendered for _, rendered in usable])):
+        raw = chunk.rows[i]
         if isinstance(encoded, DataError):
-            errors[place] = encoded
+            errors[i] = encoded
         elif _count(counts, encoded, chunk.file.origin(raw.number, raw.row)):
             kept.append((raw, encoded))
     counts.skipped = len(errors)
-    counts.ignored_keys = sorted(unread)
-    bad = [_describe_bad(chunk.rows[place], errors[place], chunk.file) for place in sorted(errors)]
+    counts.ignored_keys = sorted(ignored_keys)
+    bad = [_describe_bad(chunk.rows[i], errors[i], chunk.file) for i in sorted(errors)]
     return CompiledChunk(chunk.index, chunk.num_bytes, _pack(kept), counts, bad)
 
 
 def _count(counts: FileReport, encoded: Encoded, origin: str) -> bool:
-    """Whether the row stays."""
+    """Returns whether the row is kept."""
     if encoded.num_uncut > counts.longest_row:
         counts.longest_row, counts.longest_origin = encoded.num_uncut, origin
     datum = encoded.datum
@@ -128,7 +130,7 @@ def _count(counts: FileReport, encoded: Encoded, origin: str) -> bool:
     counts.num_supervised += sum(int(np.count_nonzero(c.weights)) for c in datum.completions)
     counts.prompts_cut += encoded.prompt_cut
     counts.answers_cut += encoded.answer_cut
-    counts.num_split += encoded.split
+    counts.num_retokenised += encoded.retokenised
     counts.num_unclosed += encoded.num_unclosed
     counts.num_unprompted += encoded.num_unprompted
     counts.holds_special += encoded.holds_special
@@ -146,25 +148,25 @@ def _pack(kept: list[tuple[RawRow, Encoded]]) -> dict[str, Column]:
 
 
 def _describe_bad(raw: RawRow, error: DataError, file: SourceFile) -> BadRow:
-    """The row as it was written, or as JSON where it was parsed as it was read; shortened."""
+    """The row as written in the file, or as JSON where reading the file parses it; shortened."""
     if isinstance(raw.payload, bytes):
         text = raw.payload.decode("utf-8", errors="replace")
     elif isinstance(raw.payload, DataError):
-        text = ""  # the reader stepped over it
+        text = ""  # the reader skipped over it
     else:
         text = json.dumps(raw.payload, ensure_ascii=False, default=str)
     return BadRow(file.origin(raw.number, raw.row), str(error), text[:_SHOWN_CHARACTERS])
 
 
 def cut_chunks(index: int, file: SourceFile, reader: RowReader) -> Iterator[Chunk]:
-    """A file's rows in chunks. Rows before one that cannot be read still come, and its error after them."""
+    """A file's rows in chunks. Rows before one that cannot be read are yielded before its error is raised."""
     rows: list[RawRow] = []
     num_bytes = 0
     try:
         for raw in read_raw(file):
             rows.append(raw)
-            num_bytes += len(raw.payload) if isinstance(raw.payload, bytes) else _MOST_BYTES // _MOST_ROWS
-            if len(rows) >= _MOST_ROWS or num_bytes >= _MOST_BYTES:
+            num_bytes += len(raw.payload) if isinstance(raw.payload, bytes) else CHUNK_BYTES // CHUNK_ROWS
+            if len(rows) >= CHUNK_ROWS or num_bytes >= CHUNK_BYTES:
                 yield Chunk(index, file, reader, rows)
                 rows, num_bytes = [], 0
     except DataError:
@@ -175,54 +177,53 @@ def cut_chunks(index: int, file: SourceFile, reader: RowReader) -> Iterator[Chun
         yield Chunk(index, file, reader, rows)
 
 
-SKIPPED_FILE = "skipped.jsonl"
-_SMALL_BYTES = 8 * 2**20  # starting processes takes seconds, in which one process compiles this much
-_BYTES_PER_PROCESS = 4 * 2**20
-_BAD_ROWS_TO_RECOGNISE = 100
-
-Kind = Literal["answers", "pairs", "labelled"]
+class FileState(NamedTuple):
+    num_bytes: int
+    modified_ns: int
 
 
 @dataclass(frozen=True)
-class PartFile:
-    """A file of a part, with the source that named it. `state` is its size and time when it was found."""
+class SplitFile:
+    """A file of train, validation or test, with its source. `state` is that at listing, before it is read."""
 
     source: SourceConfig
     source_number: int
     file: SourceFile
-    state: tuple[int, int]
+    state: FileState
 
 
 @dataclass(frozen=True)
 class Done:
-    """How far a part is, for whoever watches."""
+    """How much of a split is compiled."""
 
     rows: int
     num_bytes: int
 
 
-def list_files(sources: Sequence[SourceConfig]) -> list[PartFile]:
-    found = [(number, source, file) for number, source in enumerate(sources) for file in find_files(source)]
-    return [PartFile(source, number, file, _state(file)) for number, source, file in found]
+def list_files(sources: Sequence[SourceConfig]) -> list[SplitFile]:
+    return [
+        SplitFile(source, number, file, _read_state(file))
+        for number, source in enumerate(sources)
+        for file in find_files(source)
+    ]
 
 
-def compile_part(
+def compile_split(
     folder: Path,
-    files: Sequence[PartFile],
+    files: Sequence[SplitFile],
     config: DataConfig,
     compiling: Compiling,
     *,
-    has_template: bool,
     timeout_s: float,
     on_done: Callable[[Done], None],
 ) -> dict[str, Any]:
-    """Write the columns; returns what the manifest must say: rows, kind and what each file gave."""
-    sizes = [file.state[0] for file in files]
-    opened = _Files(files, config, has_template=has_template)
+    """Write the columns; returns the manifest: number and kind of rows, and a report for each file."""
+    sizes = [file.state.num_bytes for file in files]
+    opened = _Files(files, config, has_template=compiling.has_template)
     with ExitStack() as stack:
         writer = Writer(folder)
         stack.callback(writer.close)
-        skipped = _Skipped(folder / SKIPPED_FILE, wanted=config.on_bad_row == "skip")
+        skipped = _SkippedRows(folder / SKIPPED_FILE, allowed=config.on_bad_row == "skip")
         stack.callback(skipped.close)
         compile_chunks = _choose_way(stack, compiling, config.procs, sum(sizes), timeout_s)
         reports = [FileReport(file.file.name, "", "") for file in files]
@@ -293,9 +294,9 @@ def _describe_failure(error: WorkerError, pool: WorkerPool) -> str:
 
 
 class _Files:
-    """Opens one file after another. `kind` is what their rows give, the same in all of them."""
+    """Opens one file after another. `kind` is that of their rows, the same in all files."""
 
-    def __init__(self, files: Sequence[PartFile], config: DataConfig, *, has_template: bool) -> None:
+    def __init__(self, files: Sequence[SplitFile], config: DataConfig, *, has_template: bool) -> None:
         self.kind: Kind | None = None
         self._files = files
         self._config = config
@@ -303,9 +304,9 @@ class _Files:
 
     def chunks(self) -> Iterator[Chunk]:
         first = ""
-        for index, part_file in enumerate(self._files):
-            file = part_file.file
-            reader = self._open(part_file.source, file)
+        for index, split_file in enumerate(self._files):
+            file = split_file.file
+            reader = self._open(split_file.source, file)
             kind = KINDS[reader.format]
             if self.kind not in (None, kind):
                 raise mixed_kinds(first, self.kind, file.name, kind)
@@ -313,45 +314,45 @@ class _Files:
             yield from cut_chunks(index, file, reader)
 
     def _open(self, source: SourceConfig, file: SourceFile) -> RowReader:
-        named = source.format
-        found = named if named not in (None, "auto") else self._recognise(source, file)
-        return RowReader(source, found, train_on=self._config.train_on, has_template=self._has_template)
+        is_known = source.format not in (None, "auto")
+        format = str(source.format) if is_known else self._recognise(source, file)
+        return RowReader(source, format, train_on=self._config.train_on, has_template=self._has_template)
 
     def _recognise(self, source: SourceConfig, file: SourceFile) -> str:
-        """From the first row that a converter does not leave out; where bad rows are skipped, from a good one."""
+        """The format of the first row that the converter keeps; where bad rows are skipped, of the first valid one."""
         failures: list[DataError] = []
         for raw in read_raw(file):
             try:
-                found = recognise_format(parse_raw(file, raw), source)
+                format = recognise_format(parse_raw(file, raw), source)
             except DataError as error:
                 failures.append(error)
                 if self._config.on_bad_row == "error" or len(failures) == _BAD_ROWS_TO_RECOGNISE:
                     raise failures[0] from None
                 continue
-            if found is not None:
-                return found
+            if format is not None:
+                return format
         if failures:
             raise failures[0]
-        raise DataError(f"{file.name}: the converter leaves every row out: let it keep some, or remove the file")
+        raise DataError(f"{file.name}: the converter drops every row: let it keep some, or remove the file")
 
 
 def mixed_kinds(name: str, kind: str | None, other: str, other_kind: str) -> DataError:
     return DataError(
-        f"{name} holds {kind}, {other} holds {other_kind}: one run learns from one of them, "
-        "so give all files rows of the same sort"
+        f"{name} holds {kind}, {other} holds {other_kind}: a run learns from one kind of rows, so give all files the "
+        "same kind"
     )
 
 
-class _Skipped:
-    """Rows that cannot be used: written down where that is wanted, otherwise the first of them is the error."""
+class _SkippedRows:
+    """Rows that cannot be used: written to a file where `allowed`, otherwise the first of them is raised."""
 
-    def __init__(self, path: Path, *, wanted: bool) -> None:
+    def __init__(self, path: Path, *, allowed: bool) -> None:
         self._path = path
-        self._wanted = wanted
+        self._allowed = allowed
         self._file: IO[str] | None = None
 
     def write(self, rows: list[BadRow]) -> None:
-        if rows and not self._wanted:
+        if rows and not self._allowed:
             raise DataError(rows[0].reason)
         for row in rows:
             self._file = self._file or self._path.open("w", encoding="utf-8", errors="backslashreplace")
@@ -370,20 +371,19 @@ class _Skipped:
 def _check_rows(num_rows: int, reports: Sequence[FileReport]) -> None:
     if num_rows:
         return
-    lost = ("dropped", "skipped", "left_out")
-    causes = {name: sum(getattr(report, name) for report in reports) for name in lost}
+    causes = {name: sum(getattr(report, name) for report in reports) for name in ("dropped", "skipped", "left_out")}
     shown = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in causes.items() if count)
     names = ", ".join(report.path for report in reports)
     raise DataError(f"{names}: no row is left ({shown or 'none was found'}): check data.max_length and the rows")
 
 
-def _state(file: SourceFile) -> tuple[int, int]:
-    found = file.path.stat()
-    return found.st_size, found.st_mtime_ns
+def _read_state(file: SourceFile) -> FileState:
+    stat = file.path.stat()
+    return FileState(stat.st_size, stat.st_mtime_ns)
 
 
-def _check_unchanged(files: Sequence[PartFile]) -> None:
-    """An entry must not be named by the digest of one content and hold another."""
+def _check_unchanged(files: Sequence[SplitFile]) -> None:
+    """A cache entry must not be named by the digest of one content and hold another."""
     for file in files:
-        if _state(file.file) != file.state:
+        if _read_state(file.file) != file.state:
             raise DataError(f"{file.file.name} changed while it was read: start again when it is complete")

@@ -1,7 +1,6 @@
-"""Sources to compiled data: what a run trains on, validates on and is tested on, and a report of it all.
+"""From sources to compiled data, the entry of the room: compiles each split or opens it from the cache, splits, mixes.
 
-The one entry of the package: compiles each part or opens what was compiled before, splits, mixes.
-Must not know the order of training, nor ranks: every rank calls it alike, and one of them does the work.
+Every rank calls it alike, and one of them does the work.
 """
 
 from __future__ import annotations
@@ -14,23 +13,23 @@ from pathlib import Path
 import numpy as np
 
 from lockstep.config.data import PARTS, DataConfig
-from lockstep.data.cache import Entry, Patience, cache_folder, digest_tokenizer, fingerprint, obtain
-from lockstep.data.chat_template import Template, Tokenizer, load_template
+from lockstep.data.cache import Entry, Manifest, Patience, cache_folder, digest_tokenizer, fingerprint, obtain
+from lockstep.data.chat_template import Tokenizer, load_template
 from lockstep.data.columns import Columns, Rows
-from lockstep.data.compile import SKIPPED_FILE, Compiling, Done, Kind, PartFile, compile_part, list_files, mixed_kinds
+from lockstep.data.compile import SKIPPED_FILE, Compiling, Done, Kind, SplitFile, compile_split, list_files, mixed_kinds
 from lockstep.data.lock import Holder
 from lockstep.data.order import Indices, hashed_order
 from lockstep.data.report import DataReport, FileReport, count_duplicates, find_leaks, from_manifest
 from lockstep.data.sources.rows import DataError
 
-# They keep what is held out, and what a weight chooses, independent of every epoch's order.
+# Keys of hashed_order, so that what is held out and what a weight chooses are independent of every epoch's order.
 _SPLIT_STREAM = 0x53504C4954  # "SPLIT"
 _MIX_STREAM = 0x4D4958  # "MIX"
 
 
 @dataclass(frozen=True)
 class CompileProgress:
-    """How far a part is. `done_bytes` is an estimate; `phase` says what happens, also whom it waits for."""
+    """How far one split is. `done_bytes` is an estimate; `phase` says what is done, or which process is waited for."""
 
     split: str
     rows: int
@@ -52,8 +51,8 @@ class CompiledData:
 
 
 @dataclass(frozen=True)
-class _Part:
-    """All rows of the sources of one part, before splitting and mixing."""
+class _CompiledSplit:
+    """All rows of the sources of train, validation or test, before splitting and mixing."""
 
     name: str
     rows: Rows
@@ -74,90 +73,85 @@ def compile_data(
 ) -> CompiledData:
     """Read, tokenise and split, or open what an earlier run compiled. Every error names the file and line.
 
-    `timeout_s` bounds the wait for another process that compiles the same and gets nowhere.
+    `timeout_s` bounds the wait for another process that compiles the same data and makes no progress.
     """
     template = load_template(tokenizer, config.chat_template, config.template_options)
     tokenizer_digest = digest_tokenizer(tokenizer)
-    parts: dict[str, _Part] = {}
+    compiling = Compiling(
+        tokenizer,
+        config.chat_template,
+        config.template_options,
+        config.max_length,
+        config.truncate,
+        has_template=template is not None,
+    )
+    splits: dict[str, _CompiledSplit] = {}
     for name in PARTS:
         if files := list_files(config.sources(name)):
-            teller = _Teller(name, files, on_progress)
             key = fingerprint(config, [(file.source, file.file) for file in files], tokenizer_digest, template)
-            entry = _obtain(key, files, config, tokenizer, template, timeout_s, teller)
-            parts[name] = _open_part(name, files, entry)
-    for part in parts.values():
-        if part.kind != parts["train"].kind:
-            raise mixed_kinds("data.train", parts["train"].kind, f"data.{part.name}", part.kind)
-    return _arrange(config, parts, seed)
+            progress = _ProgressReporter(name, files, on_progress)
+            splits[name] = _open_split(name, files, _obtain(key, files, config, compiling, timeout_s, progress))
+    for split in splits.values():
+        if split.kind != splits["train"].kind:
+            raise mixed_kinds("data.train", splits["train"].kind, f"data.{split.name}", split.kind)
+    return _arrange(config, splits, seed)
 
 
-class _Teller:
-    """Passes on how far one part is."""
+class _ProgressReporter:
+    """Reports how far one split is."""
 
     def __init__(
-        self, part: str, files: Sequence[PartFile], on_progress: Callable[[CompileProgress], None] | None
+        self, split: str, files: Sequence[SplitFile], on_progress: Callable[[CompileProgress], None] | None
     ) -> None:
-        self._part = part
+        self._split = split
         self._on_progress = on_progress
-        self._total_bytes = sum(file.state[0] for file in files)
+        self._total_bytes = sum(file.state.num_bytes for file in files)
         self._done = Done(0, 0)
-        self.say("reading")
-
-    def say(self, phase: str) -> None:
-        if self._on_progress is not None:
-            num_bytes = min(self._done.num_bytes, self._total_bytes)
-            self._on_progress(CompileProgress(self._part, self._done.rows, num_bytes, self._total_bytes, phase))
+        self._report("reading")
 
     def advance(self, done: Done) -> None:
         self._done = done
-        self.say("tokenising")
+        self._report("tokenising")
 
     def wait(self, holder: Holder) -> None:
         self._done = Done(holder.rows, 0)
-        self.say(f"waiting for {holder.host} (process {holder.pid}) to prepare")
+        self._report(f"waiting for {holder.host} (process {holder.pid}) to prepare")
+
+    def _report(self, phase: str) -> None:
+        if self._on_progress is not None:
+            num_bytes = min(self._done.num_bytes, self._total_bytes)
+            self._on_progress(CompileProgress(self._split, self._done.rows, num_bytes, self._total_bytes, phase))
 
 
 def _obtain(
     key: str,
-    files: Sequence[PartFile],
+    files: Sequence[SplitFile],
     config: DataConfig,
-    tokenizer: Tokenizer,
-    template: Template | None,
+    compiling: Compiling,
     timeout_s: float,
-    teller: _Teller,
+    progress: _ProgressReporter,
 ) -> Entry:
-    def build(folder: Path, tell: Callable[[int], None]) -> dict[str, object]:
+    def build(folder: Path, on_rows: Callable[[int], None]) -> Manifest:
         def on_done(done: Done) -> None:
-            tell(done.rows)
-            teller.advance(done)
+            on_rows(done.rows)
+            progress.advance(done)
 
-        compiling = Compiling(
-            tokenizer, config.chat_template, config.template_options, config.max_length, config.truncate
-        )
-        return compile_part(
-            folder,
-            files,
-            config,
-            compiling,
-            has_template=template is not None,
-            timeout_s=timeout_s,
-            on_done=on_done,
-        )
+        return compile_split(folder, files, config, compiling, timeout_s=timeout_s, on_done=on_done)
 
     patience = Patience(stuck_s=timeout_s)
-    return obtain(cache_folder(config.cache_dir), key, build, patience=patience, on_wait=teller.wait)
+    return obtain(cache_folder(config.cache_dir), key, build, patience=patience, on_wait=progress.wait)
 
 
-def _open_part(name: str, files: Sequence[PartFile], entry: Entry) -> _Part:
+def _open_split(name: str, files: Sequence[SplitFile], entry: Entry) -> _CompiledSplit:
     manifest = entry.manifest
-    # Files as they were found now: the same bytes under the same name may have been compiled from elsewhere.
-    named = [file.file for file in files]
-    columns = Columns(entry.path, manifest["num_rows"], manifest["width"], manifest["digest"], named)
+    # The files of this run: the same bytes under the same name may have been compiled from another folder.
+    source_files = [file.file for file in files]
+    columns = Columns(entry.path, manifest["num_rows"], manifest["width"], manifest["digest"], source_files)
     reports = tuple(
         from_manifest(values, split=name, weight=file.source.weight)
         for values, file in zip(manifest["reports"], files, strict=True)
     )
-    return _Part(
+    return _CompiledSplit(
         name,
         Rows(columns),
         manifest["kind"],
@@ -168,10 +162,10 @@ def _open_part(name: str, files: Sequence[PartFile], entry: Entry) -> _Part:
     )
 
 
-def _arrange(config: DataConfig, parts: dict[str, _Part], seed: int) -> CompiledData:
-    train = parts["train"].rows
-    nothing = train.select(np.empty(0, dtype=np.int64))
-    validation, test = (parts[name].rows if name in parts else nothing for name in ("validation", "test"))
+def _arrange(config: DataConfig, splits: dict[str, _CompiledSplit], seed: int) -> CompiledData:
+    train = splits["train"].rows
+    no_rows = train.select(np.empty(0, dtype=np.int64))
+    validation, test = (splits[name].rows if name in splits else no_rows for name in ("validation", "test"))
     if config.validation_fraction or config.test_fraction:
         fractions = {"validation": config.validation_fraction, "test": config.test_fraction}
         kept, for_validation, for_test = split_rows(len(train), fractions, seed=seed)
@@ -179,36 +173,36 @@ def _arrange(config: DataConfig, parts: dict[str, _Part], seed: int) -> Compiled
         test = train.select(for_test) if config.test_fraction else test
         train = train.select(kept)
     weights = [source.weight for source in config.train]
-    mixed = mix_rows(parts["train"].source_of_file[train.column("files")], weights, seed=seed)
+    mixed = mix_rows(splits["train"].source_of_file[train.column("files")], weights, seed=seed)
     report = DataReport(
-        files=tuple(file for part in parts.values() for file in part.files),
+        files=tuple(file for split in splits.values() for file in split.files),
         num_train=len(train) if mixed is None else len(mixed),
         num_validation=len(validation),
         num_test=len(test),
         max_length=config.max_length,
         duplicates=count_duplicates(train),
-        leaked=find_leaks(train, [("validation", validation), ("test", test)]),
-        skipped_files=tuple(part.skipped_file for part in parts.values() if part.skipped_file),
-        notes=tuple(dict.fromkeys(part.note for part in parts.values() if part.note)),
+        leaked=find_leaks(train, {"validation": validation, "test": test}),
+        skipped_files=tuple(split.skipped_file for split in splits.values() if split.skipped_file),
+        notes=tuple(dict.fromkeys(split.note for split in splits.values() if split.note)),
     )
     train = train if mixed is None else train.select(mixed)
     digest = hashlib.sha256(f"{train.digest} {validation.digest}".encode()).hexdigest()
-    return CompiledData(train, validation, test, report, digest, parts["train"].kind)
+    return CompiledData(train, validation, test, report, digest, splits["train"].kind)
 
 
 def split_rows(num_rows: int, fractions: dict[str, float], *, seed: int) -> tuple[Indices, Indices, Indices]:
     """(training, validation, test) row numbers, each ascending: a pure function of its arguments.
 
-    Each fraction that is not zero gets at least a row, and so does training. What is held out for validation does
-    not depend on the test fraction, as long as there are rows enough.
+    Each fraction that is not zero gets at least one row, and so does training. What is held out for validation does
+    not depend on the test fraction, as long as there are enough rows.
     """
-    asked = {name: fraction for name, fraction in fractions.items() if fraction}
-    if num_rows <= len(asked):
-        settings = " and ".join(f"data.{name}_fraction {fraction}" for name, fraction in asked.items())
+    wanted = {name: fraction for name, fraction in fractions.items() if fraction}
+    if num_rows <= len(wanted):
+        settings = " and ".join(f"data.{name}_fraction {fraction}" for name, fraction in wanted.items())
         rows = "1 row" if num_rows == 1 else f"{num_rows} rows"
         raise DataError(f"{settings} cannot split {rows}: add rows or set it to 0")
-    left, counts = num_rows - len(asked), {}
-    for name, fraction in asked.items():
+    left, counts = num_rows - len(wanted), {}
+    for name, fraction in wanted.items():
         counts[name] = min(max(round(num_rows * fraction), 1), left)
         left -= counts[name] - 1
     order = hashed_order(num_rows, seed, _SPLIT_STREAM)
@@ -218,7 +212,7 @@ def split_rows(num_rows: int, fractions: dict[str, float], *, seed: int) -> tupl
 
 
 def mix_rows(sources: Indices, weights: Sequence[float], *, seed: int) -> Indices | None:
-    """Places of an epoch's rows, source by source: whole copies, then a part chosen by seed; None for all as they are.
+    """Row numbers of an epoch, source by source: whole copies, then some rows chosen by seed. None: every row once.
 
     `sources` holds the source of each row. A source with rows keeps at least one.
     """
@@ -226,10 +220,10 @@ def mix_rows(sources: Indices, weights: Sequence[float], *, seed: int) -> Indice
         return None
     mixed: list[Indices] = []
     for source, weight in enumerate(weights):
-        places = np.flatnonzero(sources == source)
-        copies, num_chosen = divmod(round(weight * len(places)), max(len(places), 1))
-        if not copies and len(places):
+        rows = np.flatnonzero(sources == source)
+        copies, num_chosen = divmod(round(weight * len(rows)), max(len(rows), 1))
+        if not copies and len(rows):
             num_chosen = max(num_chosen, 1)
-        order = hashed_order(len(places), seed, _MIX_STREAM, source)
-        mixed += [places] * copies + [places[np.sort(order[:num_chosen])]]
+        order = hashed_order(len(rows), seed, _MIX_STREAM, source)
+        mixed += [rows] * copies + [rows[np.sort(order[:num_chosen])]]
     return np.concatenate(mixed)

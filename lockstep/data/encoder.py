@@ -1,16 +1,13 @@
-"""Rows that are longer than data.max_length: what is kept of them.
-
-Must not know text: it cuts token ids and their weights.
-"""
+"""From rendered rows to token ids with weights, cut to data.max_length."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain, pairwise
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -20,15 +17,16 @@ from lockstep.data.rendering import Rendered, Span, Variant
 from lockstep.data.sources.rows import DataError
 from lockstep.types import Completion, Datum
 
-Ints = npt.NDArray[Any]
+Ints = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float32]
 # Ids of an answer and the weight of each; the last weight is never zero.
-Answer = tuple[Ints, Ints]
+Answer = tuple[Ints, Floats]
 POLICIES = ("prompt_left", "right", "drop", "error")
 
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A row that fits; `answers` is empty where nothing to learn was left."""
+    """A row that fits; `answers` is empty where nothing to learn is left."""
 
     prompt: Ints
     answers: tuple[Answer, ...]
@@ -39,10 +37,10 @@ class Fitted:
 def fit(prompt: Ints, answers: Sequence[Answer], *, max_length: int, policy: str, bos: int | None) -> Fitted:
     """Cut a row whose prompt with its longest answer has more than `max_length` tokens.
 
-    prompt_left: the start of the prompt goes, as much as the longest answer needs. At least one token of the prompt
-    stays, its BOS where it has one, and an answer that does not fit beside that loses its end.
-    right: what is behind `max_length` goes; a row of which no answer, or only one of two, is left is dropped.
-    drop: the row goes.
+    prompt_left: the start of the prompt is cut, as much as the longest answer needs. At least one token of the prompt
+    is kept, its BOS where it has one, and an answer that does not fit after that loses its end.
+    right: everything after `max_length` is cut; a row that loses an answer, or one of two, is dropped.
+    drop: the row is dropped.
     """
     if policy == "drop":
         return Fitted(prompt, ())
@@ -56,7 +54,7 @@ def fit(prompt: Ints, answers: Sequence[Answer], *, max_length: int, policy: str
 
 
 def _cut_right(answer: Answer, room: int) -> Answer:
-    """The first `room` tokens, without those after the last learned one: they are of no use."""
+    """The first `room` tokens, up to the last learned one."""
     ids, weights = answer
     if len(ids) <= room:
         return answer
@@ -72,25 +70,25 @@ def _cut_left(prompt: Ints, room: int, bos: int | None) -> Ints:
     if bos is None or prompt[0] != bos:
         return prompt[-room:]
     rest = prompt[len(prompt) - (room - 1) :]
-    # Where messages start with the BOS too, a cut in front of one leaves it there once.
+    # Where messages start with a BOS too, a cut right before one must not double it.
     return rest if len(rest) and rest[0] == bos else np.concatenate([prompt[:1], rest])
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A datum and what happened to it on the way, for the report. `datum` is None where data.truncate left it out.
+    """A datum with counts for the report. `datum` is None where data.truncate drops the row.
 
-    `num_uncut` counts tokens before cutting: of the prompt and the longest answer. `split`: some text was tokenised in
-    pieces. `num_unclosed` answers end without an end-of-turn token; `num_unprompted` do not start with what the chat
-    template writes for generation. `holds_special`: people wrote a special token in their text. The keys are the same
-    for the same tokens before cutting; without a prompt of its own, a row's prompt_key is its row_key.
+    `num_uncut` counts tokens before cutting: of the prompt and the longest answer. `retokenised`: some text was
+    tokenised in pieces. `num_unclosed` answers end without an end-of-turn token; `num_unprompted` do not start with the
+    whole generation prompt. `holds_special`: a special token is written out in a message. Equal keys mean equal tokens
+    before cutting; a row without a prompt has its row_key as prompt_key.
     """
 
     datum: Datum | None
     num_uncut: int
     prompt_cut: bool
     answer_cut: bool
-    split: bool
+    retokenised: bool
     num_unclosed: int
     num_unprompted: int
     holds_special: bool
@@ -121,14 +119,14 @@ class _Masked:
     """A whole text in tokens, each with its weight."""
 
     ids: Ints
-    weights: Ints
-    split: bool
+    weights: Floats
+    retokenised: bool
     num_unclosed: int
 
     def divide(self) -> tuple[Ints, Answer]:
         """The prompt, and what follows up to the last learned token.
 
-        Nothing predicts the first token of all: where it was to be learned, it becomes the prompt.
+        Nothing predicts the first token of a text: where it should be learned, it becomes the prompt.
         """
         learned = np.flatnonzero(self.weights)
         first, stop = max(int(learned[0]), 1), int(learned[-1]) + 1
@@ -136,7 +134,7 @@ class _Masked:
 
 
 class Encoder:
-    """Turns rendered rows into data of at most `max_length` tokens; longer ones as `truncate` says (truncation.fit)."""
+    """Turns rendered rows into data of at most `max_length` tokens; longer rows are cut as `truncate` says."""
 
     def __init__(self, tokenizer: Tokenizer, *, max_length: int, truncate: str) -> None:
         if max_length < 2:
@@ -156,18 +154,18 @@ class Encoder:
         self._adds_bos = self._bos is not None and self._would_add_bos()
 
     def encode(self, rows: Sequence[Rendered]) -> list[Encoded | DataError]:
-        """In order; a row that cannot be used is its error. One call of the tokenizer, which it spreads over cores."""
+        """In order; the error in place of a row that cannot be used. One tokenizer call, which uses all cores."""
         if not rows:
             return []
         tokens = iter(self._tokenise([variant.text for row in rows for variant in row.variants]))
-        found: list[Encoded | DataError] = []
+        encoded: list[Encoded | DataError] = []
         for row in rows:
-            own = [next(tokens) for _ in row.variants]
+            row_tokens = [next(tokens) for _ in row.variants]
             try:
-                found.append(self._encode_row(row, own))
+                encoded.append(self._encode_row(row, row_tokens))
             except DataError as error:
-                found.append(error)
-        return found
+                encoded.append(error)
+        return encoded
 
     def _encode_row(self, row: Rendered, tokens: list[_Tokens]) -> Encoded:
         masked = [self._mask(row, variant, t) for variant, t in zip(row.variants, tokens)]
@@ -186,11 +184,11 @@ class Encoder:
         fitted = self._fit(row, prompt, answers, num_uncut)
         prompt_key, row_key = _keys(prompt, answers)
         return Encoded(
-            _build_datum(row, fitted),
+            make_datum(fitted.prompt, fitted.answers, row.label, row.origin) if fitted.answers else None,
             num_uncut=num_uncut,
             prompt_cut=fitted.prompt_cut,
             answer_cut=fitted.answer_cut,
-            split=any(m.split for m in masked),
+            retokenised=any(m.retokenised for m in masked),
             num_unclosed=sum(m.num_unclosed for m in masked),
             num_unprompted=sum(variant.num_unprompted for variant in row.variants),
             holds_special=any(map(self._special_text.search, row.written)),
@@ -220,7 +218,7 @@ class Encoder:
                 "or set data.truncate to prompt_left, right or drop"
             )
         fitted = fit(prompt, answers, max_length=self._max_length, policy=self._truncate, bos=self._bos)
-        # A pair that differs only behind the cut says nothing: it goes, and is counted among those that are too long.
+        # A pair that differs only after the cut has nothing to prefer: it is dropped as too long.
         return Fitted(prompt, (), answer_cut=True) if _are_alike(fitted.answers) else fitted
 
     # --- text to tokens ----------------------------------------------------------------------------------------
@@ -233,23 +231,23 @@ class Encoder:
             return_attention_mask=False,
             verbose=False,  # rows longer than the model are cut here, and counted
         )
-        found = []
+        tokens = []
         for ids, offsets in zip(encoding["input_ids"], encoding["offset_mapping"]):
             # fromiter, because np.array of a list of pairs takes twice as long.
             flat = np.fromiter(chain.from_iterable(offsets), dtype=np.int32, count=2 * len(offsets))
-            found.append(_Tokens(np.array(ids, dtype=np.int32), flat[::2], flat[1::2]))
-        return found
+            tokens.append(_Tokens(np.array(ids, dtype=np.int32), flat[::2], flat[1::2]))
+        return tokens
 
     def _tokenise_split(self, row: Rendered, text: str, whole: _Tokens, cuts: list[int]) -> _Tokens:
         """Tokenise the pieces between cuts on their own, as a prompt is at inference.
 
-        Certain only if the pieces together still say the same: some tokenizers add a space to each piece.
+        Valid only if the pieces together decode to the same text: some tokenizers add a space to each piece.
         """
         edges = [0, *cuts, len(text)]
         pieces = self._tokenise([text[a:b] for a, b in pairwise(edges)])
         joined = _Tokens(
             np.concatenate([piece.ids for piece in pieces]),
-            # Offsets without whitespace put a space that ends a piece at the start of the next: it stays in its own.
+            # Offsets that leave whitespace out put a space at the end of a piece into the next: keep it in its own.
             np.concatenate([np.minimum(p.starts + a, b - 1) for p, (a, b) in zip(pieces, pairwise(edges))]),
             np.concatenate([p.ends + a for p, a in zip(pieces, edges)]),
         )
@@ -272,8 +270,8 @@ class Encoder:
             raise DataError(f"{row.origin}: the offsets of {self._name} are not in order: use another tokenizer")
         tokens, cuts = whole, set[int]()
         turns = [self._find_turn(row, variant, tokens, span) for span in variant.spans]
-        wanted = {split_at} if split_at else set[int]()
-        while uncertain := (_uncertain_cuts(variant, tokens, turns) | wanted) - cuts:
+        required = {split_at} if split_at else set[int]()
+        while uncertain := (_uncertain_cuts(variant, tokens, turns) | required) - cuts:
             cuts |= uncertain
             tokens = self._tokenise_split(row, variant.text, whole, sorted(cuts))
             turns = [self._find_turn(row, variant, tokens, span) for span in variant.spans]
@@ -282,14 +280,14 @@ class Encoder:
         for turn in turns:
             weights[turn.first : turn.stop] = 1.0
         if row.plain:
-            return _Masked(*self._frame(row, tokens.ids, weights), split=bool(cuts), num_unclosed=0)
+            return _Masked(*self._frame(row, tokens.ids, weights), retokenised=bool(cuts), num_unclosed=0)
         num_unclosed = sum(span.ends_turn and not turn.closed for span, turn in zip(variant.spans, turns))
-        return _Masked(tokens.ids, weights, split=bool(cuts), num_unclosed=num_unclosed)
+        return _Masked(tokens.ids, weights, retokenised=bool(cuts), num_unclosed=num_unclosed)
 
     def _find_turn(self, row: Rendered, variant: Variant, tokens: _Tokens, span: Span) -> _Turn:
-        """The tokens of a span up to its end-of-turn token; whitespace that the template writes after it is left out.
+        """The tokens of a span up to its end-of-turn token, without the whitespace that the template writes after it.
 
-        Plain text, and a turn that its template does not close with a special token, is learned to its end.
+        Plain text, and a turn that the template does not close with a special token, is learned to its end.
         """
         first, stop = (int(i) for i in np.searchsorted(tokens.starts, span[:2]))
         for last in range(stop - 1, first - 1, -1) if not row.plain and span.ends_turn else ():
@@ -300,19 +298,19 @@ class Encoder:
         return _Turn(first, stop, closed=False)
 
     def _check_substance(self, row: Rendered, variant: Variant, tokens: _Tokens, turns: list[_Turn]) -> None:
-        """Every answer says something, in one of its spans."""
-        says_something = False
+        """Every answer needs a token that is neither special nor whitespace, in one of its spans."""
+        has_substance = False
         for span, turn in zip(variant.spans, turns):
-            says_something = says_something or any(
+            has_substance = has_substance or any(
                 int(tokens.ids[i]) not in self._special and variant.text[tokens.starts[i] : tokens.ends[i]].strip()
                 for i in range(turn.first, turn.stop)
             )
-            if span.ends_turn and not says_something:
+            if span.ends_turn and not has_substance:
                 raise DataError(
                     f"{row.origin}: nothing to learn: an answer has only whitespace and special tokens: "
                     "write the answer or remove the row"
                 )
-            says_something = says_something and not span.ends_turn
+            has_substance = has_substance and not span.ends_turn
 
     # --- plain text --------------------------------------------------------------------------------------------
 
@@ -321,8 +319,8 @@ class Encoder:
         without = self._tokenizer("x", add_special_tokens=False)["input_ids"]
         return with_special[0] == self._bos and without[0] != self._bos
 
-    def _frame(self, row: Rendered, ids: Ints, weights: Ints) -> tuple[Ints, Ints]:
-        """One BOS in front where the tokenizer adds it by itself, one EOS at the end, which is learned."""
+    def _frame(self, row: Rendered, ids: Ints, weights: Floats) -> tuple[Ints, Floats]:
+        """A BOS in front where the tokenizer itself would add one, and an EOS at the end, which is learned."""
         if self._eos is None:
             raise DataError(f"{row.origin}: {self._name} has no EOS token to end plain text with: set its eos_token")
         head = [self._bos] if self._adds_bos and ids[0] != self._bos else []
@@ -335,7 +333,7 @@ class Encoder:
 def _uncertain_cuts(variant: Variant, tokens: _Tokens, turns: list[_Turn]) -> set[int]:
     """Characters where an answer starts (or ends without an end-of-turn token) inside a token.
 
-    Some tokenizers leave a token's leading whitespace out of its offsets, so a gap before the start is as uncertain.
+    Some tokenizers leave a token's leading whitespace out of its offsets, so a gap before the start is uncertain too.
     """
     cuts: set[int] = set()
     for (start, end, _), turn in zip(variant.spans, turns):
@@ -356,14 +354,17 @@ def _are_alike(answers: Sequence[Answer]) -> bool:
     return len(answers) > 1 and all(np.array_equal(answers[0][0], ids) for ids, _ in answers[1:])
 
 
-def _build_datum(row: Rendered, fitted: Fitted) -> Datum | None:
-    if not fitted.answers:
-        return None
+def make_datum(prompt: Ints, answers: Iterable[Answer], label: int | None, origin: str) -> Datum:
+    """Arrays serve as the sequences of a datum. `label` becomes a value of every token."""
     completions = []
-    for ids, weights in fitted.answers:
-        values = {} if row.label is None else {"label": np.full(len(ids), float(row.label), dtype=np.float32)}
-        completions.append(Completion(cast(Sequence[int], ids), cast(Sequence[float], weights), cast(Any, values)))
-    return Datum(cast(Sequence[int], fitted.prompt), tuple(completions), row.origin)
+    for ids, weights in answers:
+        values = {} if label is None else {"label": np.full(len(ids), label, dtype=np.float32)}
+        completions.append(
+            Completion(
+                cast(Sequence[int], ids), cast(Sequence[float], weights), cast(Mapping[str, Sequence[float]], values)
+            )
+        )
+    return Datum(cast(Sequence[int], prompt), tuple(completions), origin)
 
 
 def _keys(prompt: Ints, answers: list[Answer]) -> tuple[int, int]:

@@ -143,22 +143,22 @@ def _summarise(config: RunConfig, data: CompiledData, lengths: Lengths) -> DataS
     batch_lengths = [datum.num_tokens for datum in batch]
     steps = partition(batch_lengths, num_ranks=config.launch.procs, budget_tokens=config.batch.micro_batch_tokens)
     num_micro_batches = len(steps) * config.launch.procs
-    report = data.report
+    totals = data.report.totals
     return DataSummary(
         kind=data.kind,
         train_rows=len(data.train),
         validation_rows=len(data.validation),
         test_rows=len(data.test),
         train_tokens=int(lengths.sum()),
-        supervised_share=report.num_supervised / max(report.num_tokens, 1),
+        supervised_share=totals.num_supervised / max(totals.num_tokens, 1),
         max_length=config.data.max_length,
         truncate=config.data.truncate,
-        prompts_cut=report.prompts_cut,
-        answers_cut=report.answers_cut,
-        dropped=report.dropped,
-        skipped=report.skipped,
-        duplicates=report.duplicates,
-        leaks=report.leaks,
+        prompts_cut=totals.prompts_cut,
+        answers_cut=totals.answers_cut,
+        dropped=totals.dropped,
+        skipped=totals.skipped,
+        duplicates=data.report.duplicates,
+        leaks=data.report.leaks,
         steps_per_epoch=batches.num_steps(1.0),
         batch_rows=len(batch),
         batch_tokens=sum(batch_lengths),

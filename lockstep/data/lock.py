@@ -1,7 +1,7 @@
-"""One preparer at a time, among processes and machines that share a folder.
+"""A lock among processes and machines that share a folder: a file created exclusively, with a heartbeat.
 
-A lock is a file created exclusively; its holder keeps changing it. Others watch it change by their own clock: no
-clocks are compared and no flock is needed, which network file systems often lack. Must not know data.
+The holder keeps rewriting it and others time the changes by their own clocks: no clocks are compared, and no flock is
+needed, which network file systems often lack.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SIZE = 1024  # bytes of a lock file: one write replaces them all
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """What a lock file says. `space` names the running system in which `pid` has a meaning."""
+    """The content of a lock file. `space` names the running system in which `pid` is valid."""
 
     token: str
     host: str
@@ -33,7 +33,7 @@ class Holder:
 
     @property
     def is_gone(self) -> bool:
-        """Whether its process certainly no longer runs; False where that cannot be known from here."""
+        """Whether its process certainly no longer runs; False where that is unknown, as on another machine."""
         if self.space != _own_space():
             return False
         try:
@@ -55,7 +55,7 @@ def _own_space() -> str:
 
 
 class Lock:
-    """A lock that is held. `rows` is set by the holder as it gets on; a thread writes it into the file."""
+    """A held lock. The holder sets `rows` as it makes progress; a thread writes it into the file."""
 
     def __init__(self, path: Path, descriptor: int, beat_s: float) -> None:
         self.path = path
@@ -64,7 +64,7 @@ class Lock:
         self._beat = 0
         self._descriptor = descriptor
         self._released = threading.Event()
-        self._write()
+        self.beat()
         self._thread = threading.Thread(target=self._keep_beating, args=(beat_s,), daemon=True)
         self._thread.start()
 
@@ -72,7 +72,7 @@ class Lock:
         self._released.set()
         self._thread.join()
         holder = read_holder(self.path)
-        if holder is not None and holder.token == self.token:  # else somebody thought us dead and took over
+        if holder is not None and holder.token == self.token:  # else another process thought us dead and took over
             with contextlib.suppress(OSError):
                 self.path.unlink()
         os.close(self._descriptor)
@@ -81,18 +81,18 @@ class Lock:
         while not self._released.wait(beat_s):
             self._beat += 1
             with contextlib.suppress(OSError):  # a full disk or a lost server: others will take over
-                self._write()
+                self.beat()
 
-    def _write(self) -> None:
-        """Into the open file, never by name: if another has taken over, its lock stays untouched."""
-        says = Holder(self.token, socket.gethostname(), os.getpid(), _own_space(), self._beat, self.rows)
-        text = json.dumps({name: getattr(says, name) for name in Holder.__slots__})
+    def beat(self) -> None:
+        """Writes into the open file, never by name: if another process has taken over, its lock stays untouched."""
+        holder = Holder(self.token, socket.gethostname(), os.getpid(), _own_space(), self._beat, self.rows)
+        text = json.dumps({name: getattr(holder, name) for name in Holder.__slots__})
         os.pwrite(self._descriptor, text.ljust(_SIZE).encode(), 0)
         os.fsync(self._descriptor)
 
 
 def try_lock(path: Path, *, beat_s: float = _BEAT_S) -> Lock | None:
-    """The lock, or None while another holds it."""
+    """The lock, or None while another process holds it."""
     try:
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
     except FileExistsError:
@@ -106,7 +106,7 @@ def try_lock(path: Path, *, beat_s: float = _BEAT_S) -> Lock | None:
 
 
 def read_holder(path: Path) -> Holder | None:
-    """None where there is no lock, or where it is being written at this moment."""
+    """None where there is no lock, or it is being written right now."""
     return parse_holder(_read_bytes(path))
 
 
@@ -125,7 +125,7 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def break_lock(path: Path, dead: Holder | None) -> None:
-    """Take the lock of a dead holder away. Several may try: whoever moved a newer lock puts it back."""
+    """Remove the lock of a dead holder. Several processes may try: one that moved a newer lock puts it back."""
     if read_holder(path) != dead:
         return
     aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
@@ -135,15 +135,15 @@ def break_lock(path: Path, dead: Holder | None) -> None:
         return
     moved = read_holder(aside)
     if (moved and moved.token) != (dead and dead.token):
-        # Not restored where there are no hard links, or where a third has locked since. Two then prepare the same,
-        # each in a folder of its own, and the second finds the first one's entry: work is lost, nothing else.
+        # Not restored where there are no hard links, or where a third process has locked since. Two then build the same
+        # entry, each in its own folder, and the second finds the first one's entry: only work is lost.
         with contextlib.suppress(OSError):
             os.link(aside, path)
     aside.unlink(missing_ok=True)
 
 
 class Watch:
-    """What one waiting process has seen of a lock, by its own clock. `holder` is None until one could be read."""
+    """A lock as seen by a waiting process, timed by its own clock. `holder` is None until it could be read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -170,5 +170,5 @@ class Watch:
 
     @property
     def stuck_s(self) -> float:
-        """Seconds since the holder last got on with its rows."""
+        """Seconds since the holder last reported new rows."""
         return time.monotonic() - self._advanced_at

@@ -1,7 +1,6 @@
-"""The order of training: which rows come in which batch, from one integer.
+"""The order of training: which rows are in which batch.
 
-A pure function of (seed, epoch, number and lengths of rows); the world size has no part in it.
-Must not know tokens, files or ranks.
+A pure function of (seed, epoch, number and lengths of rows), independent of the world size; the cursor is one integer.
 """
 
 from __future__ import annotations
@@ -54,25 +53,25 @@ def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def fill_batches(order: Indices, lengths: Indices, budget_tokens: int, look_ahead: int = 64) -> Indices:
     """Move short rows a little forward, so that batches cut at a token budget are full.
 
-    A row that does not fit waits, at most `look_ahead` of them, and opens the next batch.
+    Rows that do not fit, at most `look_ahead` of them, wait for the next batch and come first there.
     """
     waiting, filled, shortest = deque(order.tolist()), [], int(lengths.min())
     while waiting:
-        room, begun = budget_tokens, False
-        passed_over: list[int] = []
-        while waiting and len(passed_over) < look_ahead and (room >= shortest or not begun):
+        room, is_empty = budget_tokens, True
+        postponed: list[int] = []
+        while waiting and len(postponed) < look_ahead and (room >= shortest or is_empty):
             row = waiting.popleft()
-            if begun and lengths[row] > room:
-                passed_over.append(row)
+            if not is_empty and lengths[row] > room:
+                postponed.append(row)
                 continue
             filled.append(row)
-            room, begun = room - int(lengths[row]), True
-        waiting.extendleft(reversed(passed_over))
+            room, is_empty = room - int(lengths[row]), False
+        waiting.extendleft(reversed(postponed))
     return np.array(filled, dtype=np.int64)
 
 
 class Batches:
-    """The batches of a run. A cursor counts the rows consumed since its start; batches do not cross epochs."""
+    """The batches of a run. The cursor counts the rows consumed since the start; batches do not cross epochs."""
 
     def __init__(self, data: Sequence[Datum], config: BatchConfig, *, seed: int, shuffle: bool) -> None:
         if not data:
@@ -83,24 +82,24 @@ class Batches:
         self._tokens = config.tokens
         self._seed = seed
         self._shuffle = shuffle
-        # Compiled rows know their lengths without being read.
+        # Compiled rows have their lengths without reading the tokens.
         lengths = getattr(data, "lengths", None)
         self._lengths: Indices = np.array([d.num_tokens for d in data] if lengths is None else lengths, dtype=np.int64)
-        # The epoch in use, its order, and for each place in it the tokens of all rows before.
+        # The current epoch, its order, and for each position in it the tokens of all rows before.
         self._epoch = -1
         self._order: Indices = np.empty(0, dtype=np.int64)
         self._tokens_before: Indices = np.empty(0, dtype=np.int64)
 
     def batch_at(self, cursor: int) -> tuple[list[Datum], int]:
         """The batch that starts after `cursor` rows, and the cursor after it."""
-        epoch, place = divmod(cursor, self.num_rows)
-        self._turn_to(epoch)
-        end = self._end_of_batch(place)
-        return [self._data[i] for i in self._order[place:end]], epoch * self.num_rows + end
+        epoch, start = divmod(cursor, self.num_rows)
+        self._set_epoch(epoch)
+        end = self._end_of_batch(start)
+        return [self._data[i] for i in self._order[start:end]], epoch * self.num_rows + end
 
     def num_steps(self, epochs: float) -> int:
         """Steps until `epochs` times all rows are consumed; the last batch may go past a fraction of an epoch."""
-        # repr, because 0.07 is meant as 7 hundredths: 0.07 * 100 in floats is more than 7 rows.
+        # repr, because 0.07 means 7 hundredths: 0.07 * 100 in floats is more than 7 rows.
         num_rows = ceil(Fraction(repr(float(epochs))) * self.num_rows)
         whole, rest = divmod(num_rows, self.num_rows)
         if self._samples is not None:
@@ -113,22 +112,22 @@ class Batches:
         """Steps of one epoch until at least `num_rows` of its rows are consumed."""
         if num_rows == 0:
             return 0
-        self._turn_to(epoch)
-        place = steps = 0
-        while place < num_rows:
-            place = self._end_of_batch(place)
+        self._set_epoch(epoch)
+        position = steps = 0
+        while position < num_rows:
+            position = self._end_of_batch(position)
             steps += 1
         return steps
 
-    def _end_of_batch(self, place: int) -> int:
+    def _end_of_batch(self, start: int) -> int:
         if self._samples is not None:
-            return min(place + self._samples, self.num_rows)
+            return min(start + self._samples, self.num_rows)
         assert self._tokens is not None
-        budget = self._tokens_before[place] + self._tokens
+        budget = self._tokens_before[start] + self._tokens
         fits = int(np.searchsorted(self._tokens_before, budget, side="right")) - 1
-        return max(fits, place + 1)  # a row longer than the budget is a batch of its own
+        return max(fits, start + 1)  # a row longer than the budget is a batch of its own
 
-    def _turn_to(self, epoch: int) -> None:
+    def _set_epoch(self, epoch: int) -> None:
         if epoch != self._epoch:
             self._order = epoch_order(self.num_rows, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
             if self._tokens is not None and self._shuffle:

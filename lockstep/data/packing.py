@@ -1,6 +1,6 @@
-"""Which documents are computed together: micro-batches under a token budget, level in cost over ranks.
+"""Packing: which documents share a micro-batch, under a token budget and balanced in cost over ranks.
 
-A pure function of lengths: every rank computes the same answer and takes its own part of it.
+A pure function of lengths: every rank computes the same partition and takes its own share.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Steps = list[list[list[int]]]
 
 @dataclass(frozen=True)
 class Cost:
-    """What computing a document takes: tokens * (per_token + per_token_squared * tokens), in any unit."""
+    """The cost of a document: tokens * (per_token + per_token_squared * tokens), in any unit."""
 
     per_token: float = 1.0
     per_token_squared: float = 0.0
@@ -35,13 +35,13 @@ BY_TOKENS = Cost()
 
 @dataclass(frozen=True)
 class Balance:
-    """How level the ranks are. 1 is perfect; 1.25 means that a quarter more time passes than were they level."""
+    """How balanced the ranks are. 1 is perfect; 1.25 means that a step takes a quarter longer than if balanced."""
 
     tokens_per_rank: tuple[int, ...]
     tokens: float
-    """The largest of them, over their mean."""
+    """The largest tokens_per_rank over their mean."""
     cost: float
-    """The dearest rank of every micro-step, over the mean: what ranks that wait for each other each time feel."""
+    """The most expensive rank of every micro-step over the mean, for ranks that wait for each other in each one."""
 
 
 def partition(
@@ -55,7 +55,7 @@ def partition(
     """Every rank gets the same number of micro-steps; some may be empty.
 
     Longest first into the cheapest bin with room, with as few micro-steps as the budget allows. The bins of one
-    micro-step are neighbours in cost, so that ranks which wait for each other have like work.
+    micro-step are neighbours in cost, so that ranks which wait for each other have similar work.
     """
     longest = max(lengths, default=0)
     if longest > budget_tokens:
@@ -69,7 +69,7 @@ def partition(
         fewest = max(fewest, -(-len(lengths) // (num_ranks * max_documents)))
     bins, steps = None, fewest
     while bins is None:
-        # Level in cost may leave tokens where they do not fit; before one more micro-step, level in tokens may do.
+        # Balancing by cost may fail to fit the tokens: balance by tokens before adding a micro-step.
         bins = _fill(order, lengths, costs, steps * num_ranks, budget_tokens, max_documents)
         bins = bins or _fill(order, lengths, lengths, steps * num_ranks, budget_tokens, max_documents)
         steps += bins is None
@@ -78,12 +78,12 @@ def partition(
 
 
 def measure_balance(steps: Steps, lengths: Sequence[int], cost: Cost = BY_TOKENS) -> Balance:
-    """Of what `partition` returned."""
+    """`steps` as returned by `partition`."""
     if not steps:
         return Balance((), 1.0, 1.0)
     num_ranks = len(steps[0])
     tokens = [sum(lengths[i] for step in steps for i in step[rank]) for rank in range(num_ranks)]
-    by_step = [[sum(cost.of(lengths[i]) for i in part) for part in step] for step in steps]
+    by_step = [[sum(cost.of(lengths[i]) for i in share) for share in step] for step in steps]
     return Balance(
         tuple(tokens),
         max(tokens) * num_ranks / sum(tokens),
@@ -103,9 +103,9 @@ def _fill(
     tokens = [0] * num_bins
     heap: list[tuple[float, int]] = [(0.0, b) for b in range(num_bins)]
     for i in order:
-        passed_over = []
+        full = []
         while heap and tokens[heap[0][1]] + lengths[i] > budget:
-            passed_over.append(heapq.heappop(heap))
+            full.append(heapq.heappop(heap))
         if not heap:
             return None
         spent, b = heapq.heappop(heap)
@@ -113,20 +113,20 @@ def _fill(
         tokens[b] += lengths[i]
         if max_documents is None or len(bins[b]) < max_documents:
             heapq.heappush(heap, (spent + costs[i], b))
-        for entry in passed_over:
+        for entry in full:
             heapq.heappush(heap, entry)
     return [sorted(b) for b in bins]
 
 
 def _deal(steps: Steps, costs: Sequence[float]) -> Steps:
-    """In every micro-step the dearest bin goes to the rank that has had least, so that nobody always has the most."""
+    """In every micro-step the most expensive bin goes to the rank with the least cost so far."""
     spent = [0.0] * len(steps[0])
     dealt: Steps = []
     for step in steps:
         ranks = sorted(range(len(step)), key=lambda rank: (spent[rank], rank))
-        parts: list[list[int]] = [[] for _ in step]
-        for rank, part in zip(ranks, step, strict=True):
-            parts[rank] = part
-            spent[rank] += sum(costs[i] for i in part)
-        dealt.append(parts)
+        shares: list[list[int]] = [[] for _ in step]
+        for rank, share in zip(ranks, step, strict=True):
+            shares[rank] = share
+            spent[rank] += sum(costs[i] for i in share)
+        dealt.append(shares)
     return dealt

@@ -1,8 +1,4 @@
-"""Rows as prompts to be answered and scored: their tokens, and all their fields for whoever scores.
-
-Read from the same sources as any rows, and kept in memory. A row is a prompt (text or messages) and whatever columns
-a reward wants, `answer` above all. Must not know rewards, models or the order of training.
-"""
+"""Prompts for reinforcement learning: their tokens, and all fields of the row for the reward. Kept in memory."""
 
 from __future__ import annotations
 
@@ -19,6 +15,7 @@ from lockstep.config.data import DataConfig, SourceConfig
 from lockstep.data.chat_template import Template, Tokenizer, load_template
 from lockstep.data.formats.conversation import (
     Conversation,
+    Message,
     TurnNames,
     describe_keys,
     read_tools,
@@ -36,7 +33,7 @@ _ANSWERS = ("answer", "completion", "response", "output")
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """`fields` are the row's own, with `prompt` as text and, where there is one, `answer`."""
+    """`fields` are those of the row, with `prompt` as text and, where the row has one, `answer`."""
 
     origin: str
     tokens: tuple[int, ...]
@@ -48,7 +45,7 @@ class PromptRow:
 
 
 class Prompts(Sequence[PromptRow]):
-    """`num_dropped` were too long."""
+    """`num_dropped` prompts were too long."""
 
     def __init__(self, rows: Sequence[PromptRow], num_dropped: int = 0) -> None:
         self._rows, self.num_dropped = rows, num_dropped
@@ -57,11 +54,11 @@ class Prompts(Sequence[PromptRow]):
         return len(self._rows)
 
     @overload
-    def __getitem__(self, place: int) -> PromptRow: ...
+    def __getitem__(self, i: int) -> PromptRow: ...
     @overload
-    def __getitem__(self, place: slice) -> Sequence[PromptRow]: ...
-    def __getitem__(self, place: int | slice) -> PromptRow | Sequence[PromptRow]:
-        return self._rows[place]
+    def __getitem__(self, i: slice) -> Sequence[PromptRow]: ...
+    def __getitem__(self, i: int | slice) -> PromptRow | Sequence[PromptRow]:
+        return self._rows[i]
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
@@ -70,24 +67,24 @@ class Prompts(Sequence[PromptRow]):
     @property
     def digest(self) -> str:
         """Of everything that sampling and scoring can see."""
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for row in self._rows:
             line = [row.tokens, sorted(row.fields.items())]
-            found.update(json.dumps(line, default=repr, ensure_ascii=False).encode() + b"\n")
-        return found.hexdigest()
+            digest.update(json.dumps(line, default=repr, ensure_ascii=False).encode() + b"\n")
+        return digest.hexdigest()
 
 
 class PromptReader:
-    """From rows to tokens, as `data` says. `max_tokens`: a longer prompt would leave no room for an answer."""
+    """Reads prompts as the data section says. One longer than `max_tokens` leaves no room for an answer."""
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer, *, max_tokens: int) -> None:
         self._config, self._tokenizer, self._max_tokens = config, tokenizer, max_tokens
         self._template = load_template(tokenizer, config.chat_template, config.template_options)
 
-    def read(self, part: str, make_rows: Callable[[SourceConfig], Iterable[Row] | None]) -> Prompts:
-        """All rows of data.train or data.validation; `make_rows` is asked first, for sources that are no files."""
-        found, num_dropped = [], 0
-        for source in self._config.sources(part):
+    def read(self, split: str, make_rows: Callable[[SourceConfig], Iterable[Row] | None]) -> Prompts:
+        """All rows of data.train or data.validation. `make_rows` returns the rows of a source that is not a file."""
+        prompts, num_dropped = [], 0
+        for source in self._config.sources(split):
             made = make_rows(source)
             for row in _rows_of(source) if made is None else made:
                 prompt = self._read_row(row, source)
@@ -97,10 +94,10 @@ class PromptReader:
                     num_dropped += 1
                     self._refuse_if_strict(prompt)
                     continue
-                found.append(prompt)
-        if not found and self._config.sources(part):
-            raise DataError(f"data.{part}: no prompt is left ({num_dropped} are too long): check data.max_length")
-        return Prompts(found, num_dropped)
+                prompts.append(prompt)
+        if not prompts and self._config.sources(split):
+            raise DataError(f"data.{split}: no prompt is left ({num_dropped} are too long): check data.max_length")
+        return Prompts(prompts, num_dropped)
 
     def follow_up(self, message: str, last: int) -> list[int]:
         """Tokens of what an environment says after an answer, up to where the next answer starts.
@@ -109,7 +106,7 @@ class PromptReader:
         """
         if self._template is None:
             return self._encode(message, is_start=False)
-        # The template says what stands between two turns; the answer itself is already in tokens.
+        # The template gives the text between two turns; the answer itself is already in tokens.
         mark = "\u2042answer\u2042"
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}]
         turns.append({"role": "user", "content": message})
@@ -142,14 +139,16 @@ class PromptReader:
             fields["answer"] = answer
         return PromptRow(row.origin, tuple(self._encode(text)), fields)
 
-    def _as_text(self, row: Row, messages: Sequence[Mapping[str, Any]]) -> str:
+    def _as_text(self, row: Row, messages: Sequence[Message]) -> str:
         if self._template is None:
             if len(messages) > 1:
                 raise DataError(f"{row.origin}: a conversation needs a chat template: set data.chat_template to one")
             return str(messages[-1]["content"])
         return self._write(row.origin, messages, read_tools(row), self._template)
 
-    def _write(self, origin: str, messages: Sequence[Any], tools: Any, template: Template) -> str:
+    def _write(
+        self, origin: str, messages: Sequence[Message], tools: list[dict[str, Any]] | None, template: Template
+    ) -> str:
         conversation = Conversation(origin, tuple(messages), learned=(), tools=tools)
         return template.write(conversation, messages, for_generation=True)
 
@@ -166,8 +165,8 @@ def _rows_of(source: SourceConfig) -> Iterator[Row]:
             yield parse_raw(file, raw)
 
 
-def _split_row(row: Row, names: TurnNames) -> tuple[list[Mapping[str, Any]], str | None]:
-    """(the conversation to be answered, what the row itself has as the answer)."""
+def _split_row(row: Row, names: TurnNames) -> tuple[list[Message], str | None]:
+    """The conversation to be answered, and the row's own answer where it has one."""
     key = next((key for key in _TURNS if key in row.fields), None)
     prompt_key = next((key for key in _PROMPTS if key in row.fields), None)
     if key is None and prompt_key is not None and isinstance(row.fields[prompt_key], list):
@@ -176,12 +175,12 @@ def _split_row(row: Row, names: TurnNames) -> tuple[list[Mapping[str, Any]], str
         messages = list(read_turns(row, key, names))
         answer = messages.pop().get("content") if messages[-1]["role"] == "assistant" else None
         if not messages:
-            raise DataError(f"{row.origin}: {key!r} holds only an answer, and nothing to answer")
-        return messages, _given_answer(row) if answer is None else answer
+            raise DataError(f"{row.origin}: {key!r} holds only an answer and no prompt: add the prompt")
+        return messages, _find_answer(row) if answer is None else answer
     if prompt_key is None:
         raise DataError(
-            f'{row.origin}: a row needs "prompt" or "messages", this one has {describe_keys(row.fields)}: set '
-            "data.columns to what they are called here"
+            f'{row.origin}: a row needs "prompt" or "messages", this one has {describe_keys(row.fields)}: '
+            "map its keys with data.columns"
         )
     prompt = row.fields[prompt_key]
     if not isinstance(prompt, str) or not prompt.strip():
@@ -189,8 +188,8 @@ def _split_row(row: Row, names: TurnNames) -> tuple[list[Mapping[str, Any]], str
     messages = [{"role": "user", "content": prompt}]
     if isinstance(system := row.fields.get("system"), str) and system.strip():
         messages.insert(0, {"role": "system", "content": system})
-    return messages, _given_answer(row)
+    return messages, _find_answer(row)
 
 
-def _given_answer(row: Row) -> Any:
+def _find_answer(row: Row) -> Any:
     return next((row.fields[key] for key in _ANSWERS if row.fields.get(key) is not None), None)

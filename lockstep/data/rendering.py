@@ -1,8 +1,7 @@
-"""Where the answers lie in a rendered conversation.
+"""Rows rendered as text, with the spans of the answers to learn.
 
-An answer starts where generation would start and ends where the template's turn ends. Two ways to know: the template
-is traced as it runs; or, where that says nothing certain, rendered again up to each answer. Otherwise an error.
-Must not know token ids.
+An answer starts where generation would start and ends where the template's turn ends. Found by tracing the template;
+where the trace is not certain, by rendering the conversation again up to each answer; otherwise an error.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from lockstep.data.chat_template import Piece, Template, Trace
 from lockstep.data.formats.conversation import Content, Conversation, Message, Pair, Passage
 from lockstep.data.sources.rows import DataError
 
-# Stand for an answer whose header is sought: they must not begin alike.
-_STAND_INS = ("alpha", "beta")
+# Replace an answer to find the header before it: they must not start with the same letter.
+_PLACEHOLDERS = ("alpha", "beta")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -35,8 +34,8 @@ def find_answers(conversation: Conversation, text: str, template: Template) -> t
     if traced is None:
         if template.has_tags(conversation):
             raise DataError(
-                f"{conversation.origin}: {template.name} marks what is generated, but which message it belongs to is "
-                "not certain: set data.chat_template to a Jinja file that loops over messages once"
+                f"{conversation.origin}: {template.name} marks what is generated, but not certainly in which "
+                "message: set data.chat_template to a Jinja file that loops over messages once"
             )
         return tuple(_find_by_prefix(conversation, i, text, template) for i in conversation.learned), 0
     trace, turns = traced
@@ -45,23 +44,22 @@ def find_answers(conversation: Conversation, text: str, template: Template) -> t
     return _find_by_header(conversation, trace, turns, template)
 
 
-# --- the first way: the template is traced --------------------------------------------------------------------------
+# --- by tracing the template ----------------------------------------------------------------------------------------
 
 
 def _trace_turns(conversation: Conversation, text: str, template: Template) -> tuple[Trace, list[Piece]] | None:
-    """The turns to learn, each the one piece of text that its message gave; None where that is not certain."""
+    """The turns to learn, each the one piece of text written for its message; None where that is not certain."""
     trace = template.trace(conversation, conversation.messages)
     if trace is None or trace.text != text:
         return None
-    turns = [trace.segment(index) for index in conversation.learned]
-    found = [turn for turn in turns if turn is not None]
-    if len(found) < len(turns) or not template.keeps_apart(conversation):
+    turns = [turn for index in conversation.learned if (turn := trace.segment(index)) is not None]
+    if len(turns) < len(conversation.learned) or not template.keeps_turns_apart(conversation):
         return None
-    return trace, found
+    return trace, turns
 
 
 def _find_by_tags(conversation: Conversation, trace: Trace, turns: list[Piece], template: Template) -> tuple[Span, ...]:
-    """What the author tagged, in the turns to learn."""
+    """What the template's author tagged, in the turns to learn."""
     spans: list[Span] = []
     for index, turn in zip(conversation.learned, turns):
         inside: list[tuple[int, int]] = []
@@ -85,7 +83,7 @@ def _find_by_header(
     conversation: Conversation, trace: Trace, turns: list[Piece], template: Template
 ) -> tuple[tuple[Span, ...], int]:
     """Each turn without the header that generation would start from."""
-    prompts: dict[str, str | None] = {}  # by the role before the answer: templates look no further back
+    prompts: dict[str, str | None] = {}  # by the role before the answer, as templates look no further back
     headers: list[str | None] | None = None
     spans, num_unprompted = [], 0
     for number, (index, turn) in enumerate(zip(conversation.learned, turns)):
@@ -111,26 +109,26 @@ def _find_by_header(
 
 
 def _generation_prompt(conversation: Conversation, index: int, written: str, template: Template) -> str | None:
-    """What the template writes behind the messages before `index` for an answer to start; None if not certain.
+    """What the template writes after the messages before `index` to start an answer; None if not certain.
 
     `written` is that answer's turn.
     """
-    # Nothing can be rendered of no messages: there the prompt is what would follow the answer itself.
+    # A template cannot render zero messages: there the prompt is what would follow the answer itself.
     before = conversation.messages[:index] or conversation.messages[:1]
-    asked = template.trace(conversation, before, for_generation=True)
-    if asked is None:
+    prompted = template.trace(conversation, before, for_generation=True)
+    if prompted is None:
         return None
-    behind = asked.text[_end_of_messages(asked) :]
-    if behind and behind != asked.text and written.startswith(behind):
-        return behind
-    unasked = template.trace(conversation, before)
-    if unasked is None:
+    tail = prompted.text[_end_of_messages(prompted) :]
+    if tail and tail != prompted.text and written.startswith(tail):
+        return tail
+    unprompted = template.trace(conversation, before)
+    if unprompted is None:
         return None
-    if asked.text == unasked.text:
+    if prompted.text == unprompted.text:
         return ""
-    # Some write the prompt inside the loop over messages; some write a tail such as an EOS only when not asked.
-    end = _end_of_messages(unasked) or len(unasked.text)
-    return asked.text[end:] if asked.text.startswith(unasked.text[:end]) else None
+    # Some write the prompt inside the loop over messages; some write a tail such as an EOS only without the prompt.
+    end = _end_of_messages(unprompted) or len(unprompted.text)
+    return prompted.text[end:] if prompted.text.startswith(unprompted.text[:end]) else None
 
 
 def _end_of_messages(trace: Trace) -> int:
@@ -143,13 +141,13 @@ def _starts_with_content(message: Message, written: str) -> bool:
 
 
 def _headers(conversation: Conversation, template: Template) -> list[str | None]:
-    """What the template writes before each answer, whatever the answer is."""
+    """What the template writes before each answer, independent of the answer."""
     traces = []
-    for stand_in in _STAND_INS:
+    for placeholder in _PLACEHOLDERS:
         messages = list(conversation.messages)
         for index in conversation.learned:
             kept = {k: v for k, v in messages[index].items() if k not in (*_REASONING, "tool_calls")}
-            messages[index] = {**kept, "content": stand_in}
+            messages[index] = {**kept, "content": placeholder}
         traces.append(template.trace(conversation, messages))
     first, second = traces
     if first is None or second is None:
@@ -167,9 +165,9 @@ def _common_start(first: str, second: str) -> str:
 
 
 def _is_start(header: str, prompt: str | None, written: str) -> bool:
-    """Whether an answer starts after `header`: it is a part of the generation prompt, or at least begins as one.
+    """Whether an answer starts after `header`: it is part of the generation prompt, or at least starts like it.
 
-    Templates that drop or empty the thoughts of earlier answers write less there, or something else after one line.
+    Templates that drop or empty the reasoning of earlier answers write less there, or something else after one line.
     """
     if not prompt:
         return prompt is not None and not header.strip()
@@ -181,7 +179,7 @@ def _is_start(header: str, prompt: str | None, written: str) -> bool:
 
 
 def _end_of_turn(conversation: Conversation, index: int, trace: Trace, turn: Piece, template: Template) -> int:
-    """The end of the piece; behind the last message, of the special token that follows if there is none before."""
+    """The end of the piece; for the last message, of the special token after it if the piece has none at its end."""
     if index < len(conversation.messages) - 1 or trace.text[turn.start : turn.end].rstrip().endswith(
         template.special_texts
     ):
@@ -197,8 +195,8 @@ def _uncertain(
     where = f"{conversation.origin}: message {index + 1}: {template.name}"
     if not prompt:
         return DataError(
-            f"{where} ignores add_generation_prompt, so the header before the answer ({written[:40]!r}) cannot be told "
-            "from it: add add_generation_prompt to the template"
+            f"{where} ignores add_generation_prompt, so the header before the answer ({written[:40]!r}) cannot be "
+            "separated from it: add add_generation_prompt to the template"
         )
     return DataError(
         f"{where} writes {written[:40]!r} where generation would start with {prompt!r}, so the tokens to learn are not "
@@ -206,7 +204,7 @@ def _uncertain(
     )
 
 
-# --- the second way: the template is rendered up to each answer ------------------------------------------------------
+# --- by rendering up to each answer -----------------------------------------------------------------------------------
 
 
 def _find_by_prefix(conversation: Conversation, index: int, text: str, template: Template) -> Span:
@@ -226,7 +224,7 @@ def _find_by_prefix(conversation: Conversation, index: int, text: str, template:
 def _start_by_prefix(
     conversation: Conversation, index: int, trace: Trace, turn: Piece, prompt: str | None, template: Template
 ) -> int:
-    """Where the text goes on after exactly what generation would be given; an error if it does not."""
+    """Where the text continues after exactly what generation would be given; an error if it does not."""
     opening = template.trace(conversation, conversation.messages[:index], for_generation=True)
     start = len(opening.text) if opening else 0
     written = trace.text[turn.start : turn.end]
@@ -240,8 +238,8 @@ def _start_by_prefix(
 def _changing(conversation: Conversation, index: int, template: Template, what: str) -> DataError:
     return DataError(
         f"{conversation.origin}: message {index + 1}: {template.name} does not keep {what} when the whole conversation "
-        "is rendered, so the tokens to learn are not certain: set data.chat_template to a Jinja file that renders each "
-        "turn alike wherever it stands, or keep one answer per row"
+        "is rendered, so the tokens to learn are not certain: set data.chat_template to a Jinja file that renders "
+        "each turn independently of what follows, or keep one answer per row"
     )
 
 
@@ -249,7 +247,7 @@ def _changing(conversation: Conversation, index: int, template: Template, what: 
 class Variant:
     """One text of a row with the spans to learn, in order.
 
-    `num_unprompted` answers start after less than what the template writes to start an answer in generation.
+    `num_unprompted` answers do not start with the whole generation prompt.
     """
 
     text: str
@@ -261,8 +259,8 @@ class Variant:
 class Rendered:
     """A row as text: one variant, or two (chosen, rejected) for a pair.
 
-    `plain` text gets its BOS and EOS as token ids; a template writes its own. `has_prompt`: people wrote something
-    before the answer. `written` are their own words, without what a template adds.
+    `plain` text gets its BOS and EOS as token ids; a template writes its own. `has_prompt`: the row has something
+    before the answer. `written` are the strings of the row, without what a template adds.
     """
 
     origin: str

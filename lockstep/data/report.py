@@ -1,12 +1,9 @@
-"""What was compiled, in numbers, and what a user should know of it before the first step.
-
-Must not know how rows are read or kept; `dataclasses.asdict` of a report is JSON.
-"""
+"""Counts of what was compiled, and warnings for the user before the first step. `asdict` of a report is JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,31 +11,20 @@ import numpy as np
 from lockstep.data.columns import Rows
 
 _NUM_SHOWN = 5
-_COUNTED = (
-    "num_rows",
-    "num_tokens",
-    "num_supervised",
-    "prompts_cut",
-    "answers_cut",
-    "dropped",
-    "skipped",
-    "left_out",
-    "num_split",
-    "num_unclosed",
-    "num_unprompted",
-    "holds_special",
+_COUNTS = (
+    *("num_rows", "num_tokens", "num_supervised", "prompts_cut", "answers_cut", "dropped", "skipped", "left_out"),
+    *("num_retokenised", "num_unclosed", "num_unprompted", "holds_special"),
 )
 
 
 @dataclass
 class FileReport:
-    """What one file gave, before splitting and mixing.
+    """Counts of one file, before splitting and mixing.
 
-    `dropped` rows were too long, `skipped` ones could not be used, `left_out` ones a converter did not want.
-    `num_split` rows had to be tokenised in pieces at an answer's start. `num_unclosed` answers end without an
-    end-of-turn token; `num_unprompted` ones start after less than the template writes for generation.
-    `holds_special` rows have special tokens written out in a message. `longest_row` is as found, before cutting.
-    `ignored_keys` are fields nothing reads.
+    `dropped` rows were too long, `skipped` ones invalid, `left_out` ones rejected by the converter.
+    `num_retokenised` rows had to be tokenised in pieces, cut where an answer starts. `num_unclosed` answers end without
+    an end-of-turn token; `num_unprompted` ones do not start with the whole generation prompt. `holds_special` rows have
+    special tokens written out in a message. `longest_row` counts tokens before cutting. `ignored_keys` are unused.
     """
 
     path: str
@@ -53,7 +39,7 @@ class FileReport:
     dropped: int = 0
     skipped: int = 0
     left_out: int = 0
-    num_split: int = 0
+    num_retokenised: int = 0
     num_unclosed: int = 0
     num_unprompted: int = 0
     holds_special: int = 0
@@ -62,8 +48,7 @@ class FileReport:
     ignored_keys: list[str] = field(default_factory=list)
 
     def add(self, other: FileReport) -> None:
-        """Counts of later rows of the same file."""
-        for name in _COUNTED:
+        for name in _COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         if other.longest_row > self.longest_row:
             self.longest_row, self.longest_origin = other.longest_row, other.longest_origin
@@ -78,28 +63,27 @@ class FileReport:
             "skipped": "rows cannot be used and were left out",
             "num_unclosed": "answers end without a special token, so the model does not learn to stop there: end "
             "assistant turns with the EOS token in the chat template",
-            "num_unprompted": "answers do not start with all that the chat template writes for generation, so the "
-            "model will meet an opening it has not learned from: check data.template_options",
+            "num_unprompted": "answers do not start with the whole generation prompt of the chat template, so the "
+            "model will be prompted in a way it has not learned from: check data.template_options",
             "holds_special": "rows have special tokens written out in their messages, which the model would read as "
-            "real ones: remove them, or keep them if that is meant",
+            "real ones: remove them, or keep them if that is intended",
         }
-        found = [
+        warnings = [
             f"{self.path}: {getattr(self, name):,} {text}" for name, text in sentences.items() if getattr(self, name)
         ]
         if self.ignored_keys:
-            found.append(f"{self.path}: rows of format {self.format} do not use {', '.join(self.ignored_keys)}")
-        return found
+            warnings.append(f"{self.path}: rows of format {self.format} do not use {', '.join(self.ignored_keys)}")
+        return warnings
 
 
-def from_manifest(values: dict[str, Any], **now: Any) -> FileReport:
-    """A report as an entry keeps it, with what only this configuration knows (split, weight)."""
-    known = {item.name for item in fields(FileReport)}
-    return FileReport(**{name: value for name, value in {**values, **now}.items() if name in known})
+def from_manifest(values: Mapping[str, Any], *, split: str, weight: float) -> FileReport:
+    """The report in a cache entry, with what only this configuration knows."""
+    return FileReport(**{**values, "split": split, "weight": weight})
 
 
 @dataclass(frozen=True)
 class Leak:
-    """Held-out rows whose prompt is also trained on: how many, and the first of them."""
+    """Held-out rows whose prompt is also trained on: how many, and the origins of the first."""
 
     split: str
     num_rows: int
@@ -108,10 +92,10 @@ class Leak:
 
 @dataclass(frozen=True)
 class DataReport:
-    """All files of a run. Numbers of tokens are as trained, after cutting.
+    """All files of a run. Tokens are counted after cutting.
 
-    `duplicates` counts training rows that occurred before, without the copies that a weight makes.
-    `leaked` are held-out rows whose prompt is also trained on. `notes` are sentences about the compilation itself.
+    `duplicates` counts training rows that repeat an earlier row, without the copies that a source's weight makes.
+    `notes` are sentences about the compilation itself.
     """
 
     files: tuple[FileReport, ...]
@@ -125,51 +109,33 @@ class DataReport:
     notes: tuple[str, ...] = ()
 
     @property
-    def num_tokens(self) -> int:
-        return sum(file.num_tokens for file in self.files)
-
-    @property
-    def num_supervised(self) -> int:
-        return sum(file.num_supervised for file in self.files)
-
-    @property
-    def prompts_cut(self) -> int:
-        return sum(file.prompts_cut for file in self.files)
-
-    @property
-    def answers_cut(self) -> int:
-        return sum(file.answers_cut for file in self.files)
-
-    @property
-    def dropped(self) -> int:
-        return sum(file.dropped for file in self.files)
-
-    @property
-    def skipped(self) -> int:
-        return sum(file.skipped for file in self.files)
+    def totals(self) -> FileReport:
+        """The counts of all files together."""
+        totals = FileReport("all files", "", "")
+        for file in self.files:
+            totals.add(file)
+        return totals
 
     @property
     def leaks(self) -> int:
         return sum(leak.num_rows for leak in self.leaked)
 
-    @property
-    def longest_row(self) -> int:
-        return max(file.longest_row for file in self.files)
-
     def warnings(self) -> list[str]:
-        """A sentence for each thing that a user should know before the first step."""
-        found = [sentence for file in self.files for sentence in file.warnings()]
+        """One sentence for each problem."""
+        warnings = [sentence for file in self.files for sentence in file.warnings()]
         if self.skipped_files:
-            found.append(f"the rows that cannot be used are in {', '.join(self.skipped_files)}, each with the reason")
+            warnings.append(f"the skipped rows are in {', '.join(self.skipped_files)}, each with the reason")
         if self.duplicates:
-            found.append(f"{self.duplicates:,} of {self.num_train:,} training rows repeat an earlier row: remove them")
+            warnings.append(
+                f"{self.duplicates:,} of {self.num_train:,} training rows repeat an earlier row: remove them"
+            )
         for leak in self.leaked:
             shown = ", ".join(leak.origins) + (", ..." if leak.num_rows > len(leak.origins) else "")
-            found.append(
+            warnings.append(
                 f"{leak.num_rows:,} {leak.split} rows have a prompt that is also trained on ({shown}), so their loss "
                 "says little about new prompts: remove them from one side"
             )
-        return [*found, *self.notes]
+        return [*warnings, *self.notes]
 
 
 def count_duplicates(train: Rows) -> int:
@@ -177,12 +143,11 @@ def count_duplicates(train: Rows) -> int:
     return len(keys) - len(np.unique(keys))
 
 
-def find_leak(split: str, held_out: Rows, train: Rows) -> Leak | None:
-    places = np.flatnonzero(np.isin(held_out.column("prompt_keys"), train.column("prompt_keys")))
-    if len(places) == 0:
-        return None
-    return Leak(split, len(places), [held_out.origin(int(place)) for place in places[:_NUM_SHOWN]])
-
-
-def find_leaks(train: Rows, held_out: Sequence[tuple[str, Rows]]) -> tuple[Leak, ...]:
-    return tuple(leak for split, rows in held_out if (leak := find_leak(split, rows, train)) is not None)
+def find_leaks(train: Rows, held_out: Mapping[str, Rows]) -> tuple[Leak, ...]:
+    """`held_out`: the rows of each split that is not trained on."""
+    leaks = []
+    for split, rows in held_out.items():
+        leaked = np.flatnonzero(np.isin(rows.column("prompt_keys"), train.column("prompt_keys")))
+        if len(leaked):
+            leaks.append(Leak(split, len(leaked), [rows.origin(int(row)) for row in leaked[:_NUM_SHOWN]]))
+    return tuple(leaks)

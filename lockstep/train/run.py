@@ -402,7 +402,7 @@ def describe(config: RunConfig, on_progress: Callable[[Any], None] | None = None
         "train_rows": len(rows.train),
         "validation_rows": len(rows.validation),
         "train_tokens": int(rows.train.lengths.sum()),
-        "prompts_cut": data.report.prompts_cut,
-        "answers_cut": data.report.answers_cut,
+        "prompts_cut": data.report.totals.prompts_cut,
+        "answers_cut": data.report.totals.answers_cut,
         "warnings": [*data.report.warnings(), *row_warnings(config, data)],
     }

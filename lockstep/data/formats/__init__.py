@@ -1,1 +1,1 @@
-"""What a row says: a conversation, a passage, or a pair of answers. Knows nothing of tokenizers and files."""
+"""What a row says: a conversation, a passage, or a pair of answers."""

@@ -1,7 +1,6 @@
 """Rows with one conversation or one text to learn: messages, ShareGPT, Alpaca, prompt and completion, text.
 
-Each reader takes a row whose keys fit its format and gives a conversation where a chat template can render it,
-otherwise plain text. Must not know how a format is recognised.
+Each reader returns a conversation where there is a chat template to render it, otherwise plain text.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from lockstep.data.formats.conversation import (
 from lockstep.data.sources.rows import DataError, Row, json_type
 
 TURNS_KEYS = ("messages", "conversations", "conversation")
-# Names that are clear enough where a row has no other words for a question or an answer.
+# Names that are clear enough where a row has no other key for a question or an answer.
 ANSWER_KEYS = (
     ("prompt", "completion"),
     ("question", "answer"),
@@ -38,7 +37,7 @@ ANSWER_KEYS = (
     ("instruction", "response"),
 )
 CONTEXT_KEYS = ("context", "input")
-_WORDS = {*(key for keys in ANSWER_KEYS for key in keys), *CONTEXT_KEYS}
+_CONTENT_KEYS = {*(key for keys in ANSWER_KEYS for key in keys), *CONTEXT_KEYS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,32 +58,32 @@ def find_turns_key(fields: Mapping[str, Any]) -> str | None:
 
 
 def find_answer_keys(fields: Mapping[str, Any], *, strict: bool) -> tuple[str, str] | None:
-    """The prompt's and the answer's key. `strict`: only where nothing that reads like content would be left out."""
+    """The prompt's and the answer's key. `strict`: only where no other field looks like content."""
     if "prompt" in fields and "completion" in fields:
         return ANSWER_KEYS[0]
-    found = [keys for keys in ANSWER_KEYS if keys[0] in fields and keys[1] in fields]
-    if len(found) != 1:
+    matches = [keys for keys in ANSWER_KEYS if keys[0] in fields and keys[1] in fields]
+    if len(matches) != 1:
         return None
-    if strict and unread_words(fields, found[0]):
+    if strict and unread_keys(fields, matches[0]):
         return None
-    return found[0]
+    return matches[0]
 
 
 def find_context_key(fields: Mapping[str, Any], keys: tuple[str, str]) -> str | None:
-    """Dolly's `context` is what Alpaca calls input: it belongs to the prompt."""
+    """Dolly's `context`, which Alpaca calls input, belongs to the prompt."""
     present = [key for key in CONTEXT_KEYS if fields.get(key) is not None]
     return present[0] if keys == ("instruction", "response") and len(present) == 1 else None
 
 
-def unread_words(fields: Mapping[str, Any], keys: tuple[str, str]) -> list[str]:
-    """Fields that look like part of a question or an answer and that nothing would read."""
+def unread_keys(fields: Mapping[str, Any], keys: tuple[str, str]) -> list[str]:
+    """Fields that look like part of a question or an answer but would be ignored."""
     read = {*keys, find_context_key(fields, keys)}
-    return [key for key, value in fields.items() if key in _WORDS and key not in read and value is not None]
+    return [key for key, value in fields.items() if key in _CONTENT_KEYS and key not in read and value is not None]
 
 
 def read_conversation(row: Row, rules: Rules) -> Conversation:
     key = find_turns_key(row.fields)
-    assert key is not None, "only rows whose keys fit come here"
+    assert key is not None, "RowReader checks the keys"
     return converse(row, (), read_turns(row, key, rules.names), rules)
 
 
@@ -94,7 +93,7 @@ def read_text(row: Row, rules: Rules) -> Passage:
 
 def read_prompt_completion(row: Row, rules: Rules) -> Conversation | Passage:
     keys = find_answer_keys(row.fields, strict=False)
-    assert keys is not None, "only rows whose keys fit come here"
+    assert keys is not None, "RowReader checks the keys"
     return read_exchange(row, keys, rules)
 
 
@@ -122,7 +121,7 @@ def read_alpaca(row: Row, rules: Rules) -> Conversation | Passage:
 
 
 def read_instruction(row: Row, rules: Rules) -> str:
-    """Alpaca's instruction and input as one prompt; without a template under headings, which take its place."""
+    """Alpaca's instruction and input as one prompt; without a chat template, under headings instead."""
     instruction, context = read_string(row, "instruction"), read_optional(row, "input")
     if not context:
         read_prompt(row, "instruction")

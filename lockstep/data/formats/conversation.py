@@ -11,7 +11,7 @@ from lockstep.data.sources.rows import DataError, Row, json_type
 
 Message = Mapping[str, Any]
 
-# Closed on purpose: a turn with a misspelt role would otherwise silently not be learned.
+# A closed list: a turn with a misspelt role would otherwise silently not be learned.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 SYSTEM_ROLES = ("system", "developer")
 
@@ -20,13 +20,13 @@ SYSTEM_ROLES = ("system", "developer")
 class Conversation:
     """Messages for a chat template; `learned` are the indices of the assistant turns to learn, in order.
 
-    `label`: whether people liked the answer, in unpaired preference data. `whole`: every token is learned.
+    `label`: whether the answer is a good one, in unpaired preference data. `whole`: every token is learned.
     """
 
     origin: str
     messages: tuple[Message, ...]
     learned: tuple[int, ...]
-    tools: list[Any] | None = None
+    tools: list[dict[str, Any]] | None = None
     label: bool | None = None
     whole: bool = False
 
@@ -44,7 +44,7 @@ class Passage:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two answers to one prompt, of which people preferred `chosen`."""
+    """Two answers to one prompt, of which `chosen` is preferred."""
 
     origin: str
     chosen: Conversation | Passage
@@ -55,7 +55,7 @@ Content = Conversation | Passage | Pair
 
 
 def check_messages(origin: str, messages: Sequence[Message]) -> None:
-    """Most templates refuse a second system message, or drop it: neither is found out in time."""
+    """Most templates refuse a second system message, or silently drop it."""
     for number, message in enumerate(messages[1:], start=2):
         if message["role"] in SYSTEM_ROLES:
             raise DataError(
@@ -115,8 +115,8 @@ def read_answer(row: Row, key: str) -> str:
     return value
 
 
-def parse_label(value: Any) -> bool | None:
-    """None where the value is no judgement: a class number or a word."""
+def parse_label(value: object) -> bool | None:
+    """None where the value is neither true nor false, as a class number or a word."""
     if isinstance(value, str):
         return _LABELS.get(value.strip().lower())
     if isinstance(value, (bool, int, float)) and value in (0, 1):
@@ -124,8 +124,8 @@ def parse_label(value: Any) -> bool | None:
     return None
 
 
-def read_tools(row: Row) -> list[Any] | None:
-    """Tool descriptions in OpenAI's shape, which is what chat templates are written for."""
+def read_tools(row: Row) -> list[dict[str, Any]] | None:
+    """Tool descriptions in OpenAI's form, which chat templates expect."""
     tools = row.fields.get("tools")
     if isinstance(tools, str):
         tools = _parse_tools(row.origin, tools)
@@ -135,7 +135,7 @@ def read_tools(row: Row) -> list[Any] | None:
 
 
 def parse_json(text: str) -> Any:
-    """JSON inside a string of a row. Raises ValueError, also for half a character: no tokenizer takes one."""
+    """JSON inside a string of a row. Raises ValueError, also for half of a surrogate pair."""
     try:
         value = json.loads(text)
     except RecursionError as error:
@@ -154,7 +154,7 @@ def _parse_tools(origin: str, text: str) -> Any:
         raise DataError(f"{origin}: 'tools' is a string and not JSON ({error}): write an array of tools") from error
 
 
-def _read_tool(origin: str, tool: Any, number: int) -> dict[str, Any]:
+def _read_tool(origin: str, tool: object, number: int) -> dict[str, Any]:
     if not isinstance(tool, dict):
         raise DataError(f"{origin}: tool {number} of 'tools' is {json_type(tool)}: it must be an object")
     if "function" not in tool and isinstance(tool.get("name"), str) and "type" not in tool:
@@ -166,7 +166,7 @@ def describe_keys(fields: Mapping[str, Any] | Iterable[str]) -> str:
     return ", ".join(f'"{key}"' for key in fields) or "none"
 
 
-# What a turn's keys are called, so what `data.columns` may rename inside a turn.
+# The keys of a turn, which `data.columns` may rename.
 TURN_KEYS = ("role", "content", "from", "value", "tool_calls", "weight")
 FUNCTION_CALL = "function_call"
 _TAGS: dict[str, str] = {
@@ -181,7 +181,7 @@ _CALL_REMEDY = 'write {"name": ..., "arguments": {...}}, or a list of these'
 
 @dataclass(frozen=True, slots=True)
 class TurnNames:
-    """What a source calls things: `roles` by its own tag, `columns` by our key."""
+    """The names that a source uses: `roles` by the source's tag, `columns` by our key."""
 
     roles: Mapping[str, str] = field(default_factory=dict)
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -190,7 +190,7 @@ class TurnNames:
         for tag, role in self.roles.items():
             if role not in (*ROLES, FUNCTION_CALL):
                 raise DataError(
-                    f"data.roles: {tag!r} is to be {role!r}, which is no role: use one of "
+                    f"data.roles: {tag!r} is set to {role!r}, which is no role: use one of "
                     f"{', '.join((*ROLES, FUNCTION_CALL))}"
                 )
 
@@ -204,8 +204,8 @@ def rename_keys(fields: Mapping[str, Any], columns: Mapping[str, str]) -> dict[s
     return kept | {name: fields[column] for name, column in columns.items() if column in fields}
 
 
-def turn_style(turns: Any, names: TurnNames) -> str | None:
-    """messages or sharegpt, from the first turn; None where that says nothing."""
+def turn_style(turns: object, names: TurnNames) -> str | None:
+    """messages or sharegpt, judged by the first turn; None where it is neither."""
     if not isinstance(turns, list) or not turns or not isinstance(turns[0], dict):
         return None
     turn = rename_keys(turns[0], names.columns)
@@ -227,8 +227,8 @@ def read_turns(row: Row, key: str, names: TurnNames, *, may_be_empty: bool = Fal
     )
 
 
-def read_turn(turn: Any, names: TurnNames, style: str, where: str) -> Message:
-    """`style` is what turn_style says; `where` begins every error."""
+def read_turn(turn: object, names: TurnNames, style: str, where: str) -> Message:
+    """`style` is that of turn_style; every error starts with `where`."""
     role_key, content_key = ("from", "value") if style == "sharegpt" else ("role", "content")
     expected = f'"{role_key}" and "{content_key}"'
     if not isinstance(turn, dict):
@@ -247,7 +247,7 @@ def read_turn(turn: Any, names: TurnNames, style: str, where: str) -> Message:
     return _clean_message({**turn, "role": role}, where, content_key)
 
 
-def _read_role(tag: Any, names: TurnNames, style: str, where: str) -> str:
+def _read_role(tag: object, names: TurnNames, style: str, where: str) -> str:
     if not isinstance(tag, str):
         raise DataError(f"{where}: its role is {json_type(tag)}: it must be a string")
     if tag in names.roles:
@@ -259,13 +259,13 @@ def _read_role(tag: Any, names: TurnNames, style: str, where: str) -> str:
     role = _TAGS.get(tag.lower())
     if role is None:
         raise DataError(
-            f"{where} has the unknown tag {tag!r}: say in data.roles what it is, for example {{{tag}: assistant}}"
+            f"{where} has the unknown tag {tag!r}: name its role in data.roles, for example {{{tag}: assistant}}"
         )
     return role
 
 
 def _clean_message(turn: dict[str, Any], where: str, content_key: str) -> Message:
-    """Without nulls: in a table every message has every key, and templates ask whether a key is there."""
+    """Without nulls: in a table every message has every key, and templates test whether a key exists."""
     message = {key: value for key, value in turn.items() if value is not None}
     if "weight" in message:
         message["weight"] = _read_weight(message["weight"], where)
@@ -285,11 +285,11 @@ def _read_content(turn: Mapping[str, Any], where: str, key: str, *, may_be_null:
         return "".join(_read_part(part, f"{where}: part {n} of its {key}") for n, part in enumerate(content, start=1))
     if isinstance(content, str) or (content is None and may_be_null):
         return content
-    found = json_type(content) if "content" in turn else "missing"
-    raise DataError(f"{where}: its {key} is {found}: it must be a string")
+    actual = json_type(content) if "content" in turn else "missing"
+    raise DataError(f"{where}: its {key} is {actual}: it must be a string")
 
 
-def _read_part(part: Any, where: str) -> str:
+def _read_part(part: object, where: str) -> str:
     if not isinstance(part, dict):
         raise DataError(f'{where} is {json_type(part)}: it must be {{"type": "text", "text": ...}}')
     if part.get("type") != "text":
@@ -299,13 +299,13 @@ def _read_part(part: Any, where: str) -> str:
     return str(part["text"])
 
 
-def _read_weight(weight: Any, where: str) -> int:
+def _read_weight(weight: object, where: str) -> int:
     if weight not in (0, 1):
         raise DataError(f"{where} has weight {weight!r}: it must be 0 or 1")
-    return int(weight)
+    return 0 if weight == 0 else 1
 
 
-def _read_call(call: Any, where: str) -> dict[str, Any]:
+def _read_call(call: object, where: str) -> dict[str, Any]:
     if not isinstance(call, dict):
         raise DataError(f"{where} is {json_type(call)}: it must be an object with a function")
     wrapped = call if call.get("function") is not None else {"function": call}
@@ -320,7 +320,7 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
     return {"type": "function", **kept, "function": function}
 
 
-def _as_object(arguments: Any) -> Any:
+def _as_object(arguments: object) -> object:
     """OpenAI writes arguments as a string of JSON; templates that write JSON themselves would quote it twice."""
     if not isinstance(arguments, str):
         return arguments
@@ -331,8 +331,8 @@ def _as_object(arguments: Any) -> Any:
     return parsed if isinstance(parsed, dict) else arguments
 
 
-def _parse_function_call(value: Any, where: str) -> list[Any]:
-    """What stands in a function_call turn. The calls themselves are checked with all others."""
+def _parse_function_call(value: object, where: str) -> list[object]:
+    """The content of a function_call turn. The calls themselves are checked by _read_call."""
     try:
         parsed = parse_json(value) if isinstance(value, str) else value
     except ValueError as error:

@@ -1,8 +1,4 @@
-"""Rows that people judged: two answers to one prompt, or one answer with a label.
-
-Exactly the last answer is learned, whatever data.train_on says.
-Must not know how a format is recognised.
-"""
+"""Preference rows: two answers to one prompt, or one answer with a label. Only the last answer is learned."""
 
 from __future__ import annotations
 
@@ -53,14 +49,14 @@ def find_prompt_key(fields: Mapping[str, Any]) -> str | None:
 def read_labelled(
     row: Row, rules: Rules, read: Callable[[Row, Rules], Conversation | Passage]
 ) -> Conversation | Passage:
-    """`read` reads what the row holds besides its label."""
+    """`read` reads the row without its label."""
     key = find_label_key(row.fields)
-    assert key is not None, "only rows whose keys fit come here"
+    assert key is not None, "RowReader checks the keys"
     label = parse_label(row.fields[key])
     if label is None:
         raise DataError(
             f"{row.origin}: {key!r} is {row.fields[key]!r}: it must be true or false; "
-            "if it is no judgement of the answer, set data.format to what the row is without it"
+            "if it does not rate the answer, set data.format to the format of the row without it"
         )
     content = read(row, replace(rules, train_on="last"))
     if isinstance(content, Passage):

@@ -1,7 +1,4 @@
-"""Rows of any shape made into rows of a known one: by the user's function, or by text with {columns}.
-
-Must not know the formats.
-"""
+"""From a row of any format to its content: recognises formats, applies converters and templates, calls the readers."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ from lockstep.data.formats.answers import (
     read_exchange,
     read_prompt_completion,
     read_text,
-    unread_words,
+    unread_keys,
 )
 from lockstep.data.formats.conversation import (
     TURN_KEYS,
@@ -49,7 +46,7 @@ _PIECE = re.compile(r"\{\{|\}\}|\{([^{}]+)\}|[{}]|[^{}]+")
 
 @cache
 def load_converter(setting: str) -> Converter:
-    """`setting` is module:function; the module may lie in the working directory."""
+    """`setting` is module:function; the module may be in the working directory."""
     module_name, colon, function_name = setting.partition(":")
     if not colon or not module_name or not function_name:
         raise DataError(f"data.converter {setting!r}: write module:function, for example convert:to_messages")
@@ -65,21 +62,21 @@ def load_converter(setting: str) -> Converter:
             f"data.converter {setting!r}: there is no module {error.name}: put {error.name}.py into the working "
             "directory or install it"
         ) from error
-    except Exception as error:  # a module of the user's runs its own code
+    except Exception as error:  # importing runs the user's code
         raise DataError(f"data.converter {setting!r}: {module_name} cannot be imported: {_describe(error)}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        found = "no function" if function is None else f"{type(function).__name__}, not a function, called"
-        raise DataError(f"data.converter {setting!r}: {module_name} has {found} {function_name}")
+        actual = "no function" if function is None else f"{type(function).__name__}, not a function, called"
+        raise DataError(f"data.converter {setting!r}: {module_name} has {actual} {function_name}")
     return function
 
 
 def convert(row: Row, setting: str) -> Row | None:
-    """The row as the user's function returns it; None where it leaves the row out."""
+    """The row as the user's function returns it; None where it drops the row."""
     function = load_converter(setting)
     try:
         fields = function(copy.deepcopy(row.fields))
-    except Exception as error:  # whatever the user's function raises belongs to this row
+    except Exception as error:  # anything the user's function raises concerns this row
         raise DataError(f"{row.origin}: the converter {setting} failed: {_describe(error)}") from error
     if fields is None:
         return None
@@ -155,7 +152,7 @@ KINDS: dict[str, Kind] = {
     "preference": "pairs",
     "unpaired": "labelled",
 }
-# What a row of the format has, in words for errors.
+# The keys of a row, for error messages.
 _EXPECTED = {
     "preference": '"chosen", "rejected"',
     "unpaired": '"label" beside those of another format',
@@ -182,7 +179,7 @@ _ROW_KEYS = {
 
 
 def recognise_format(row: Row, source: SourceConfig) -> str | None:
-    """The format's name; None where the converter leaves this row out, so that another has to tell."""
+    """The format's name; None where the converter drops this row."""
     if source.input_template is not None:
         return "template"
     if source.format not in (None, "auto"):
@@ -196,7 +193,7 @@ def recognise_format(row: Row, source: SourceConfig) -> str | None:
 
 
 class RowReader:
-    """Reads the rows of one file, which all have the same format. Pickles: a converter is imported where it runs."""
+    """Reads the rows of one file, which all have the same format. Picklable: a converter is imported where it runs."""
 
     def __init__(self, source: SourceConfig, format: str, *, train_on: str, has_template: bool) -> None:
         self.format = "template" if source.input_template is not None else format
@@ -210,7 +207,7 @@ class RowReader:
             load_converter(source.converter)
 
     def read(self, row: Row) -> Content | None:
-        """None where the user's converter leaves the row out."""
+        """None where the user's converter drops the row."""
         converted = self._convert(row)
         if converted is None:
             return None
@@ -223,12 +220,12 @@ class RowReader:
             return read_pair(prepared, self._rules)
         if self.format == "unpaired":
             inner = _recognise_answers(prepared.fields, self._rules.names)
-            assert inner is not None, "_fits asks for it"
+            assert inner is not None, "checked by _fits"
             return read_labelled(prepared, self._rules, _READERS[inner])
         return _READERS[self.format](prepared, self._rules)
 
     def ignored_keys(self, row: Row) -> set[str]:
-        """Fields that nothing reads, by the names of the file."""
+        """Fields that are not used, by their names in the file."""
         converted = self._convert(row)
         if converted is None:
             return set()
@@ -239,7 +236,7 @@ class RowReader:
         return converted.fields.keys() - {renamed.get(key, key) for key in read}
 
     def _convert(self, row: Row) -> Row | None:
-        """Kept for one row: both public calls ask for it, and the user's function may be slow."""
+        """Kept for one row: both public methods need it, and the user's function may be slow."""
         if self._converter is None:
             return row
         if self._last is None or self._last[0] is not row:
@@ -259,7 +256,7 @@ class RowReader:
 
 
 def _read_names(source: SourceConfig) -> tuple[TurnNames, dict[str, str]]:
-    """What the source calls the keys of turns, and what it calls the keys of rows."""
+    """The source's names for the keys of turns, and for the keys of rows."""
     columns = source.columns or {}
     unknown = columns.keys() - _ROW_KEYS - set(TURN_KEYS)
     if unknown:
@@ -273,7 +270,7 @@ def _read_names(source: SourceConfig) -> tuple[TurnNames, dict[str, str]]:
 
 
 def _recognise(fields: Fields, names: TurnNames) -> str | None:
-    """Where a row fits several formats the first wins: structure says more than plain text."""
+    """Where a row fits several formats the first wins: structured ones before plain text."""
     if "chosen" in fields and "rejected" in fields:
         return "preference"
     answers = _recognise_answers(fields, names)
@@ -295,7 +292,7 @@ def _recognise_answers(fields: Fields, names: TurnNames) -> str | None:
 
 
 def _fits(format: str, fields: Fields, names: TurnNames) -> bool:
-    """Whether the row has what the format needs. Looser than recognition: what is wrong inside has its own error."""
+    """Whether the row has the keys of the format. Looser than recognition: wrong values have their own errors."""
     if format == "preference":
         return "chosen" in fields and "rejected" in fields
     if format == "unpaired":
@@ -311,7 +308,7 @@ def _fits(format: str, fields: Fields, names: TurnNames) -> bool:
 
 
 def _keys_read(format: str, fields: Fields, names: TurnNames) -> set[str]:
-    """By our names, whether or not the row has them."""
+    """By our names, whether the row has them or not."""
     if format == "text":
         return {"text"}
     read: list[str | None] = ["system", "tools"]
@@ -335,9 +332,9 @@ def _fail_to_recognise(row: Row) -> str:
     known = "; ".join(f"{name} has {expected}" for name, expected in _EXPECTED.items())
     reason = f"fit no row format ({known})"
     if keys:
-        unread = describe_keys(unread_words(row.fields, keys))
-        reason = f"could be {describe_keys(keys)}, but then {unread} would not be read"
+        unread = describe_keys(unread_keys(row.fields, keys))
+        reason = f"could be {describe_keys(keys)}, but then {unread} would be ignored"
     raise DataError(
-        f"{row.origin}: the keys {describe_keys(row.fields)} {reason}: say what they are with data.columns, "
+        f"{row.origin}: the keys {describe_keys(row.fields)} {reason}: map them with data.columns, "
         "or write data.input_template and data.output_template"
     )

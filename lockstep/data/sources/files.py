@@ -1,8 +1,4 @@
-"""From a source's settings to files, and from a file to rows, one at a time, each with the place it came from.
-
-Reads JSON lines, JSON arrays, CSV, Parquet and Arrow; a file, a folder, a glob or a Hub data set.
-Must not know what the fields of a row mean.
-"""
+"""From a source (a file, a folder, a glob or a Hub data set) to its files, and from a file to rows, one at a time."""
 
 from __future__ import annotations
 
@@ -94,7 +90,7 @@ def _expand_glob(pattern: str, split: str) -> list[Path]:
     matches = [Path(match) for match in sorted(glob.glob(pattern, recursive=True))]
     for match in matches:
         if match.is_dir():
-            # "**" gives a folder and also what is in it: what is doubled is dropped by the caller.
+            # "**" matches a folder and also what is in it: the caller removes duplicates.
             paths += _list_folder(match, split)
         elif _is_read(match):
             paths.append(match)
@@ -108,8 +104,8 @@ def _expand_glob(pattern: str, split: str) -> list[Path]:
 def _walk_folder(folder: Path, split: str) -> list[Path]:
     paths = _list_folder(folder, split)
     if not paths:
-        found = _name_some(list(folder.iterdir()))
-        raise DataError(f"{folder}: this folder has no file of a known kind ({_KNOWN}), only {found}")
+        others = _name_some(list(folder.iterdir()))
+        raise DataError(f"{folder}: this folder has no file of a known kind ({_KNOWN}), only {others}")
     return paths
 
 
@@ -117,8 +113,8 @@ def _list_folder(folder: Path, split: str) -> list[Path]:
     """Files of rows in a folder and below; links to folders are followed, each folder once."""
     paths: list[Path] = []
     seen: set[str] = set()
-    for place, folders, names in os.walk(folder, followlinks=True):
-        here = Path(place)
+    for root, folders, names in os.walk(folder, followlinks=True):
+        here = Path(root)
         if os.path.realpath(here) in seen:
             folders.clear()
             continue
@@ -134,7 +130,7 @@ def _list_folder(folder: Path, split: str) -> list[Path]:
 
 
 def _is_read(path: Path) -> bool:
-    """Whether a file that was found, not named, is taken for rows."""
+    """Whether a file that was found in a folder, not named by the user, holds rows."""
     if path.name.startswith(".") or path.name in (_STATE, _INFO, _SPLITS):
         return False
     if path.suffix.lower() in _OTHER_PACKING and _kind_of(path.with_suffix("")) is not None:
@@ -143,7 +139,7 @@ def _is_read(path: Path) -> bool:
 
 
 def _read_state(folder: Path) -> list[Path]:
-    """The data files of datasets.save_to_disk; what lies beside them is left over from computations."""
+    """The data files of datasets.save_to_disk; other files beside them are left over from computations."""
     try:
         entries = json.loads((folder / _STATE).read_bytes())["_data_files"]
         return [folder / entry["filename"] for entry in entries]
@@ -167,13 +163,13 @@ def _name_some(paths: list[Path]) -> str:
 
 def read_raw(file: SourceFile) -> Iterator[RawRow]:
     """Every row in order; memory does not grow with the file. A file without rows is an error."""
-    found = False
+    is_empty = True
     with _clear_errors(file):
         if file.path.stat().st_size:
             for raw in _READERS[file.kind](file):
-                found = True
+                is_empty = False
                 yield raw
-    if not found:
+    if is_empty:
         raise DataError(f"{file.name}: no rows: remove the file from the configuration or fill it")
 
 
@@ -196,7 +192,7 @@ def digest_file(file: SourceFile) -> str:
 
 @contextmanager
 def _clear_errors(file: SourceFile) -> Iterator[None]:
-    """What goes wrong below a row, in the disk, the packing or the table, as one sentence about the file."""
+    """Errors of the disk, gzip or pyarrow as one sentence about the file."""
     try:
         yield
     except DataError:
@@ -205,13 +201,13 @@ def _clear_errors(file: SourceFile) -> Iterator[None]:
         raise DataError(f"{file.name}: not a whole gzip file ({error}): copy or pack it again") from error
     except FileNotFoundError as error:
         raise DataError(f"{file.name}: no such file: {_CHECK_PATHS}") from error
-    except (OSError, ValueError, NotImplementedError) as error:  # pyarrow raises each of them for a file it cannot read
+    except (OSError, ValueError, NotImplementedError) as error:  # pyarrow raises each of these
         if isinstance(error, OSError) and error.errno:
             raise DataError(f"{file.name}: cannot be read: {error.strerror}") from error
         if file.kind in _TEXT_KINDS:
             raise
-        words = " ".join(str(error).split())[:200]
-        raise DataError(f"{file.name}: not a whole {file.kind} file ({words}): copy or write it again") from error
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(f"{file.name}: not a whole {file.kind} file ({reason}): copy or write it again") from error
 
 
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -224,7 +220,7 @@ def find_hub_files(source: SourceConfig) -> list[SourceFile]:
     if not _NAME.fullmatch(source.path):
         raise DataError(f"{missing}: check data.train, data.validation and data.test")
     if "[" in source.split:
-        # The library's files are those of the whole split: reading them would give more rows than asked for.
+        # The library's files are those of the whole split: reading them would give more rows than requested.
         raise DataError(
             f"{source.path}: split {source.split!r} is a part of a split: name a whole one, or write the rows you "
             "want to a file and name that"
@@ -233,16 +229,16 @@ def find_hub_files(source: SourceConfig) -> list[SourceFile]:
         import datasets
     except ImportError as error:
         raise DataError(f"{missing}; to read it from the Hugging Face Hub: pip install 'lockstep[data]'") from error
-    with _offline_if_unreachable(datasets) as is_reached:
+    with _offline_if_unreachable(datasets) as is_reachable:
         try:
             loaded = datasets.load_dataset(
                 source.path, name=source.subset, split=source.split, revision=source.revision, keep_in_memory=False
             )
-        except Exception as error:  # whatever the library and its network stack raise
-            raise DataError(_explain(error, source, is_reached=is_reached)) from error
+        except Exception as error:  # the library and its network stack raise anything
+            raise DataError(_explain(error, source, is_reachable=is_reachable)) from error
     files = _name_files(loaded, source)
-    if source.revision and not is_reached and not all(source.revision in file.path.parts for file in files):
-        # Without the Hub the library takes the newest copy it has, of whatever revision. Folders are named by commit.
+    if source.revision and not is_reachable and not all(source.revision in file.path.parts for file in files):
+        # Without the Hub the library takes its newest copy, of any revision. Folders are named by commit.
         raise DataError(
             f"{source.path}: the Hugging Face Hub could not be reached, and the copy on this machine is not known "
             f"to be revision {source.revision}: check the network, or name the full commit"
@@ -266,17 +262,17 @@ def _name_files(loaded: Any, source: SourceConfig) -> list[SourceFile]:
 
 @contextmanager
 def _offline_if_unreachable(datasets: Any) -> Iterator[bool]:
-    """Whether the Hub answers. If not, only what is on this machine is tried: the library's retries take long."""
+    """Whether the Hub answers. If not, only local copies are tried: the library's retries take long."""
     was_offline = datasets.config.HF_HUB_OFFLINE
-    is_reached = not was_offline and _answers(datasets.config.HF_ENDPOINT)
-    datasets.config.HF_HUB_OFFLINE = not is_reached
+    is_reachable = not was_offline and is_hub_up(datasets.config.HF_ENDPOINT)
+    datasets.config.HF_HUB_OFFLINE = not is_reachable
     try:
-        yield is_reached
+        yield is_reachable
     finally:
         datasets.config.HF_HUB_OFFLINE = was_offline
 
 
-def _answers(url: str) -> bool:
+def is_hub_up(url: str) -> bool:
     try:
         urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=_ANSWER_TIMEOUT_S).close()
     except urllib.error.HTTPError as error:
@@ -289,11 +285,11 @@ def _answers(url: str) -> bool:
     return True
 
 
-def _explain(error: Exception, source: SourceConfig, *, is_reached: bool) -> str:
+def _explain(error: Exception, source: SourceConfig, *, is_reachable: bool) -> str:
     missing = f"{source.path}: no such file or folder"
-    if not is_reached and isinstance(error, (ConnectionError, FileNotFoundError)):
+    if not is_reachable and isinstance(error, (ConnectionError, FileNotFoundError)):
         return f"{missing}, and the Hugging Face Hub could not be reached: check data.train, or the network"
     if isinstance(error, FileNotFoundError):
         return f"{missing}, and the Hugging Face Hub has no such data set, or not for you: check data.train"
-    words = " ".join(str(error).split())
-    return f"{source.path}: the Hub's data set cannot be loaded ({words}): check its split, subset and revision"
+    reason = " ".join(str(error).split())
+    return f"{source.path}: the Hub's data set cannot be loaded ({reason}): check its split, subset and revision"

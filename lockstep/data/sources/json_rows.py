@@ -1,7 +1,4 @@
-"""Rows of JSON: one object per line, or one array of objects read through a window that moves with the rows.
-
-Must not know what the fields of a row mean.
-"""
+"""Rows of JSON: one object per line, or one array of objects read through a window that moves with the rows."""
 
 from __future__ import annotations
 
@@ -59,7 +56,7 @@ def read_json_lines(file: SourceFile) -> Iterator[RawRow]:
 
 
 def parse_json_line(line: bytes, origin: str, *, named_json: bool) -> dict[str, Any]:
-    """The object on one line. `named_json`: the file's name did not promise lines, so the error explains that."""
+    """The object on one line. `named_json`: the file's name does not say that it has lines, so errors explain it."""
     text = decode_text(line, origin)
     remedy = "fix or remove the line"
     if text.lstrip().startswith("["):
@@ -100,7 +97,7 @@ def read_json_array(file: SourceFile) -> Iterator[RawRow]:
 
 
 class _Window:
-    """The part of the file that is being read. It only moves forward: memory follows the largest row."""
+    """The part of the file being read. It only moves forward: memory is bounded by the largest row."""
 
     def __init__(self, stream: Stream, file: SourceFile) -> None:
         self.line = 1
@@ -110,7 +107,7 @@ class _Window:
         self._text, self._at, self._ended = "", 0, False
 
     def peek(self) -> str:
-        """Step over white space; the next character, or nothing at the end of the file."""
+        """Skip white space; the next character, or an empty string at the end of the file."""
         while True:
             space = _SPACE.match(self._text, self._at)
             assert space is not None
@@ -122,23 +119,24 @@ class _Window:
             self._grow()
 
     def take(self, signs: str) -> str:
-        """Step over one of these signs."""
-        found = self.peek()
-        if found and found in signs:
+        """Read one of these characters."""
+        sign = self.peek()
+        if sign and sign in signs:
             self._advance(self._at + 1)
-            return found
-        origin, wanted = self._file.origin(self.line), " or ".join(signs)
-        if not found:
+            return sign
+        origin, expected = self._file.origin(self.line), " or ".join(signs)
+        if not sign:
             raise DataError(f"{origin}: the file is cut off: the array has no closing ]: copy or write it again")
-        raise DataError(f"{origin}: not valid JSON (found {self._near(self._at)} instead of {wanted}): fix the file")
+        raise DataError(f"{origin}: not valid JSON (found {self._near(self._at)} instead of {expected}): fix the file")
 
     def read_object(self, row: int) -> dict[str, Any] | DataError:
-        """The object that starts here; an error if its text is sound but its characters are not."""
+        """The object that starts here; an error if it is valid JSON with invalid characters."""
         start = self.peek()
         origin = self._file.origin(self.line, row)
         if start in _TYPE_OF_START:
-            found = _TYPE_OF_START[start]
-            raise DataError(f"{origin}: found {found} where an object belongs: write an array of JSON objects")
+            raise DataError(
+                f"{origin}: found {_TYPE_OF_START[start]} where an object belongs: write an array of JSON objects"
+            )
         if start != "{":
             self.take("{")
         value, end = self._decode_object(origin)
@@ -146,8 +144,8 @@ class _Window:
         if _SURROGATE.search(self._text, self._at, end):
             try:
                 _check_characters(value, origin)
-            except DataError as unsound:
-                error = unsound
+            except DataError as invalid:
+                error = invalid
         self._advance(end)
         return error or value
 
@@ -171,7 +169,7 @@ class _Window:
         return f"{place}: not valid JSON ({error.msg} at {self._near(error.pos)}): fix the file"
 
     def _near(self, at: int) -> str:
-        """A few characters: a line number alone says little where the whole file is one line."""
+        """A few characters: a line number alone does not help where the whole file is one line."""
         return repr(self._text[at : at + 20])
 
     def _advance(self, to: int) -> None:
@@ -179,7 +177,7 @@ class _Window:
         self._at = to
 
     def _grow(self) -> None:
-        """Forget what was read and read on: as much as is left, so that a long row is decoded only a few times."""
+        """Drop what was read and read more: at least as much as is left, so a long row is decoded only a few times."""
         rest = self._text[self._at :]
         block = self._stream.read(max(_BLOCK, len(rest)))
         self._ended = not block
@@ -196,8 +194,8 @@ def _stops_early(error: json.JSONDecodeError, margin: int = 0) -> bool:
     return error.msg.startswith("Unterminated string") or error.pos >= len(error.doc.rstrip()) - margin
 
 
-def _check_characters(value: Any, origin: str) -> None:
-    """JSON can escape half of a surrogate pair, which is no character and which no tokenizer takes."""
+def _check_characters(value: object, origin: str) -> None:
+    """JSON can escape half of a surrogate pair, which no tokenizer accepts."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:

@@ -1,7 +1,4 @@
-"""What a source gives: files, their rows as they were read, and rows as fields with the place they came from.
-
-Must not know how any kind of file is read, nor what the fields of a row mean.
-"""
+"""Files of a source and their rows, raw and parsed; reading text and lines; the error of the room."""
 
 from __future__ import annotations
 
@@ -22,24 +19,24 @@ class DataError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One file of rows. `name` is what people call it; it begins the origin of every row."""
+    """One file of rows. The origin of every row starts with `name`."""
 
     name: str
     path: Path
     kind: Kind
 
     def origin(self, number: int, row: int | None = None) -> str:
-        """The place of a row: its RawRow's `number`, and its `row` where a line holds several."""
-        place = f"{self.name}:row {number}" if self.kind in ("parquet", "arrow") else f"{self.name}:{number}"
-        return place if row is None else f"{place}, row {row}"
+        """Where a row is: its RawRow's `number`, and its `row` where a line holds several."""
+        origin = f"{self.name}:row {number}" if self.kind in ("parquet", "arrow") else f"{self.name}:{number}"
+        return origin if row is None else f"{origin}, row {row}"
 
 
 @dataclass(frozen=True, slots=True)
 class RawRow:
-    """A row that is not checked yet: parsing it is left to whoever has a processor free.
+    """A row before parsing, which is left to the processes that compile.
 
     `number` is the line it starts on, or its row in a file without lines. `payload` is an error where the reader
-    could step over a row but not use it. `row` counts in the file, and is there only if the line holds several rows.
+    can skip the row but not use it. `row` counts in the file, and is set only if the line holds several rows.
     """
 
     number: int
@@ -55,8 +52,8 @@ class Row:
     fields: dict[str, Any]
 
 
-def json_type(value: Any) -> str:
-    """A value's type in the words of JSON, for messages."""
+def json_type(value: object) -> str:
+    """A value's JSON type, for messages."""
     names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")
 
@@ -64,13 +61,13 @@ def json_type(value: Any) -> str:
 Stream = gzip.GzipFile | io.BufferedReader
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
-# A longer row is a mistake (a missing line end or quote), found here before it fills the memory.
+# A longer row is a mistake (a missing line end or quote), detected before it fills the memory.
 MAX_ROW_BYTES = 256 * 2**20
 
 
 @contextmanager
 def open_text(file: SourceFile) -> Iterator[Stream]:
-    """The file's bytes, unpacked, without byte order mark."""
+    """The file's bytes, decompressed, without byte order mark."""
     is_packed = file.path.suffix.lower() == ".gz"
     with gzip.open(file.path, "rb") if is_packed else file.path.open("rb") as stream:
         start = stream.peek(len(BYTE_ORDER_MARK))

@@ -1,7 +1,4 @@
-"""Rows of tables: CSV and TSV, Parquet, and Arrow's file and stream formats, a batch of rows at a time.
-
-Must not know what the columns mean.
-"""
+"""Rows of tables: CSV and TSV, Parquet, and Arrow's file and stream formats, a batch of rows at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ _ARROW_FILE_MAGIC = b"ARROW1"
 
 
 def read_csv(file: SourceFile) -> Iterator[RawRow]:
-    # The csv module's own limit, 128 KiB for a cell, is less than one long conversation. It is one for the process.
+    # The csv module's own limit, 128 KiB for a cell, is less than one long conversation. It is global to the process.
     csv.field_size_limit(max(csv.field_size_limit(), text_files.MAX_ROW_BYTES))
     lines = (decode_text(line, file.origin(number)) for number, line in read_lines(file))
     delimiter = "\t" if ".tsv" in _suffixes(file.path) else ","
@@ -106,7 +103,7 @@ def _plain_rows(batches: Iterator[Any]) -> Iterator[RawRow]:
 
 
 def _unpacker(kind: Any) -> Callable[[Any], Any] | None:
-    """How to get at the JSON inside a value of this Arrow type; nothing if there is none.
+    """Parses the JSON inside a value of this Arrow type; None if there is none.
 
     The datasets library stores objects whose keys differ from row to row (the arguments of tools) as JSON text.
     """
@@ -141,8 +138,7 @@ def _import_pyarrow(file: SourceFile, part: str = "") -> Any:
 def _drop_nulls(value: Any) -> Any:
     """Without the keys that have no value, at any depth.
 
-    A column has every key that any of its rows has, so null is how a table says "absent". In JSON null stays: there
-    somebody wrote it.
+    A column has every key that any of its rows has, so null means "absent" in a table. In JSON files null is kept.
     """
     if isinstance(value, dict):
         return {key: _drop_nulls(inner) for key, inner in value.items() if inner is not None}

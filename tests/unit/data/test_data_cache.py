@@ -103,10 +103,10 @@ def test_of_two_processes_one_builds(tmp_path: Path, start: Callable[..., subpro
 def test_a_waiting_process_says_for_whom(tmp_path: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
     holder = start(num_rows=10)
     started_building(holder)
-    told: list[Holder] = []
-    entry = obtain(tmp_path, "key", must_not_build, patience=Patience(), on_wait=told.append)
+    holders: list[Holder] = []
+    entry = obtain(tmp_path, "key", must_not_build, patience=Patience(), on_wait=holders.append)
     assert entry.manifest["by"] == holder.pid
-    assert [who.pid for who in told] == [holder.pid]
+    assert [waited.pid for waited in holders] == [holder.pid]
 
 
 def test_a_killed_holder_is_replaced(tmp_path: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
@@ -259,7 +259,7 @@ def test_breaking_a_lock_spares_a_newer_one(tmp_path: Path) -> None:
     break_lock(path, stale)
     new = try_lock(path)
     assert new is not None
-    old._write()  # it was not dead after all, and goes on
+    old.beat()  # it was not dead after all, and goes on
     break_lock(path, stale)  # by a second process that waited as long
     holder = read_holder(path)
     assert holder is not None

@@ -13,7 +13,7 @@ from data_tokenizers import CHATML, LLAMA3, build_tokenizer
 from lockstep.config import DataConfig
 from lockstep.data import CompiledData, CompileProgress, DataError, compile_data
 from lockstep.data import cache as fingerprint
-from lockstep.data import compile as chunk
+from lockstep.data import compile as compiling
 from lockstep.data.compile import choose_procs
 from lockstep.data.encoder import Encoder
 
@@ -30,7 +30,7 @@ def write_lines(path: Path, rows: list[Any]) -> str:
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(chunk, "_MOST_ROWS", 4)
+    monkeypatch.setattr(compiling, "CHUNK_ROWS", 4)
     return tmp_path / "cache" / "data"
 
 
@@ -220,10 +220,10 @@ def test_without_a_cache_it_compiles_and_says_so(cache: Path, tmp_path: Path) ->
 def test_progress_is_told(cache: Path, tmp_path: Path) -> None:
     a = write_lines(tmp_path / "a.jsonl", exchanges(6))
     b = write_lines(tmp_path / "b.jsonl", exchanges(4, start=50))
-    told: list[CompileProgress] = []
+    reports: list[CompileProgress] = []
     config = DataConfig(train=[a, b], validation=b)
-    compile_data(config, build_tokenizer(CHATML), seed=0, on_progress=told.append)
-    train = [progress for progress in told if progress.split == "train"]
+    compile_data(config, build_tokenizer(CHATML), seed=0, on_progress=reports.append)
+    train = [progress for progress in reports if progress.split == "train"]
     assert [progress.rows for progress in train] == [0, 4, 6, 10]
     assert [progress.phase for progress in train] == ["reading"] + ["tokenising"] * 3
     sizes = [os.path.getsize(path) for path in (a, b)]
@@ -232,4 +232,4 @@ def test_progress_is_told(cache: Path, tmp_path: Path) -> None:
     assert done == sorted(done)
     assert done[-1] >= sizes[0]
     assert done[-1] <= sum(sizes)
-    assert [progress.split for progress in told][-1] == "validation"
+    assert [progress.split for progress in reports][-1] == "validation"

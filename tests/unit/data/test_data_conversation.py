@@ -285,7 +285,7 @@ def test_wrong_messages(turns: Any, words: str) -> None:
     [
         (
             {"from": "robot", "value": "a"},
-            "message 2 of 'conversations' has the unknown tag 'robot': say in data.roles",
+            "message 2 of 'conversations' has the unknown tag 'robot': name its role in data.roles",
         ),
         ({"from": "robot", "value": "a"}, "for example {robot: assistant}"),
         ({"role": "assistant", "content": "a"}, 'has no "from", only "role", "content"'),
@@ -327,6 +327,6 @@ def test_system_as_field_and_as_message() -> None:
 
 def test_roles_must_be_roles() -> None:
     with pytest.raises(
-        DataError, match=r"^data\.roles: 'bot' is to be 'asistant', which is no role: use one of system"
+        DataError, match=r"^data\.roles: 'bot' is set to 'asistant', which is no role: use one of system"
     ):
         read({"messages": [USER, ASSISTANT]}, roles={"bot": "asistant"})

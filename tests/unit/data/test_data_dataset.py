@@ -13,7 +13,7 @@ from data_tokenizers import CHATML, build_tokenizer
 
 from lockstep.config import DataConfig
 from lockstep.data import CompiledData, DataError, compile_data, mix_rows, split_rows
-from lockstep.data import compile as chunk
+from lockstep.data import compile as compiling
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def origins(data: Any) -> list[str]:
 
 
 def test_files_keep_their_order_and_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk, "_MOST_ROWS", 2)  # chunks must not show
+    monkeypatch.setattr(compiling, "CHUNK_ROWS", 2)  # chunks must not show
     a = write_lines(tmp_path / "a.jsonl", exchanges(5))
     b = write_lines(tmp_path / "b.jsonl", [{"text": "plain text here", "id": 1}, {"text": "two", "source": "web"}])
     c = write_lines(tmp_path / "c.jsonl", [{"instruction": "i", "output": "o"}])
@@ -54,10 +54,10 @@ def test_files_keep_their_order_and_formats(tmp_path: Path, monkeypatch: pytest.
     ]
     assert files[1].ignored_keys == ["id", "source"]
     both = [*data.train, *data.validation]
-    assert data.report.num_tokens == sum(d.num_tokens for d in both)
-    assert data.report.num_supervised == sum(d.num_supervised for d in both)
+    assert data.report.totals.num_tokens == sum(d.num_tokens for d in both)
+    assert data.report.totals.num_supervised == sum(d.num_supervised for d in both)
     assert (data.report.num_train, data.report.num_validation) == (7, 1)
-    assert data.report.longest_row == max(d.num_tokens for d in both)
+    assert data.report.totals.longest_row == max(d.num_tokens for d in both)
     json.dumps(dataclasses.asdict(data.report))
 
 
@@ -68,8 +68,8 @@ def test_cuts_are_counted_and_told(tmp_path: Path) -> None:
         {"prompt": "q", "completion": "one two three " * 20},
     ]
     report = compiled(train=write_lines(tmp_path / "a.jsonl", rows), max_length=30).report
-    assert (report.prompts_cut, report.answers_cut) == (2, 1)
-    assert report.longest_row > 30
+    assert (report.totals.prompts_cut, report.totals.answers_cut) == (2, 1)
+    assert report.totals.longest_row > 30
     assert report.files[0].longest_origin.startswith(str(tmp_path / "a.jsonl:"))
     answers, prompts = report.warnings()
     assert answers.startswith(f"{tmp_path / 'a.jsonl'}: 1 answers do not fit and lose their end: raise data.max_length")
@@ -227,7 +227,7 @@ def test_rows_left_out_are_counted_by_reason(tmp_path: Path, monkeypatch: pytest
     assert origins(data.train) == ["a.jsonl:1", "a.jsonl:5"]
     (file,) = data.report.files
     assert (file.num_rows, file.dropped, file.skipped, file.left_out) == (2, 1, 1, 1)
-    assert (data.report.dropped, data.report.skipped) == (1, 1)
+    assert (data.report.totals.dropped, data.report.totals.skipped) == (1, 1)
     (skipped,) = [json.loads(line) for line in Path(data.report.skipped_files[0]).read_text().splitlines()]
     assert skipped["origin"] == f"{path}:4"
     assert skipped["reason"].startswith(f"{path}:4: ")

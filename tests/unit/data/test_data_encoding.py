@@ -46,7 +46,7 @@ def test_a_pair_has_one_prompt_and_two_answers(template: str) -> None:
 def test_a_pair_of_which_one_answer_merges_with_the_prompt_still_has_one_prompt() -> None:
     tokenizer = build_tokenizer(CHATML)
     encoded = encode_content(tokenizer, pair("q", "\n\n\nThe answer is: forty two.", rejected="no"))
-    assert encoded.split
+    assert encoded.retokenised
     assert encoded.datum is not None
     assert [tokenizer.decode(c.tokens)[:6] for c in encoded.datum.completions] == ["\n\n\nThe", "no<|im"]
     assert tokenizer.decode(encoded.datum.prompt).endswith("assistant\n")

@@ -103,7 +103,9 @@ def test_unknown_keys_are_named(fields: dict[str, Any]) -> None:
     ],
 )
 def test_names_that_are_not_clear_are_refused(fields: dict[str, Any], unread: str) -> None:
-    with pytest.raises(DataError, match=f'^f.jsonl:7: .* but then "{unread}" would not be read: say what they are'):
+    with pytest.raises(
+        DataError, match=f'^f.jsonl:7: .* but then "{unread}" would be ignored: map them with data.columns'
+    ):
         recognise(fields)
     assert recognise({**fields, unread: None}) == "prompt_completion"
 

@@ -218,7 +218,7 @@ def test_golden_mask(template: str, messages: list[Any], tools: Any, expected: M
     assert mask == expected
     assert encoded.num_unclosed == 0
     assert encoded.num_unprompted == 0
-    assert not encoded.split
+    assert not encoded.retokenised
 
 
 def test_deepseek_answers_without_a_thought_are_counted() -> None:

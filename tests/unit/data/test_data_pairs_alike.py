@@ -66,5 +66,5 @@ def test_they_are_counted_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = DataConfig(train=str(tmp_path / "train.jsonl"), max_length=30)  # type: ignore[arg-type]
     data = compile_data(config, build_tokenizer(CHATML), seed=0)
-    assert (len(data.train), data.report.dropped) == (1, 1)
+    assert (len(data.train), data.report.totals.dropped) == (1, 1)
     assert any("1 rows were left out because they are longer than" in line for line in data.report.warnings())

@@ -239,5 +239,5 @@ def test_a_label_that_is_none(value: Any) -> None:
     with pytest.raises(DataError) as caught:
         reader.read(Row("f.jsonl:7", {"messages": [USER, GOOD], "label": value}))
     assert str(caught.value).startswith(
-        f"f.jsonl:7: 'label' is {value!r}: it must be true or false; if it is no judgement"
+        f"f.jsonl:7: 'label' is {value!r}: it must be true or false; if it does not rate the answer"
     )

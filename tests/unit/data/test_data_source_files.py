@@ -157,7 +157,7 @@ def give_as_hub_data(datasets: Any, monkeypatch: pytest.MonkeyPatch, folder: Pat
         return load(str(folder), split=settings["split"])
 
     monkeypatch.setattr(datasets, "load_dataset", load_folder)
-    monkeypatch.setattr(hub, "_answers", lambda url: True)
+    monkeypatch.setattr(hub, "is_hub_up", lambda url: True)
     return asked
 
 
@@ -207,7 +207,7 @@ def test_a_name_that_the_hub_does_not_have(monkeypatch: pytest.MonkeyPatch, data
         raise datasets.exceptions.DatasetNotFoundError("no such thing")
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
-    monkeypatch.setattr(hub, "_answers", lambda url: True)
+    monkeypatch.setattr(hub, "is_hub_up", lambda url: True)
     assert complaint("owner/data").startswith(
         ": no such file or folder, and the Hugging Face Hub has no such data set, or not for you"
     )
@@ -245,7 +245,7 @@ def test_what_counts_as_an_answer(monkeypatch: pytest.MonkeyPatch, outcome: Exce
         raise outcome
 
     monkeypatch.setattr("urllib.request.urlopen", fail)
-    assert hub._answers("https://hub.example") is answers
+    assert hub.is_hub_up("https://hub.example") is answers
 
 
 def test_a_path_that_cannot_be_a_name_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ def by_number(source: str) -> str:
         (
             by_number(CHATML.replace("{{", "{% generation %}{{", 1).replace("}}", "}}{% endgeneration %}", 1)),
             chat("q", "a"),
-            "which message it belongs to",
+            "not certainly in which message",
         ),
     ],
 )

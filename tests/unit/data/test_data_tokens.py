@@ -96,7 +96,7 @@ def test_answer_that_merges_with_the_header_is_split_off() -> None:
     start = len("<|im_start|>assistant\n")
     assert any(a < start < b for a, b in offsets), "the tokenizer does not merge here: the test shows nothing"
     encoded = encode(tokenizer, chat("q", answer, "q", "second", "q", answer))
-    assert encoded.split
+    assert encoded.retokenised
     assert learned(tokenizer, encoded) == [answer + "<|im_end|>", "second<|im_end|>", answer + "<|im_end|>"]
     assert tokenizer.decode(encoded.datum.prompt).endswith("assistant\n")
 
@@ -109,13 +109,13 @@ def test_turn_without_end_token_is_learned_to_its_end_and_counted() -> None:
     encoded = encode(tokenizer, chat("q", "first", "q", "second"))
     assert learned(tokenizer, encoded) == [" first\n", " second\n"]
     assert encoded.num_unclosed == 2
-    assert not encoded.split
+    assert not encoded.retokenised
 
 
 def test_end_that_merges_with_the_next_turn_is_split_off() -> None:
     tokenizer = build_tokenizer("{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}")
     encoded = encode(tokenizer, chat("q", "first", "\n\n\nq", "second"))
-    assert encoded.split
+    assert encoded.retokenised
     assert learned(tokenizer, encoded) == ["first\n", "second\n"]
 
 
@@ -164,7 +164,7 @@ def test_text_learns_all_but_the_first_token(adds_bos: bool) -> None:
 def test_space_at_the_end_of_a_prompt_stays_in_it(trim_offsets: bool) -> None:
     tokenizer = build_tokenizer(trim_offsets=trim_offsets)
     encoded = encode(tokenizer, {"prompt": "Answer: ", "completion": "forty two"})
-    assert encoded.split
+    assert encoded.retokenised
     assert tokenizer.decode(encoded.datum.prompt) == "Answer: "
     assert learned(tokenizer, encoded) == ["forty two</s>"]
 
@@ -172,7 +172,7 @@ def test_space_at_the_end_of_a_prompt_stays_in_it(trim_offsets: bool) -> None:
 def test_tokenizer_that_cannot_split_is_an_error() -> None:
     tokenizer = build_metaspace_tokenizer()
     encoded = encode(tokenizer, {"prompt": "A:", "completion": " 4"})
-    assert not encoded.split
+    assert not encoded.retokenised
     with pytest.raises(DataError, match=r"^f\.jsonl:7: the tokenizer joins characters .* not certain: move the white"):
         encode(tokenizer, {"prompt": "A: ", "completion": "4"})
 

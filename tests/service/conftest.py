@@ -1,4 +1,4 @@
-"""Fixtures of the service's tests: a manager whose jobs are told_job, and a real PostgreSQL where there is one."""
+"""Fixtures of the service's tests: a manager with scripted jobs, and a real PostgreSQL where there is one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served import processes_of, python_path
+from service_process import processes_of, python_path
 
 from lockstep.launch import LocalLauncher
 from lockstep.service.jobs import JobManager
@@ -27,7 +27,7 @@ def make_manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ca
 
     def make(**options: Any) -> JobManager:
         options.setdefault("procs", 2)
-        options.setdefault("launcher", LocalLauncher("told_job", grace_s=1.0))
+        options.setdefault("launcher", LocalLauncher("scripted_job", grace_s=1.0))
         made.append(JobManager(tmp_path / "data", **options))
         return made[-1]
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from fastapi.testclient import TestClient
-from served import job, tree, wait_for
+from service_process import job, tree, wait_for
 from tiny import write_rows
 
 from lockstep.cli.options import load_settings

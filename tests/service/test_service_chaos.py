@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from served import Service, job, processes_of, serving, wait_for
-from told_job import NUM_STEPS
+from scripted_job import NUM_STEPS
+from service_process import Service, job, processes_of, serving, wait_for
 
 from lockstep.rundir import RunDir
 from lockstep.service.client import Client, ServiceFault

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import tiny
-from served import free_port, processes_of, wait_for
+from service_process import free_port, processes_of, wait_for
 
 from lockstep.service.client import Client, ServiceFault
 

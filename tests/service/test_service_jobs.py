@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from served import job, processes_of, tree, wait_for
+from service_process import job, processes_of, tree, wait_for
 
 from lockstep.service.errors import Conflict, JobConflict, NotFound, ServiceError
 from lockstep.service.jobs import JobManager
@@ -114,7 +114,7 @@ def test_cancel_ends_every_process_also_the_stubborn(manager: JobManager) -> Non
 def test_cancelling_one_does_not_hold_up_others(make_manager: Callable[..., JobManager]) -> None:
     from lockstep.launch import LocalLauncher
 
-    manager = make_manager(procs=2, launcher=LocalLauncher("told_job", grace_s=30.0))
+    manager = make_manager(procs=2, launcher=LocalLauncher("scripted_job", grace_s=30.0))
     manager.start()
     manager.submit(job("stubborn", "deaf"))
     wait_for((manager.run_dir("deaf").path / "ready").exists)

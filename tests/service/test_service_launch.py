@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from served import processes_of, python_path, tree, wait_for
+from service_process import processes_of, python_path, tree, wait_for
 
 from lockstep.config import resolve_config
 from lockstep.launch import LocalLauncher, Resources
@@ -22,7 +22,7 @@ from lockstep.rundir import RunDir
 def launcher(monkeypatch: pytest.MonkeyPatch) -> LocalLauncher:
     monkeypatch.setenv("PYTHONPATH", python_path())
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    return LocalLauncher("told_job", grace_s=1.0)
+    return LocalLauncher("scripted_job", grace_s=1.0)
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_no_second_launch_while_one_lives(launcher: LocalLauncher, run: RunDir) 
     launcher.start(run.path, Resources(device="cpu"))
     (run.path / "launch.json").unlink()
     with pytest.raises(ValueError, match="still running"):
-        LocalLauncher("told_job").start(run.path, Resources(device="cpu"))
+        LocalLauncher("scripted_job").start(run.path, Resources(device="cpu"))
     wait_for((run.path / "starts.txt").exists)
     assert len((run.path / "starts.txt").read_text().splitlines()) == 1
     handle = launcher.find(run.path, str(run.status()["launch"]))

@@ -10,7 +10,7 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis.specs.openapi import checks
-from served import job, serving
+from service_process import job, serving
 
 from lockstep.service.client import Client
 

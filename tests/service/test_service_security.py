@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
-from served import HERE, job, serving, tree, wait_for
+from service_process import HERE, job, serving, tree, wait_for
 
 from lockstep.cli import app as commands
 from lockstep.service.access import Tokens, hash_token, make_token

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from served import job, wait_for
+from service_process import job, wait_for
 
 from lockstep.service.errors import Conflict, NotFound, ServiceError
 from lockstep.service.jobs import JobManager

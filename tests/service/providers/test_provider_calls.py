@@ -340,7 +340,7 @@ def test_a_service_that_is_down_is_a_clear_error_of_each_request():
         with pytest.raises(
             ServiceUnavailable, match=r"http://127.0.0.1:9 does not answer .*start it with lockstep serve"
         ):
-            asyncio.run(target._training.service.jobs())
+            asyncio.run(target.get_training_jobs())
     assert issubclass(ServiceUnavailable, TimeoutError)  # what stacks answer as 504 with its text
 
 

@@ -1,4 +1,4 @@
-"""A rank that does what the name of its configuration says instead of training, through the real worker entry.
+"""A rank that follows the script named by its configuration instead of training, through the real worker entry.
 
 Quick: nothing heavy is imported. Every start leaves a line in starts.txt, so that a test can count them.
 """
@@ -54,7 +54,7 @@ def behave(run: RunDir, name: str, rank: int) -> None:
     (run.path / "export" / "weights.bin").write_bytes(bytes(range(256)) * 4)
 
 
-def told_run(path: Path) -> None:
+def scripted_run(path: Path) -> None:
     rank = int(os.environ.get("RANK", "0"))
     run = RunDir(path, owner=rank == 0)
     with (run.path / "starts.txt").open("a") as file:
@@ -65,6 +65,6 @@ def told_run(path: Path) -> None:
 
 if __name__ == "__main__":
     loop = types.ModuleType("lockstep.train.run")
-    loop.run = told_run  # type: ignore[attr-defined]
+    loop.run = scripted_run  # type: ignore[attr-defined]
     sys.modules["lockstep.train.run"] = loop
     sys.exit(worker.main())

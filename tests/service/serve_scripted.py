@@ -1,4 +1,4 @@
-"""`lockstep serve` whose jobs are told_job: python serve_told.py DATA_DIR PORT [key=value of the settings ...].
+"""`lockstep serve` with scripted jobs: python serve_scripted.py DATA_DIR PORT [key=value of the settings ...].
 
 LOCKSTEP_TEST_KILL names a moment of the first launch at which this process kills itself: before, between (the job's
 process is there, its handle is not written), after.
@@ -14,12 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.launch import LocalLauncher, Resources, RunHandle, local
+from lockstep.rundir import write_atomically
 from lockstep.service.app import make_manager, run_server
 from lockstep.service.settings import ServiceSettings
 
 
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_at_handle(path: Path, text: str, *, durable: bool = True) -> None:
+    if path.name == local.HANDLE_FILE:
+        die()
+    write_atomically(path, text, durable=durable)
 
 
 class DyingLauncher(LocalLauncher):
@@ -29,7 +36,7 @@ class DyingLauncher(LocalLauncher):
         if self.moment == "before":
             die()
         if self.moment == "between":
-            local._note_handle = lambda *_: die()  # type: ignore[assignment, return-value]
+            local.write_atomically = die_at_handle  # type: ignore[attr-defined]
         handle = super().start(run_dir, resources, launch_id=launch_id)
         if self.moment == "after":
             die()
@@ -40,7 +47,7 @@ def main() -> None:
     data_dir, port, *rest = sys.argv[1:]
     given: dict[str, Any] = dict(pair.split("=", 1) for pair in rest)
     changes = {key: Path(value) if key == "token_file" else json.loads(value) for key, value in given.items()}
-    launcher = DyingLauncher("told_job", grace_s=2.0)
+    launcher = DyingLauncher("scripted_job", grace_s=2.0)
     launcher.moment = os.environ.get("LOCKSTEP_TEST_KILL", "")
     settings = ServiceSettings(data_dir=Path(data_dir), port=int(port), **changes)
     run_server(settings, make_manager(settings, launcher))

@@ -21,12 +21,12 @@ HERE = Path(__file__).parent
 
 
 def python_path() -> str:
-    """For processes that import told_job."""
+    """For processes that import scripted_job."""
     return os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
 
 
 def tree(name: str = "quick", **sections: Any) -> dict[str, Any]:
-    """A configuration for told_job, which does what its name says."""
+    """A configuration for scripted_job: its name says which script to follow."""
     return {
         "name": name,
         "model": "some/model",
@@ -69,7 +69,7 @@ class Service:
 
     def start(self, kill_at: str = "") -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "serve_told.py"), str(self.data_dir), str(self.port), *self._settings],
+            [sys.executable, str(HERE / "serve_scripted.py"), str(self.data_dir), str(self.port), *self._settings],
             env={**os.environ, "PYTHONPATH": python_path(), "LOCKSTEP_TEST_KILL": kill_at},
             stderr=(self.data_dir.parent / "service.log").open("ab"),
         )

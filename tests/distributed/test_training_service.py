@@ -355,7 +355,7 @@ def test_ranks_that_do_not_agree_are_ended_and_the_one_at_fault_is_named(
 ) -> None:
     workers = [StillWorker(0), StillWorker(1)]
     ranks = RemoteRanks(workers, health_timeout_s=SOON)
-    answer, later = ranks.ask("learn", timeout_s=SOON), ranks.ask("step", timeout_s=SOON)
+    answer, later = ranks.call("learn", timeout_s=SOON), ranks.call("step", timeout_s=SOON)
     for worker, outcome in zip(workers, outcomes, strict=True):
         if isinstance(outcome, Reply):
             worker.asked["learn"].set_result(outcome)
@@ -373,7 +373,7 @@ def test_ranks_that_do_not_agree_are_ended_and_the_one_at_fault_is_named(
     ranks.shut()
     assert not any(worker.alive for worker in workers)
     with pytest.raises(TrainingFailed):
-        ranks.ask("learn", timeout_s=SOON).result(SOON)
+        ranks.call("learn", timeout_s=SOON).result(SOON)
 
 
 def test_a_service_without_a_step_or_a_place_says_so() -> None:

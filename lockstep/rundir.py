@@ -31,6 +31,7 @@ METRIC_ALIASES = {
     "logprob_gap_max": "sampler_trainer_logprob_diff_max",
     "flat_groups": "zero_std_groups",
     "tainted": "reward_failed",
+    "correction": "importance_weight",
 }
 MANIFEST = "manifest.json"
 _CHECKPOINT_NAME = re.compile(r"step-(\d+)$")

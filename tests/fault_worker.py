@@ -188,9 +188,9 @@ def watch_publishing(fault: Fault) -> None:
 
 
 def start_such_engines() -> None:
-    from lockstep.rollouts import compose as feeding
+    from lockstep.rollouts.engines import pool
 
-    feeding.ENTRY = "fault_worker:start_engine"
+    pool.ENTRY = "fault_worker:start_engine"
 
 
 def await_replacement(fault: Fault) -> None:
@@ -239,7 +239,7 @@ def trace_engine(fault: Fault, file: str) -> None:
     from lockstep.inference.engine import ContinuousEngine
     from lockstep.rollouts.engines.worker import EngineHandler
 
-    load, submit, answer = ContinuousEngine.load_weights, ContinuousEngine.submit, EngineHandler._answer
+    load, submit, answer = ContinuousEngine.load_weights, ContinuousEngine.submit, EngineHandler.reply
     keys: dict[Any, list[int]] = {}
     begun: dict[Any, list[list[int]]] = {}
 
@@ -261,7 +261,7 @@ def trace_engine(fault: Fault, file: str) -> None:
 
     ContinuousEngine.load_weights = load_weights  # type: ignore[method-assign]
     ContinuousEngine.submit = submit_call  # type: ignore[method-assign, assignment]
-    EngineHandler._answer = answer_call  # type: ignore[method-assign]
+    EngineHandler.reply = answer_call  # type: ignore[method-assign]
 
 
 def watch_generating(fault: Fault) -> None:

@@ -42,8 +42,8 @@ def find_advantages(rewards: Groups, baseline: str) -> list[list[float]]:
     return differences
 
 
-def is_flat(rewards: Sequence[float]) -> bool:
-    """Whether no answer of a group is better than another, as far as is known."""
+def has_zero_std(rewards: Sequence[float]) -> bool:
+    """Whether all known rewards of a group are equal: it has no advantages to learn from."""
     return len(set(_known(rewards))) < 2
 
 
@@ -53,7 +53,7 @@ def _differences(group: Sequence[float], centre: str, everywhere: Sequence[float
     known = _known(group)
     if len(known) < 2:
         return [math.nan for _ in group]
-    if is_flat(group):  # exactly: the mean of equal numbers need not be that number
+    if has_zero_std(group):  # exactly: the mean of equal numbers need not be that number
         return [reward - known[0] for reward in group]
     if centre == "others":
         return [reward - (math.fsum(known) - reward) / (len(known) - 1) for reward in group]

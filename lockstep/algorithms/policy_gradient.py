@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lockstep.algorithms.loss import CompletionSums, Loss, LossInputs, Options, TensorMetrics, nothing_learned
 
-_METRICS = ("ratio", "clipped_low", "clipped_high", "moved")
+_METRICS = ("ratio", "clipped_low", "clipped_high", "policy_shift")
 # Larger exponents are clamped: their exponential, and a gradient multiplied by it, would overflow float32.
 _MAX_EXPONENT = 80.0
 
@@ -56,10 +56,10 @@ def policy_gradient(logprobs: Tensor, inputs: LossInputs) -> tuple[Tensor, Tenso
     losses = -_objective(ratio, now, advantages, options)
     found = _measure(ratio, now - old, advantages, options)
     if options.on_policy:
-        found["logprob_gap"] = (old - values["behaviour_logprobs"]).abs().sum()
+        found["sampler_trainer_logprob_diff"] = (old - values["behaviour_logprobs"]).abs().sum()
     if options.importance_weighting != "none":
         correction = _correction(old - values["behaviour_logprobs"], sums, inputs, options)
-        losses, found["correction"] = losses * correction, correction.sum()
+        losses, found["importance_weight"] = losses * correction, correction.sum()
     if options.kl_coefficient:
         distance = estimate_kl(now, values["reference_logprobs"], options.kl)
         losses, found["kl"] = losses + options.kl_coefficient * distance, distance.detach().sum()
@@ -124,8 +124,8 @@ def _measure(ratio: Tensor, gained: Tensor, advantages: Tensor, options: PolicyG
 def _metric_names(options: Options) -> tuple[str, ...]:
     wanted = PolicyGradientOptions(**options)
     extra = {
-        "logprob_gap": wanted.on_policy,
-        "correction": wanted.importance_weighting != "none",
+        "sampler_trainer_logprob_diff": wanted.on_policy,
+        "importance_weight": wanted.importance_weighting != "none",
         "kl": wanted.kl_coefficient,
         "entropy": _needs_entropy(options),
     }

@@ -170,13 +170,21 @@ class FakeBackend:
         low, high = 1 - loss.options["clip_low"], 1 + loss.options["clip_high"]
         value = slope = 0.0
         on_policy = loss.options.get("on_policy", False)
-        names = ("ratio", "clipped_low", "clipped_high", "moved", *(("logprob_gap",) if on_policy else ()))
+        names = (
+            "ratio",
+            "clipped_low",
+            "clipped_high",
+            "policy_shift",
+            *(("sampler_trainer_logprob_diff",) if on_policy else ()),
+        )
         metrics = dict.fromkeys(names, 0.0)
         for c in datum.completions:
             now = _logprobs(self.weight, c.tokens, c.weights)
             if on_policy:
                 gaps = (abs(a - b) for a, b in zip(now, c.values["behaviour_logprobs"], strict=True))
-                metrics["logprob_gap"] += sum(gap for gap, weight in zip(gaps, c.weights, strict=True) if weight)
+                metrics["sampler_trainer_logprob_diff"] += sum(
+                    gap for gap, weight in zip(gaps, c.weights, strict=True) if weight
+                )
             before = now if on_policy else c.values["old_logprobs"]
             columns = (c.tokens, c.weights, now, before, c.values["advantages"])
             for token, weight, logprob, old, advantage in zip(*columns, strict=True):
@@ -187,7 +195,7 @@ class FakeBackend:
                 slope += 0.0 if is_clipped else weight * advantage * ratio * (self.weight - token % 7)
                 if weight:
                     metrics["ratio"] += ratio
-                    metrics["moved"] += ratio - 1 - (logprob - old)
+                    metrics["policy_shift"] += ratio - 1 - (logprob - old)
                     metrics["clipped_high" if advantage > 0 else "clipped_low"] += is_clipped
         return value, slope, metrics
 

@@ -32,13 +32,13 @@ _NO_SCORES |= {"chosen_reward", "rejected_reward", "chosen_logprob", "rejected_l
 # Of a run that samples: key, label, how it is written.
 _OF_SAMPLES = (
     ("reward", "reward", ".3f"),
-    ("length", "length", ".0f"),
+    ("completion_length", "length", ".0f"),
     ("entropy", "entropy", ".2f"),
     ("entropy_estimate", "entropy", ".2f"),
     ("kl", "kl", ".2g"),
-    ("logprob_gap", "gap", ".1e"),
+    ("sampler_trainer_logprob_diff", "logprob diff", ".1e"),
     ("staleness", "staleness", ".2g"),
-    ("tainted", "tainted", ".0f"),
+    ("reward_failed", "rewards failed", ".0f"),
 )
 PLAIN_INTERVAL_S = 2.0
 _PHASES_OF_A_STEP = ("sampling", "training", "publishing", "evaluating", "checkpointing")
@@ -276,7 +276,7 @@ def _sample_facts(train: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The entropy is estimated where it was not computed; what went wrong is shown where something did."""
     found: dict[str, str] = {}
     for key, label, form in _OF_SAMPLES:
-        if train.get(key) is not None and (train[key] or key != "tainted"):
+        if train.get(key) is not None and (train[key] or key != "reward_failed"):
             found.setdefault(label, format(train[key], form))
     return list(found.items())
 

@@ -89,11 +89,11 @@ def _read_samples(run: Path, step: int | None) -> list[dict[str, Any]]:
 
 def _print_samples(console: Console, rows: list[dict[str, Any]], total: int) -> None:
     for row in rows:
-        reward = "tainted" if row["reward"] is None else f"{row['reward']:.3f}"
+        reward = "failed" if row["reward"] is None else f"{row['reward']:.3f}"
         parts = "  ".join(f"{name} {value:.3g}" for name, value in row["scores"].items())
         advantage = "" if row["advantage"] is None else f"  advantage {row['advantage']:+.2f}"
         head = f"step {row['step']}  {Path(row['origin']).name}  sample {row['sample']}  reward {reward}"
-        notes = f"  ({parts}){advantage}" + ("  cut" if row["cut"] else "")
+        notes = f"  ({parts}){advantage}" + ("  truncated" if row.get("truncated", row.get("cut")) else "")
         console.print(Text.assemble((head, "bold"), (notes, "dim")), soft_wrap=True)
         expected = "" if row["reference"] is None else f"   [{row['reference']}]"
         console.print(Text.assemble(("  asked  ", "dim"), str(row["prompt"]), (expected, "dim")), soft_wrap=True)

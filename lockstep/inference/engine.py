@@ -19,12 +19,21 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
+from lockstep.config import LoraConfig, ModelConfig
 from lockstep.inference.decoder import Decoder
 from lockstep.inference.kv_cache import UnsupportedModelError
 from lockstep.inference.scheduler import BatchLimits, ContinuousBatch, decode_all
 from lockstep.inference.sequence import TokenSequence
 from lockstep.inference.token_sampling import random_streams
-from lockstep.model.load import apply_weights, load_for_inference
+from lockstep.model.load import (
+    DTYPES,
+    apply_weights,
+    build_model,
+    keep_freed_memory,
+    load_for_inference,
+    load_tokenizer,
+)
+from lockstep.model.lora import speed_up_eager
 from lockstep.types import PartialCompletion, PartialCompletions, Prompt, SamplingParams, TextCompletion, Weights
 
 Message = Mapping[str, Any]
@@ -211,6 +220,39 @@ class LocalEngine:
                     stacklevel=4,
                 )
         return self._decoder
+
+
+def load_engine(
+    model: ModelConfig,
+    lora: LoraConfig | None = None,
+    *,
+    precision: str,
+    device: str = "cpu",
+    batch_size: int | None = None,
+    compiles: bool = False,
+    chat_template: str = "auto",
+) -> LocalEngine:
+    """An engine that samples as a run of this configuration would itself. `chat_template`: as data.chat_template."""
+    keep_freed_memory()
+    built, tokenizer = build_engine_model(model, lora, precision, device), load_tokenizer(model)
+    if chat_template not in ("auto", "none"):
+        tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+    return LocalEngine(built, tokenizer, batch_size, compiles=compiles)
+
+
+def build_engine_model(config: ModelConfig, lora: LoraConfig | None, precision: str, device: str) -> Any:
+    """As the trainer lends its own for sampling: every parameter in the dtype that is computed in."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    # With its weights, though published ones replace them: the model's end-of-text tokens come with them.
+    model = build_model(config, lora, precision, with_weights=True)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(DTYPES[precision])
+    if lora is not None and device == "cpu":
+        speed_up_eager(model)  # as in training: the same numbers to the last bit
+    return model.to(device).eval()
 
 
 def stop_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:

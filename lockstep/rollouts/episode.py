@@ -1,243 +1,247 @@
-"""From prompts to scored answers: sampled in groups, over one turn or several, and what each of them earned.
+"""From prompts to scored rollouts: sampled in groups, over one turn or several, with the reward of each.
 
-An answer that is begun can be written down at any time and gone on with. Must not know models, processes or losses.
+A rollout in progress can be written to a checkpoint at any time and continued later.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from lockstep.data.prompts import PromptRow
-from lockstep.rollouts.rewards.reward import Attempt, Judge, Outcome
+from lockstep.rollouts.rewards import Attempt, Outcome, Scorer
 from lockstep.types import Prompt, SamplingParams, TextCompletion
 
-Sample = Callable[[Sequence[Prompt], SamplingParams, Sequence[int]], list[list[TextCompletion]]]
-FollowUp = Callable[[str, int], list[int]]
-# Later turns draw from streams of their own, far from those of any prompt.
-_LATER_TURNS = 1 << 40
+SampleFn = Callable[[Sequence[Prompt], SamplingParams, Sequence[int]], list[list[TextCompletion]]]
+EncodeReply = Callable[[str, int], list[int]]
+"""(environment's message, last token before it) -> tokens up to where the next turn starts."""
+EpisodeGroups = Sequence[Sequence["Episode"]]
+# Keys of later turns are far from the key of any prompt, so that their random streams never meet.
+_LATER_TURNS_KEY = 1 << 40
+# Names in checkpoints of earlier releases.
+_OLD_KEYS = {"own": "sampled", "is_cut": "truncated"}
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """`tokens` follow the prompt; those that are `own` the model sampled, the others an environment said.
+class Rollout:
+    """One scored completion. `tokens` follow the prompt; `sampled` marks the model's, the others are an environment's.
 
-    `logprobs`: the sampler's, 0 where a token is not its own. `versions`: of the weights that sampled each token; what
-    an environment said has that of the token before. `turns`: the model's words.
+    `logprobs`: the sampler's, 0 where a token was not sampled. `versions`: of the weights that sampled each token; an
+    environment's tokens have that of the token before. `turns`: the model's text.
     """
 
     tokens: tuple[int, ...]
-    own: tuple[bool, ...]
+    sampled: tuple[bool, ...]
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     turns: tuple[str, ...]
-    is_cut: bool
+    truncated: bool
     outcome: Outcome
 
     @property
-    def num_own(self) -> int:
-        return sum(self.own)
+    def num_sampled(self) -> int:
+        return sum(self.sampled)
 
     @property
-    def own_versions(self) -> list[int]:
-        return [version for version, own in zip(self.versions, self.own, strict=True) if own]
+    def sampled_versions(self) -> list[int]:
+        return [version for version, sampled in zip(self.versions, self.sampled, strict=True) if sampled]
 
     def to_json(self) -> dict[str, Any]:
-        # What nobody knows is written as such: nan is no JSON.
-        outcome = asdict(self.outcome) | ({} if self.outcome.problem is None else {"reward": None})
+        # JSON has no nan: an unknown reward is null.
+        outcome = asdict(self.outcome) | ({"reward": None} if self.outcome.reward_failed else {})
         return {name: getattr(self, name) for name in self.__slots__} | {"outcome": outcome}
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Answer:
-        given = found["outcome"]
-        problem = given["problem"]
-        outcome = Outcome(**given) if problem is None else Outcome.tainted(problem)
-        columns: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
-        return cls(**{**columns, "outcome": outcome})
+    def from_json(cls, values: Mapping[str, Any]) -> Rollout:
+        columns: dict[str, Any] = {
+            name: tuple(v) if isinstance(v, list) else v for name, v in _with_new_keys(values).items()
+        }
+        outcome, problem = values["outcome"], values["outcome"]["problem"]
+        columns["outcome"] = Outcome(**outcome) if problem is None else Outcome.failed(problem)
+        return cls(**columns)
+
+
+def _with_new_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {_OLD_KEYS.get(name, name): value for name, value in values.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """All answers to one prompt. `key` is the prompt's place in the order of training."""
+    """All rollouts of one prompt. `key` is the prompt's place in the order of training."""
 
     prompt: PromptRow
     key: int
-    answers: tuple[Answer, ...]
+    rollouts: tuple[Rollout, ...]
 
     @property
     def rewards(self) -> list[float]:
-        """nan where nobody knows."""
-        return [answer.outcome.reward for answer in self.answers]
+        """nan where a reward failed."""
+        return [rollout.outcome.reward for rollout in self.rollouts]
 
     @property
     def oldest_version(self) -> int:
-        """Of the weights behind any of its tokens. A group without any is never too old: it teaches nothing."""
-        return min((version for answer in self.answers for version in answer.versions), default=sys.maxsize)
+        """Of the weights behind any of its tokens. A group without tokens is never too old."""
+        return min((version for rollout in self.rollouts for version in rollout.versions), default=sys.maxsize)
 
     def to_json(self) -> dict[str, Any]:
-        """Without the prompt, which the key stands for."""
-        return {"key": self.key, "answers": [answer.to_json() for answer in self.answers]}
+        """Without the prompt, which `prompt_at(key)` gives."""
+        return {"key": self.key, "rollouts": [rollout.to_json() for rollout in self.rollouts]}
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any], prompt_at: Callable[[int], PromptRow]) -> Group:
-        key = int(found["key"])
-        return cls(prompt_at(key), key, tuple(Answer.from_json(answer) for answer in found["answers"]))
+    def from_json(cls, values: Mapping[str, Any], prompt_at: Callable[[int], PromptRow]) -> Group:
+        key, rollouts = int(values["key"]), values.get("rollouts") or values["answers"]
+        return cls(prompt_at(key), key, tuple(map(Rollout.from_json, rollouts)))
 
 
 @dataclass
 class Episode:
-    """An answer while it grows. It waits for the model, then for the environment, and so on until it is over."""
+    """A rollout in progress: the model's turn, then the environment's reply, and so on until it is over."""
 
     tokens: list[int] = field(default_factory=list)
-    own: list[bool] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     turns: list[str] = field(default_factory=list)
-    is_cut: bool = False
+    truncated: bool = False
     is_over: bool = False
     awaits_reply: bool = False
     problem: str | None = None
 
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Episode:
+        return cls(**_with_new_keys(values))
+
     @property
-    def awaits_words(self) -> bool:
+    def awaits_completion(self) -> bool:
         return not self.is_over and not self.awaits_reply
 
-    def say(self, completion: TextCompletion, max_turns: int) -> None:
+    def add_completion(self, completion: TextCompletion, max_turns: int) -> None:
         assert completion.logprobs is not None, "sampled with log-probs"
         self.tokens += completion.tokens
-        self.own += [True] * len(completion.tokens)
+        self.sampled += [True] * len(completion.tokens)
         self.logprobs += completion.logprobs
         self.versions += completion.versions or [completion.version] * len(completion.tokens)
         self.turns.append(completion.text)
-        self.is_cut = completion.finish_reason == "length"
-        self.is_over = self.is_cut or len(self.turns) == max_turns
+        self.truncated = completion.finish_reason == "length"
+        self.is_over = self.truncated or len(self.turns) == max_turns
         self.awaits_reply = not self.is_over
 
-    def hear(self, tokens: Sequence[int]) -> None:
+    def add_reply(self, tokens: Sequence[int]) -> None:
         self.tokens += tokens
-        self.own += [False] * len(tokens)
+        self.sampled += [False] * len(tokens)
         self.logprobs += [0.0] * len(tokens)
         self.versions += [self.versions[-1]] * len(tokens)
         self.awaits_reply = False
 
-    def end(self, *, is_cut: bool = False, problem: str | None = None) -> None:
+    def end(self, *, truncated: bool = False, problem: str | None = None) -> None:
         self.is_over, self.awaits_reply = True, False
-        self.is_cut, self.problem = self.is_cut or is_cut, problem
+        self.truncated, self.problem = self.truncated or truncated, problem
 
-    def close(self, outcome: Outcome) -> Answer:
-        return Answer(
+    def with_outcome(self, outcome: Outcome) -> Rollout:
+        return Rollout(
             tuple(self.tokens),
-            tuple(self.own),
+            tuple(self.sampled),
             tuple(self.logprobs),
             tuple(self.versions),
             tuple(self.turns),
-            self.is_cut,
+            self.truncated,
             outcome,
         )
 
 
 @dataclass(frozen=True)
-class Rollouts:
-    """`max_turns` 1: nobody answers back. `max_length`: tokens of a prompt with everything that follows it."""
+class EpisodeRunner:
+    """`max_turns` 1: no environment replies. `max_length`: tokens of a prompt and everything that follows it."""
 
-    sample: Sample
-    judge: Judge
-    follow_up: FollowUp
+    scorer: Scorer
+    encode_reply: EncodeReply
     max_turns: int
     max_length: int
+    # Tokenizers must not be called by several threads at once.
+    _tokenizing: threading.Lock = field(default_factory=threading.Lock)
 
-    def collect(
+    def run(
         self,
+        sample: SampleFn,
         prompts: Sequence[PromptRow],
         keys: Sequence[int],
         params: SamplingParams,
-        begun: Sequence[Sequence[Episode]] | None = None,
-        on_turn: Callable[[Sequence[Sequence[Episode]]], None] = lambda episodes: None,
+        partial: EpisodeGroups | None = None,
+        on_turn: Callable[[EpisodeGroups], None] = lambda episodes: None,
     ) -> list[Group]:
-        """The samples are decided by the seed of `params` and the keys, whatever else is sampled.
+        """A group for each prompt. Samples depend on the seed of `params` and the keys alone, not on the batch.
 
-        `begun`: go on with these. `on_turn`: told where all episodes stand, whenever somebody has spoken.
+        `partial`: episodes to continue. `on_turn` gets all episodes after every turn and every reply.
         """
         params = replace(params, logprobs=True)
-        episodes = begun or [[Episode() for _ in range(params.num_samples)] for _ in prompts]
-        places = [
-            _Place(episode, prompt, (key * params.num_samples + number) * self.max_turns + _LATER_TURNS)
+        episodes = partial or [[Episode() for _ in range(params.num_samples)] for _ in prompts]
+        slots = [
+            _Slot(episode, prompt, (key * params.num_samples + number) * self.max_turns + _LATER_TURNS_KEY)
             for prompt, key, group in zip(prompts, keys, episodes, strict=True)
             for number, episode in enumerate(group)
         ]
-        if all(place.is_new for place in places):
-            self._begin(prompts, keys, params, episodes)
+        if not any(slot.episode.turns for slot in slots):
+            # The first turn of all samples of a prompt at once: they share its computation.
+            first = sample([prompt.tokens for prompt in prompts], params, keys)
+            for group, completions in zip(episodes, first, strict=True):
+                for episode, completion in zip(group, completions, strict=True):
+                    episode.add_completion(completion, self.max_turns)
             on_turn(episodes)
         while True:
-            if listening := [place for place in places if place.episode.awaits_reply]:
-                self._answer_back(listening, params.max_tokens)
+            if waiting := [slot for slot in slots if slot.episode.awaits_reply]:
+                self._add_replies(waiting, params.max_tokens)
                 on_turn(episodes)
-            speaking = [place for place in places if place.episode.awaits_words]
+            speaking = [slot for slot in slots if slot.episode.awaits_completion]
             if not speaking:
                 break
-            self._go_on(speaking, params)
+            self._add_completions(sample, speaking, params)
             on_turn(episodes)
-        outcomes = iter(self._score(places))
+        outcomes = iter(self._score(slots))
         return [
-            Group(prompt, key, tuple(episode.close(next(outcomes)) for episode in group))
+            Group(prompt, key, tuple(episode.with_outcome(next(outcomes)) for episode in group))
             for prompt, key, group in zip(prompts, keys, episodes, strict=True)
         ]
 
-    def _begin(
-        self,
-        prompts: Sequence[PromptRow],
-        keys: Sequence[int],
-        params: SamplingParams,
-        episodes: Sequence[Sequence[Episode]],
-    ) -> None:
-        """The first turn of all answers to a prompt at once: they share its computation."""
-        said = self.sample([prompt.tokens for prompt in prompts], params, keys)
-        for group, completions in zip(episodes, said, strict=True):
-            for episode, completion in zip(group, completions, strict=True):
-                episode.say(completion, self.max_turns)
-
-    def _go_on(self, places: Sequence[_Place], params: SamplingParams) -> None:
-        said = self.sample(
-            [(*place.prompt.tokens, *place.episode.tokens) for place in places],
+    def _add_completions(self, sample: SampleFn, slots: Sequence[_Slot], params: SamplingParams) -> None:
+        completions = sample(
+            [(*slot.prompt.tokens, *slot.episode.tokens) for slot in slots],
             replace(params, num_samples=1),
-            [place.stream + len(place.episode.turns) for place in places],
+            [slot.key + len(slot.episode.turns) for slot in slots],
         )
-        for place, (completion,) in zip(places, said, strict=True):
-            place.episode.say(completion, self.max_turns)
+        for slot, (completion,) in zip(slots, completions, strict=True):
+            slot.episode.add_completion(completion, self.max_turns)
 
-    def _answer_back(self, places: Sequence[_Place], max_tokens: int) -> None:
-        """What the environment says; an episode is over when it says nothing, or when there is no room for more."""
-        replies = self.judge.play([place.attempt for place in places])
-        for place, reply in zip(places, replies, strict=True):
-            episode = place.episode
+    def _add_replies(self, slots: Sequence[_Slot], max_tokens: int) -> None:
+        """An episode is over when the environment has no message, or when no room is left for another turn."""
+        replies = self.scorer.play([slot.attempt for slot in slots])
+        for slot, reply in zip(slots, replies, strict=True):
+            episode = slot.episode
             if reply.problem is not None or reply.message is None:
                 episode.end(problem=reply.problem)
                 continue
-            tokens = self.follow_up(reply.message, episode.tokens[-1])
-            if len(place.prompt.tokens) + len(episode.tokens) + len(tokens) + max_tokens > self.max_length:
-                episode.end(is_cut=True)
+            with self._tokenizing:
+                tokens = self.encode_reply(reply.message, episode.tokens[-1])
+            if len(slot.prompt.tokens) + len(episode.tokens) + len(tokens) + max_tokens > self.max_length:
+                episode.end(truncated=True)
             else:
-                episode.hear(tokens)
+                episode.add_reply(tokens)
 
-    def _score(self, places: Sequence[_Place]) -> list[Outcome]:
-        outcomes = iter(self.judge.score([place.attempt for place in places if place.episode.problem is None]))
-        problems = [place.episode.problem for place in places]
-        return [next(outcomes) if problem is None else Outcome.tainted(problem) for problem in problems]
+    def _score(self, slots: Sequence[_Slot]) -> list[Outcome]:
+        outcomes = iter(self.scorer.score([slot.attempt for slot in slots if slot.episode.problem is None]))
+        problems = [slot.episode.problem for slot in slots]
+        return [next(outcomes) if problem is None else Outcome.failed(problem) for problem in problems]
 
 
 @dataclass(frozen=True)
-class _Place:
-    """An episode, what it answers, and where its later turns draw from."""
+class _Slot:
+    """An episode, its prompt, and the key that its later turns count from."""
 
     episode: Episode
     prompt: PromptRow
-    stream: int
-
-    @property
-    def is_new(self) -> bool:
-        return not self.episode.turns
+    key: int
 
     @property
     def attempt(self) -> Attempt:

@@ -1,7 +1,4 @@
-"""What a step of reinforcement learning came to, in numbers: of its answers, and of the updates made from them.
-
-Must not know how either was computed.
-"""
+"""Metrics of a reinforcement-learning step, of its rollouts and of its updates; and the samples file for people."""
 
 from __future__ import annotations
 
@@ -11,18 +8,21 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lockstep.algorithms.advantages import is_flat
-from lockstep.rollouts.episode import Answer, Group
+from lockstep.algorithms.advantages import has_zero_std
+from lockstep.rollouts.episode import Group, Rollout
 from lockstep.rundir import RunDir, write_atomically
 from lockstep.types import LossResult, Metrics, OptimResult
 
-# What the loss gives as sums over learned tokens.
-_SUMS = ("ratio", "clipped_low", "clipped_high", "moved", "correction", "kl", "entropy", "logprob_gap")
+# Metrics that the loss returns as sums over supervised tokens.
+_SUMS = (
+    "ratio", "clipped_low", "clipped_high", "policy_shift", "importance_weight", "kl", "entropy",
+    "sampler_trainer_logprob_diff",
+)  # fmt: skip
 
 
 @dataclass
 class Updates:
-    """Sums over the optimizer steps of one step."""
+    """Accumulates over the optimizer steps of one step."""
 
     count: int = 0
     tokens: int = 0
@@ -31,7 +31,7 @@ class Updates:
     _losses: list[float] = field(default_factory=list)
     _norms: list[float] = field(default_factory=list)
     _sums: Metrics = field(default_factory=dict)
-    _facts: Metrics = field(default_factory=dict)
+    _last: Metrics = field(default_factory=dict)
 
     def add(self, result: LossResult, optim: OptimResult) -> None:
         self.count += 1
@@ -44,18 +44,18 @@ class Updates:
             if name in _SUMS:
                 self._sums[name] = self._sums.get(name, 0.0) + value
             else:
-                self._facts[name] = value
+                self._last[name] = value
 
     @property
     def loss(self) -> float:
         return statistics.fmean(self._losses)
 
     def metrics(self) -> Metrics:
-        """Means over updates, and over the tokens that were learned."""
+        """Means over updates, and over supervised tokens."""
         if not self.count:
             return {"num_updates": 0}
         return {
-            **self._facts,
+            **self._last,
             "loss": self.loss,
             **({"grad_norm": statistics.fmean(self._norms)} if self._norms else {}),
             "num_updates": self.count,
@@ -67,75 +67,75 @@ class Updates:
 
 
 def describe_groups(groups: Sequence[Group], left_out: Sequence[Group]) -> Metrics:
-    """Of all groups that were sampled: rewards, lengths, and what was left out. Tainted answers are only counted."""
+    """Of all sampled groups: rewards, lengths, and what was left out. Rollouts whose reward failed are only counted."""
     every = [*groups, *left_out]
-    answers = [answer for group in every for answer in group.answers]
-    rewards = [answer.outcome.reward for answer in answers if answer.outcome.problem is None]
-    logprobs = [lp for a in answers for lp, own in zip(a.logprobs, a.own, strict=True) if own]
-    found = {
-        **_mean_scores(answers),
+    rollouts = [rollout for group in every for rollout in group.rollouts]
+    rewards = [rollout.outcome.reward for rollout in rollouts if not rollout.outcome.reward_failed]
+    logprobs = [lp for r in rollouts for lp, sampled in zip(r.logprobs, r.sampled, strict=True) if sampled]
+    metrics = {
+        **_mean_scores(rollouts),
         "reward_std": statistics.stdev(rewards) if len(rewards) > 1 else 0.0,
-        **_shape(answers),
-        "tainted": float(len(answers) - len(rewards)),
-        "flat_groups": float(sum(is_flat(group.rewards) for group in every)),
+        **_shape(rollouts),
+        "reward_failed": float(len(rollouts) - len(rewards)),
+        "zero_std_groups": float(sum(has_zero_std(group.rewards) for group in every)),
         "left_out_groups": float(len(left_out)),
     }
-    # A sampled token's own surprise is the entropy of the choice it came from, on average.
-    return found | ({"entropy_estimate": -statistics.fmean(logprobs)} if logprobs else {})
+    # The mean of -log p over sampled tokens estimates the entropy.
+    return metrics | ({"entropy_estimate": -statistics.fmean(logprobs)} if logprobs else {})
 
 
 def measure_staleness(groups: Sequence[Group], version: int) -> Metrics:
-    """In optimizer steps, over the tokens that the model sampled: what the weights are older than `version`."""
-    ages = [version - own for group in groups for answer in group.answers for own in answer.own_versions]
+    """By how many optimizer steps the weights behind sampled tokens are older than `version`."""
+    ages = [version - v for group in groups for rollout in group.rollouts for v in rollout.sampled_versions]
     if not ages:
         return {"staleness": 0.0, "staleness_max": 0.0}
     return {"staleness": statistics.fmean(ages), "staleness_max": float(max(ages))}
 
 
 def validation_scores(groups: Sequence[Group]) -> Metrics:
-    answers = [answer for group in groups for answer in group.answers]
-    tainted = sum(answer.outcome.problem is not None for answer in answers)
-    return {**_mean_scores(answers), **_shape(answers), **({"tainted": float(tainted)} if tainted else {})}
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    num_failed = sum(rollout.outcome.reward_failed for rollout in rollouts)
+    failed = {"reward_failed": float(num_failed)} if num_failed else {}
+    return {**_mean_scores(rollouts), **_shape(rollouts), **failed}
 
 
-def _mean_scores(answers: Sequence[Answer]) -> Metrics:
-    """The reward, and where it has several parts each of them."""
-    sound = [answer.outcome for answer in answers if answer.outcome.problem is None]
-    if not sound:
+def _mean_scores(rollouts: Sequence[Rollout]) -> Metrics:
+    """The reward, and each of its parts where it has several."""
+    outcomes = [rollout.outcome for rollout in rollouts if not rollout.outcome.reward_failed]
+    if not outcomes:
         return {"reward": math.nan}
-    found = {"reward": statistics.fmean(outcome.reward for outcome in sound)}
-    names = list(sound[0].scores)
+    metrics = {"reward": statistics.fmean(outcome.reward for outcome in outcomes)}
+    names = list(outcomes[0].scores)
     if len(names) > 1:
         for name in names:
-            found[f"reward_{name}"] = statistics.fmean(outcome.scores[name] for outcome in sound)
-    return found
+            metrics[f"reward_{name}"] = statistics.fmean(outcome.scores[name] for outcome in outcomes)
+    return metrics
 
 
-def _shape(answers: Sequence[Answer]) -> Metrics:
-    found = {
-        "length": statistics.fmean(answer.num_own for answer in answers),
-        "cut": statistics.fmean(answer.is_cut for answer in answers),
+def _shape(rollouts: Sequence[Rollout]) -> Metrics:
+    metrics = {
+        "completion_length": statistics.fmean(rollout.num_sampled for rollout in rollouts),
+        "truncated_frac": statistics.fmean(rollout.truncated for rollout in rollouts),
     }
-    turns = statistics.fmean(len(answer.turns) for answer in answers)
-    return found | ({"turns": turns} if turns > 1 else {})
+    turns = statistics.fmean(len(rollout.turns) for rollout in rollouts)
+    return metrics | ({"turns": turns} if turns > 1 else {})
 
 
-# Rows in one file: enough to see what happens, however big a step is.
-_MAX_ROWS = 512
+_MAX_ROWS = 512  # of one samples file, however large the step is
 
 
 def write_samples(
     run: RunDir, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float]], *, keep: int
 ) -> None:
-    """One line for each answer. Files of the oldest steps go when there are more than `keep`."""
+    """One line for each rollout. Only the files of the last `keep` steps are kept."""
     if not run.owner or keep == 0:
         return
     folder = run.path / "samples"
     folder.mkdir(exist_ok=True)
     lines = [
-        json.dumps(_describe(step, group, number, own[number]), ensure_ascii=False, default=str)
-        for group, own in zip(groups, advantages, strict=True)
-        for number in range(len(group.answers))
+        json.dumps(_describe(step, group, number, values[number]), ensure_ascii=False, default=str)
+        for group, values in zip(groups, advantages, strict=True)
+        for number in range(len(group.rollouts))
     ]
     write_atomically(folder / f"step-{step}.jsonl", "".join(line + "\n" for line in lines[:_MAX_ROWS]), durable=False)
     steps = sorted(int(path.stem.removeprefix("step-")) for path in folder.glob("step-*.jsonl"))
@@ -144,23 +144,23 @@ def write_samples(
 
 
 def _describe(step: int, group: Group, number: int, advantage: float) -> dict[str, object]:
-    answer = group.answers[number]
-    outcome = answer.outcome
+    rollout = group.rollouts[number]
+    outcome = rollout.outcome
     return {
         "step": step,
         "origin": group.prompt.origin,
         "prompt": group.prompt.fields["prompt"],
         "reference": group.prompt.fields.get("answer"),
         "sample": number,
-        "turns": list(answer.turns),
+        "turns": list(rollout.turns),
         "reward": _number(outcome.reward),
         "scores": dict(outcome.scores),
         "advantage": _number(advantage),
         "problem": outcome.problem,
-        "tokens": answer.num_own,
-        "cut": answer.is_cut,
+        "tokens": rollout.num_sampled,
+        "truncated": rollout.truncated,
         "key": group.key,
-        "versions": [min(answer.versions), max(answer.versions)] if answer.versions else [],
+        "versions": [min(rollout.versions), max(rollout.versions)] if rollout.versions else [],
     }
 
 

@@ -1,29 +1,30 @@
-"""Has engines sample: threads that each take a prompt from its first token to its rewards, and the buffer they fill.
+"""Keeps engines sampling: threads that each take one prompt from its first token to its rewards, and fill the buffer.
 
-In one process alone. Waits are bounded by those who are asked: engines and rewards have deadlines of their own.
-Must not know models, ranks or how engines are kept alive.
+In one process only. Waits are bounded by the deadlines of engines and rewards.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from lockstep.data.prompts import PromptRow
-from lockstep.rollouts.buffer import Buffer, RolloutBatch
-from lockstep.rollouts.episode import Episode, FollowUp, Group, Rollouts
-from lockstep.types import Metrics, PartialCompletion, Prompt, SamplingParams, TextCompletion
-
-Drafts = list[list[PartialCompletion | None]]
+from lockstep.algorithms.advantages import has_zero_std
+from lockstep.config import GrpoConfig, RunConfig
+from lockstep.data.order import Batches
+from lockstep.data.prompts import PromptRow, Prompts
+from lockstep.rollouts.buffer import Buffer, RolloutBatch, StalenessSchedule
+from lockstep.rollouts.episode import Episode, EpisodeGroups, EpisodeRunner, Group
+from lockstep.types import Metrics, PartialCompletion, PartialCompletions, Prompt, SamplingParams, TextCompletion
 
 
 class Engines(Protocol):
-    """A pool of engines. Any thread may call it."""
+    """Samplers in other processes. Any thread may call them."""
 
     @property
     def num_serving(self) -> int: ...
@@ -37,91 +38,126 @@ class Engines(Protocol):
         keys: Sequence[int],
         *,
         versions: tuple[int, int],
-        partial: Any = None,
-        on_progress: Callable[[Drafts], None] | None = None,
+        partial: PartialCompletions | None = None,
+        on_progress: Callable[[PartialCompletions], None] | None = None,
     ) -> list[list[TextCompletion]]:
-        """`on_progress` is called on the thread that asks."""
+        """`versions`: lowest and highest of the weights to start with. `on_progress` runs on the calling thread."""
         ...
 
     def close(self) -> None: ...
 
 
-class PromptTask(Protocol):
-    params: SamplingParams
+class PromptStream:
+    """A run's prompts by key, how each is sampled, and which of their groups are trained on."""
 
-    def prompt_at(self, key: int) -> PromptRow: ...
+    def __init__(self, config: RunConfig, prompts: Prompts, num_steps: int) -> None:
+        algorithm = config.algorithm
+        assert isinstance(algorithm, GrpoConfig)
+        assert config.batch.samples_per_step is not None
+        self._batches = Batches(prompts, config.batch, seed=config.seed, shuffle=config.data.shuffle)  # type: ignore[arg-type]
+        self._samples = config.batch.samples_per_step
+        self._keeps_zero_std = algorithm.zero_std_groups == "keep"
+        self.params = SamplingParams(
+            max_tokens=algorithm.max_tokens,
+            temperature=algorithm.temperature,
+            top_p=algorithm.top_p,
+            top_k=algorithm.top_k,
+            min_p=algorithm.min_p,
+            stop=algorithm.stop,
+            seed=config.seed,
+            num_samples=algorithm.group_size,
+            logprobs=True,
+        )
+        self.schedule = StalenessSchedule(
+            self._size_at,
+            num_steps,
+            updates=algorithm.updates,
+            max_staleness=config.rollouts.max_staleness,
+            max_refills=algorithm.max_refills if algorithm.zero_std_groups == "refill" else 0,
+        )
 
-    def is_kept(self, group: Group) -> bool: ...
+    def _size_at(self, cursor: int) -> int:
+        return min(self._samples, self._batches.num_rows - cursor % self._batches.num_rows)
+
+    @property
+    def max_in_flight(self) -> int:
+        """Prompts that can be sampled at once."""
+        return self._samples * (self.schedule.window + 1)
+
+    def prompt_at(self, key: int) -> PromptRow:
+        """Not from several threads at once."""
+        return self._batches.batch_at(key)[0][0]  # type: ignore[return-value]
+
+    def is_kept(self, group: Group) -> bool:
+        return self._keeps_zero_std or not has_zero_std(group.rewards)
 
 
 @dataclass
 class PartialGroup:
-    """What there is of some groups: their episodes up to the last turn that is whole, and the turn after it in pieces.
+    """A group in flight: its episodes up to the last complete turn, and the completions of the turn after it so far.
 
-    Pieces are in the order in which the answers of that turn are asked for.
+    Completions are in the order in which that turn is sampled.
     """
 
-    episodes: list[list[Episode]] | None = None
-    drafts: Drafts | None = None
+    episodes: EpisodeGroups | None = None
+    completions: PartialCompletions | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
-            name: [[asdict(e) if e else None for e in own] for own in value]
+            name: [[asdict(entry) if entry else None for entry in group] for group in value]
             for name, value in vars(self).items()
             if value
         }
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> PartialGroup:
-        episodes = [[Episode(**episode) for episode in own] for own in found.get("episodes", ())]
-        drafts = [[_read_draft(draft) for draft in own] for own in found.get("drafts", ())]
-        return cls(episodes or None, drafts or None)
+    def from_json(cls, values: Mapping[str, Any]) -> PartialGroup:
+        """`drafts` is the name that earlier releases wrote."""
+        episodes = [[Episode.from_json(episode) for episode in group] for group in values.get("episodes", ())]
+        completions = values.get("completions") or values.get("drafts") or ()
+        return cls(episodes or None, [[_read_partial(entry) for entry in group] for group in completions] or None)
 
 
-def _read_draft(found: Mapping[str, Any] | None) -> PartialCompletion | None:
-    return None if found is None else PartialCompletion(**{name: tuple(column) for name, column in found.items()})
+def _read_partial(values: Mapping[str, Any] | None) -> PartialCompletion | None:
+    return None if values is None else PartialCompletion(**{name: tuple(column) for name, column in values.items()})
 
 
 @dataclass(frozen=True)
 class _Job:
-    """`versions`: of the weights to begin with."""
+    """`versions`: of the weights to start with."""
 
     key: int
     prompt: PromptRow
     versions: tuple[int, int]
-    progress: PartialGroup
+    partial: PartialGroup
 
 
 class Orchestrator:
-    """`found`: what a checkpoint has of groups under way. Partial ones are kept only where a step may wait for them."""
+    """`state`: what a checkpoint has of groups in flight. They are saved only where steps run ahead."""
 
     def __init__(
         self,
-        task: PromptTask,
+        stream: PromptStream,
         buffer: Buffer[Group],
-        rollouts: Rollouts,
+        runner: EpisodeRunner,
         engines: Engines,
         *,
         num_threads: int,
-        found: Mapping[str, Any] | None = None,
+        state: Mapping[str, Any] | None = None,
     ) -> None:
-        """`rollouts.sample` is not used: engines are asked."""
-        self._task, self._buffer, self._engines = task, buffer, engines
-        self._tokenizing = threading.Lock()
-        self._rollouts = replace(rollouts, follow_up=self._follow_up(rollouts.follow_up))
+        self._stream, self._buffer, self._runner, self._engines = stream, buffer, runner, engines
         self._runs_ahead = buffer.schedule.window > 0
         self._changed = threading.Condition()
-        self._under_way = {int(key): PartialGroup.from_json(own) for key, own in (found or {}).items()}
+        self._partial = {int(key): PartialGroup.from_json(values) for key, values in _partial_groups(state).items()}
         self._failure: BaseException | None = None
         self._is_closed = False
-        self._published, self._sending = -1, False
-        self._answers: list[Group] | None = None
+        self._published, self._is_publishing = -1, False
+        self._evaluated: list[Group] | None = None
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._num_threads = num_threads
         for number in range(num_threads):
             self._start(self._work, f"rollouts-{number}")
 
-    # --- what the loop asks, from one thread -------------------------------------------------------------------------
+    # --- called by the training loop, from one thread ----------------------------------------------------------------
 
     def take(self, timeout_s: float) -> RolloutBatch[Group] | None:
         """None: not yet."""
@@ -129,21 +165,21 @@ class Orchestrator:
         with self._changed:
             while True:
                 self._raise_failure()
-                taken = self._buffer.take()
-                if taken is None or self._runs_ahead:
+                batch = self._buffer.take()
+                if batch is None or self._runs_ahead:
                     self._admit()
-                if taken is not None or not self._changed.wait(max(deadline - time.monotonic(), 0)):
-                    return taken
+                if batch is not None or not self._changed.wait(max(deadline - time.monotonic(), 0)):
+                    return batch
 
     def advance(self) -> None:
         with self._changed:
             self._buffer.advance()
 
     def publish(self, weights: Mapping[str, Any]) -> None:
-        """In the background; they are of the version that the buffer is at."""
+        """In the background, as the version that the buffer is at."""
         with self._changed:
-            assert not self._sending, "the publication before is waited for"
-            self._sending = True
+            assert not self._is_publishing, "wait_published comes first"
+            self._is_publishing = True
             version = self._buffer.version
             if self._runs_ahead:
                 self._admit()
@@ -151,48 +187,50 @@ class Orchestrator:
         def send() -> None:
             self._engines.publish(version, weights)
             with self._changed:
-                self._published, self._sending = version, False
+                self._published, self._is_publishing = version, False
                 self._changed.notify_all()
 
         self._start(send, f"publish-{version}")
 
     def wait_published(self, timeout_s: float) -> bool | None:
+        """None: not yet."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._sending or self._failure is not None, timeout_s)
+            self._changed.wait_for(lambda: not self._is_publishing or self._failure is not None, timeout_s)
             self._raise_failure()
-            return None if self._sending else True
+            return None if self._is_publishing else True
 
-    def begin_answers(self, prompts: Sequence[PromptRow], params: SamplingParams) -> None:
-        """Of the current version and no other. `take_answers` has them when they are complete."""
+    def start_evaluation(self, prompts: Sequence[PromptRow], params: SamplingParams) -> None:
+        """With the current version and no other. `take_evaluation` returns the groups when all are complete."""
         with self._changed:
-            self._answers, version = None, self._buffer.version
+            self._evaluated, version = None, self._buffer.version
 
-        def answer() -> None:
-            found = self._collect(prompts, range(len(prompts)), params, (version, version), PartialGroup())
+        def evaluate() -> None:
+            groups = self._run(prompts, range(len(prompts)), params, (version, version), PartialGroup())
             with self._changed:
-                self._answers = found
+                self._evaluated = groups
                 self._changed.notify_all()
 
-        self._start(answer, f"answers-{version}")
+        self._start(evaluate, f"evaluate-{version}")
 
-    def take_answers(self, timeout_s: float) -> list[Group] | None:
+    def take_evaluation(self, timeout_s: float) -> list[Group] | None:
+        """None: not yet."""
         with self._changed:
-            self._changed.wait_for(lambda: self._answers is not None or self._failure is not None, timeout_s)
+            self._changed.wait_for(lambda: self._evaluated is not None or self._failure is not None, timeout_s)
             self._raise_failure()
-            return self._answers
+            return self._evaluated
 
-    def facts(self) -> Metrics:
+    def metrics(self) -> Metrics:
         with self._changed:
-            ready = len(self._buffer.ready)
-        return {"buffer": float(ready), "engines": float(self._engines.num_serving)}
+            num_ready = len(self._buffer.ready)
+        return {"buffer": float(num_ready), "engines": float(self._engines.num_serving)}
 
     def to_json(self) -> dict[str, Any]:
         with self._changed:
-            begun = {str(key): own.to_json() for key, own in self._under_way.items()} if self._runs_ahead else {}
-            return {"buffer": self._buffer.to_json(Group.to_json), "under_way": begun}
+            groups = {str(key): group.to_json() for key, group in self._partial.items()} if self._runs_ahead else {}
+            return {"buffer": self._buffer.to_json(Group.to_json), "partial": groups}
 
     def close(self) -> None:
-        """Nothing more is asked of anybody. Threads end by themselves: what they wait for has a deadline."""
+        """Starts nothing more. Threads end by themselves: everything they wait for has a deadline."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -205,7 +243,7 @@ class Orchestrator:
         def guarded() -> None:
             try:
                 work()
-            except BaseException as error:  # whoever takes the next step must hear of it
+            except BaseException as error:  # raised again where the next step is taken
                 with self._changed:
                     self._failure = self._failure or error
                     self._changed.notify_all()
@@ -214,12 +252,12 @@ class Orchestrator:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None and not self._is_closed:
-            (group,) = self._collect([job.prompt], [job.key], self._task.params, job.versions, job.progress)
+            (group,) = self._run([job.prompt], [job.key], self._stream.params, job.versions, job.partial)
             with self._changed:
                 if self._is_closed:
                     return
-                del self._under_way[job.key]
-                self._buffer.add(job.key, group, group.oldest_version, is_kept=self._task.is_kept(group))
+                del self._partial[job.key]
+                self._buffer.add(job.key, group, group.oldest_version, is_kept=self._stream.is_kept(group))
                 if self._runs_ahead:
                     self._admit()
                 self._changed.notify_all()
@@ -229,53 +267,47 @@ class Orchestrator:
         buffer = self._buffer
         newest = buffer.schedule.num_steps * buffer.schedule.updates if self._runs_ahead else buffer.version
         for key in buffer.admit():
-            known = self._under_way.setdefault(key, PartialGroup())
-            self._jobs.put(_Job(key, self._task.prompt_at(key), (buffer.oldest_allowed, newest), known))
+            group = self._partial.setdefault(key, PartialGroup())
+            self._jobs.put(_Job(key, self._stream.prompt_at(key), (buffer.oldest_allowed, newest), group))
 
-    def _collect(
+    def _run(
         self,
         prompts: Sequence[PromptRow],
         keys: Sequence[int],
         params: SamplingParams,
         versions: tuple[int, int],
-        progress: PartialGroup,
+        group: PartialGroup,
     ) -> list[Group]:
-        def on_turn(episodes: Sequence[Sequence[Episode]]) -> None:
+        """Progress is kept in `group`, for checkpoints."""
+
+        def on_turn(episodes: EpisodeGroups) -> None:
             with self._changed:
-                progress.episodes, progress.drafts = _copy(episodes), None
+                group.episodes, group.completions = deepcopy(episodes), None
 
-        rollouts = replace(self._rollouts, sample=self._sampling(versions, progress))
-        begun = None if progress.episodes is None else _copy(progress.episodes)
-        return rollouts.collect(prompts, keys, params, begun, on_turn)
+        sample, episodes = functools.partial(self._sample, versions, group), deepcopy(group.episodes)
+        return self._runner.run(sample, prompts, keys, params, episodes, on_turn)
 
-    def _sampling(self, versions: tuple[int, int], progress: PartialGroup) -> Callable[..., list[list[TextCompletion]]]:
-        """Asks the engines, once one can have the weights. Pieces of answers go into `progress`, for a checkpoint."""
+    def _sample(
+        self,
+        versions: tuple[int, int],
+        group: PartialGroup,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        keys: Sequence[int],
+    ) -> list[list[TextCompletion]]:
+        """Calls the engines as soon as one can have the weights."""
 
-        def sample(prompts: Sequence[Prompt], params: SamplingParams, keys: Sequence[int]) -> Any:
+        def keep(completions: PartialCompletions) -> None:
             with self._changed:
-                self._changed.wait_for(lambda: self._published >= versions[0] or self._is_ending)
-                if self._is_ending:
-                    raise RuntimeError("no more answers are wanted")
-                begun = progress.drafts
-            on_progress = keep if self._runs_ahead else None
-            return self._engines.sample(
-                prompts, params, keys, versions=versions, partial=begun, on_progress=on_progress
-            )
+                group.completions = completions
 
-        def keep(drafts: Drafts) -> None:
-            with self._changed:
-                progress.drafts = drafts
-
-        return sample
-
-    def _follow_up(self, tokenize: FollowUp) -> FollowUp:
-        """Tokenizers do not stand being called by several threads."""
-
-        def one_at_a_time(message: str, last: int) -> list[int]:
-            with self._tokenizing:
-                return tokenize(message, last)
-
-        return one_at_a_time
+        with self._changed:
+            self._changed.wait_for(lambda: self._published >= versions[0] or self._is_ending)
+            if self._is_ending:
+                raise RuntimeError("sampling was closed, or failed in another thread")
+            partial = group.completions
+        on_progress = keep if self._runs_ahead else None
+        return self._engines.sample(prompts, params, keys, versions=versions, partial=partial, on_progress=on_progress)
 
     @property
     def _is_ending(self) -> bool:
@@ -286,6 +318,6 @@ class Orchestrator:
             raise self._failure
 
 
-def _copy(episodes: Sequence[Sequence[Episode]]) -> list[list[Episode]]:
-    """One that does not grow with the original."""
-    return [[deepcopy(episode) for episode in own] for own in episodes]
+def _partial_groups(state: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Groups in flight in a checkpoint; `under_way` is the name that earlier releases wrote."""
+    return (state or {}).get("partial") or (state or {}).get("under_way") or {}

@@ -1,6 +1,6 @@
-"""Reinforcement learning from rewards: the whole loop, top to bottom. Every rank runs it alike, with global batches.
+"""Reinforcement learning from rewards (GRPO and its variants): the whole loop, run alike by every rank.
 
-Sample answers, score them, compare them, learn, and sample again from what was learned.
+Sample rollouts, score them, compute advantages, update, and sample again from the new weights.
 """
 
 from __future__ import annotations
@@ -12,23 +12,25 @@ from typing import Any
 
 from lockstep.algorithms.advantages import find_advantages
 from lockstep.config import GrpoConfig, RunConfig
-from lockstep.data.prompts import PromptRow
+from lockstep.data.order import Batches
+from lockstep.data.prompts import PromptRow, Prompts
 from lockstep.rollouts.batch import (
-    Gap,
+    LogprobDiff,
     as_data,
-    cut_minibatches,
-    kl_of_answers,
+    kl_of_rollouts,
     loss_scale,
-    measure_gap,
+    measure_logprob_diff,
+    split_minibatches,
     with_values,
 )
 from lockstep.rollouts.buffer import RolloutBatch
 from lockstep.rollouts.episode import Group
 from lockstep.rollouts.metrics import Updates, describe_groups, measure_staleness, validation_scores, write_samples
-from lockstep.rollouts.source import RolloutSource
+from lockstep.rollouts.source import RolloutSource, read_prompt_data
 from lockstep.rundir import RunDir
 from lockstep.train.checkpoints import Progress
-from lockstep.train.schedule import learning_rate_at
+from lockstep.train.reference import choose_reference
+from lockstep.train.schedule import learning_rate_at, num_steps
 from lockstep.train.steps import (
     Diverged,
     LoopInputs,
@@ -43,34 +45,34 @@ from lockstep.train.steps import (
 from lockstep.types import Datum, LossSpec, Metrics, SamplingParams, TrainingBackend
 
 
-def train(inputs: LoopInputs[PromptRow], feed: RolloutSource, total: int) -> Progress:
-    """From `inputs.progress` to the end, in `total` steps."""
+def train(inputs: LoopInputs[PromptRow], rollouts: RolloutSource, total: int) -> Progress:
+    """From `inputs.progress` to step `total`."""
     config, backend, run, progress = inputs.config, inputs.backend, inputs.run, inputs.progress
     validation, checkpoints, algorithm = inputs.validation, inputs.checkpoints, config.algorithm
     assert isinstance(algorithm, GrpoConfig)
     metrics = MetricsLog(run, config.logging, last_step=progress.step)
     run.write_status(state="running", phase="publishing", step=progress.step, total_steps=total)
-    feed.start()
+    rollouts.start()
 
     if starts_with_validation(inputs):
-        evaluate(config, algorithm, validation, run, metrics, progress, feed)
+        evaluate(config, algorithm, validation, run, metrics, progress, rollouts)
 
     # Patience is part of the condition: a run resumed from the checkpoint at which it stopped has nothing left to do.
     while progress.step < total and not is_out_of_patience(config, progress):
         checkpoints.poll()
         started = time.perf_counter()
         run.write_status(phase="sampling")
-        taken = feed.take()
+        batch = rollouts.take()
         sampled = time.perf_counter()
-        sampling = check_taken(taken, progress.step * algorithm.updates, config.rollouts.max_staleness)
+        sampling = check_batch(batch, progress.step * algorithm.updates, config.rollouts.max_staleness)
         run.write_status(phase="training")
         rate = learning_rate_at(progress.step, peak=config.learning_rate, num_steps=total, config=config.optim)
-        progress.step, progress.cursor = progress.step + 1, taken.last_row
-        advantages, found = learn(config, algorithm, backend, taken.groups, progress, rate)
+        progress.step, progress.cursor = progress.step + 1, batch.last_row
+        advantages, learned = learn(config, algorithm, backend, batch.groups, progress, rate)
         if is_due(progress.step, algorithm.reference_sync_steps):
             backend.mix_reference(algorithm.reference_mix)
         run.write_status(phase="publishing")
-        feed.advance()
+        rollouts.advance()
 
         last = progress.step == total
         if last or progress.step % config.logging.every_steps == 0:
@@ -78,43 +80,43 @@ def train(inputs: LoopInputs[PromptRow], feed: RolloutSource, total: int) -> Pro
             record = {
                 "learning_rate": rate,
                 "epoch": progress.cursor / len(inputs.rows),
-                "row_range": [taken.first_row, taken.last_row],
-                **found,
+                "row_range": [batch.first_row, batch.last_row],
+                **learned,
                 **sampling,
-                **feed.facts(),
+                **rollouts.metrics(),
                 "sample_time_s": sampled - started,
                 "step_time_s": elapsed,
-                "tokens_per_s": found.get("tokens", 0) / elapsed,
+                "tokens_per_s": learned.get("tokens", 0) / elapsed,
             }
             metrics.train(progress.step, progress, record, last=last)
-        write_samples(run, progress.step, taken.groups, advantages, keep=algorithm.keep_samples)
+        write_samples(run, progress.step, batch.groups, advantages, keep=algorithm.keep_samples)
 
         evaluates = bool(validation) and (last or is_due(progress.step, config.evaluation.every_steps))
         saves = is_due(progress.step, config.checkpoint.every_steps)
         if evaluates:
-            evaluate(config, algorithm, validation, run, metrics, progress, feed)
+            evaluate(config, algorithm, validation, run, metrics, progress, rollouts)
             saves |= bool(config.checkpoint.keep_best) and progress.best_step == progress.step
         if saves:
             run.write_status(phase="checkpointing")
-            checkpoints.save(progress, feed.save)
+            checkpoints.save(progress, rollouts.save)
 
     run.write_status(phase="checkpointing", step=progress.step, loss=progress.loss, tokens=progress.tokens)
-    checkpoints.save(progress, feed.save)
+    checkpoints.save(progress, rollouts.save)
     checkpoints.wait()
     metrics.close()
     return progress
 
 
-def check_taken(taken: RolloutBatch[Group], version: int, max_staleness: int) -> Metrics:
-    """What a step is to learn from, in numbers; refused where nothing could be scored."""
-    _refuse_if_all_tainted([*taken.groups, *taken.left_out])
-    staleness = measure_staleness(taken.groups, version)
+def check_batch(batch: RolloutBatch[Group], version: int, max_staleness: int) -> Metrics:
+    """The metrics of a step's rollouts. Raises where every reward failed."""
+    _refuse_if_all_failed([*batch.groups, *batch.left_out])
+    staleness = measure_staleness(batch.groups, version)
     assert staleness["staleness_max"] <= max_staleness, "the bound on staleness is hard"
-    return {**describe_groups(taken.groups, taken.left_out), **staleness, "dropped_stale": float(taken.num_stale)}
+    return {**describe_groups(batch.groups, batch.left_out), **staleness, "dropped_stale": float(batch.num_stale)}
 
 
-def _refuse_if_all_tainted(groups: Sequence[Group]) -> None:
-    problems = [answer.outcome.problem for group in groups for answer in group.answers]
+def _refuse_if_all_failed(groups: Sequence[Group]) -> None:
+    problems = [rollout.outcome.problem for group in groups for rollout in group.rollouts]
     if problems and None not in problems:
         raise ValueError(f"none of the {len(problems)} answers of this step could be scored; the first: {problems[0]}")
 
@@ -127,30 +129,30 @@ def learn(
     progress: Progress,
     learning_rate: float,
 ) -> tuple[list[list[float]], Metrics]:
-    """All updates of one step: (every answer's advantage, what was measured). All ranks."""
+    """All updates of one step: (the advantages of each group, metrics). All ranks."""
     rewards = [group.rewards for group in groups]
     batch, places = as_data(groups, algorithm)
-    if not batch:  # everything was cut, left out or tainted: there is nothing to compute
+    if not batch:  # every rollout was truncated, left out, or its reward failed
         return find_advantages(rewards, algorithm.advantage), {"num_updates": 0}
     reference = backend.forward(batch, reference=True) if algorithm.needs_reference else None
-    # A single update finds on its way what the log-probs were before it: that saves a pass.
-    counts_in_reward = reference is not None and algorithm.kl_in == "reward"
-    old = backend.forward(batch) if algorithm.updates > 1 or counts_in_reward else None
-    found: Metrics = {}
+    # A single update computes the log-probs from before it in its own forward pass: that saves one.
+    kl_in_reward = reference is not None and algorithm.kl_in == "reward"
+    old = backend.forward(batch) if algorithm.updates > 1 or kl_in_reward else None
+    metrics: Metrics = {}
     if old is not None:
-        gap = measure_gap(batch, old)
-        found = {"logprob_gap": gap.mean, "logprob_gap_max": gap.largest}
-        _stop_at_gap(config, algorithm, gap, progress.step)
-    if reference is not None and old is not None and counts_in_reward:
-        distances = kl_of_answers(batch, places, old, reference, algorithm.kl)
-        for (group, answer), distance in distances.items():
-            rewards[group][answer] -= algorithm.kl_coefficient * distance
-        found["kl"] = sum(distances.values()) / sum(datum.num_supervised for datum in batch)
+        diff = measure_logprob_diff(batch, old)
+        metrics = {"sampler_trainer_logprob_diff": diff.mean, "sampler_trainer_logprob_diff_max": diff.max}
+        _stop_if_too_far(config, algorithm, diff, progress.step)
+    if reference is not None and old is not None and kl_in_reward:
+        divergences = kl_of_rollouts(batch, places, old, reference, algorithm.kl)
+        for (group, rollout), divergence in divergences.items():
+            rewards[group][rollout] -= algorithm.kl_coefficient * divergence
+        metrics["kl"] = sum(divergences.values()) / sum(datum.num_supervised for datum in batch)
     advantages = find_advantages(rewards, algorithm.advantage)
     in_loss = reference if algorithm.kl_in == "loss" else None
-    learned = with_values(batch, places, advantages, old, in_loss)
-    updates = update(config, algorithm, backend, learned, progress, learning_rate)
-    return advantages, {**found, **updates.metrics()}
+    data = with_values(batch, places, advantages, old, in_loss)
+    updates = update(config, algorithm, backend, data, progress, learning_rate)
+    return advantages, {**metrics, **updates.metrics()}
 
 
 def update(
@@ -164,12 +166,16 @@ def update(
     on_policy = bool(batch) and "old_logprobs" not in batch[0].completions[0].values
     updates, options = Updates(), policy_options(algorithm, on_policy=on_policy)
     for _ in range(algorithm.num_updates if batch else 0):
-        for part in cut_minibatches(batch, algorithm.minibatches):
-            result = backend.forward_backward(part, LossSpec("policy_gradient", loss_scale(part, algorithm), options))
-            if on_policy and not _is_near(result.metrics["logprob_gap"] / result.num_supervised, algorithm):
-                _stop_at_gap(config, algorithm, measure_gap(part, backend.forward(part)), progress.step)
+        for minibatch in split_minibatches(batch, algorithm.minibatches):
+            loss = LossSpec("policy_gradient", loss_scale(minibatch, algorithm), options)
+            result = backend.forward_backward(minibatch, loss)
+            if on_policy:
+                mean = result.metrics["sampler_trainer_logprob_diff"] / result.num_supervised
+                if not _is_near(mean, algorithm):
+                    diff = measure_logprob_diff(minibatch, backend.forward(minibatch))
+                    _stop_if_too_far(config, algorithm, diff, progress.step)
             optim = backend.optim_step(optim_step(config, learning_rate))
-            stop_if_not_finite(part, result, optim, progress.step)
+            stop_if_not_finite(minibatch, result, optim, progress.step)
             progress.tokens += result.num_tokens
             updates.add(result, optim)
     if updates.count:
@@ -185,18 +191,19 @@ def policy_options(algorithm: GrpoConfig, *, on_policy: bool = False) -> dict[st
     return {**options, "kl_coefficient": kl_coefficient, "on_policy": on_policy}
 
 
-def _is_near(gap: float, algorithm: GrpoConfig) -> bool:
-    return algorithm.max_sampler_trainer_logprob_diff is None or gap <= algorithm.max_sampler_trainer_logprob_diff
+def _is_near(diff: float, algorithm: GrpoConfig) -> bool:
+    limit = algorithm.max_sampler_trainer_logprob_diff
+    return limit is None or diff <= limit
 
 
-def _stop_at_gap(config: RunConfig, algorithm: GrpoConfig, gap: Gap, step: int) -> None:
-    if _is_near(gap.mean, algorithm):
+def _stop_if_too_far(config: RunConfig, algorithm: GrpoConfig, diff: LogprobDiff, step: int) -> None:
+    if _is_near(diff.mean, algorithm):
         return
-    # With old answers, the gap also has what was learned since they were sampled.
+    # With stale rollouts, the difference includes the updates since they were sampled.
     steps = "Learn in smaller steps, lower rollouts.max_staleness, use" if config.rollouts.max_staleness else "Use"
     raise Diverged(
-        f"at step {step} sampler and trainer differ by {gap.mean:.3g} in a token's log-prob on average (at most "
-        f"{gap.largest:.3g}, in an answer to {gap.where}), and algorithm.max_sampler_trainer_logprob_diff is "
+        f"at step {step} sampler and trainer differ by {diff.mean:.3g} in a token's log-prob on average (at most "
+        f"{diff.max:.3g}, in an answer to {diff.origin}), and algorithm.max_sampler_trainer_logprob_diff is "
         f"{algorithm.max_sampler_trainer_logprob_diff:g}: what is sampled is not what is trained. "
         f"{steps} a higher model.precision, or raise the limit if this is known"
     )
@@ -209,14 +216,14 @@ def evaluate(
     run: RunDir,
     metrics: MetricsLog,
     progress: Progress,
-    feed: RolloutSource,
+    rollouts: RolloutSource,
 ) -> None:
-    """The reward of the likeliest answers to held-out prompts. The best is the highest. All ranks."""
+    """The reward of greedy completions of held-out prompts; the highest is the best. All ranks."""
     started, rows = time.perf_counter(), prompts[: config.evaluation.rows]
     params = SamplingParams(max_tokens=algorithm.max_tokens, temperature=0.0, stop=algorithm.stop)
     run.write_status(phase="evaluating")
-    groups = feed.answer(rows, params)
-    _refuse_if_all_tainted(groups)
+    groups = rollouts.evaluate(rows, params)
+    _refuse_if_all_failed(groups)
     scores = validation_scores(groups)
     assert math.isfinite(scores["reward"])
     note_validation_loss(config, progress, -scores["reward"])
@@ -225,3 +232,28 @@ def evaluate(
     # Rewards are better the higher they are: they are no loss.
     best = None if progress.best_validation_loss is None else -progress.best_validation_loss
     run.write_status(validation_loss=None, best_validation_loss=None, best_reward=best)
+
+
+def count_steps(config: RunConfig, prompts: Prompts) -> int:
+    return num_steps(config, Batches(prompts, config.batch, seed=config.seed, shuffle=config.data.shuffle))  # type: ignore[arg-type]
+
+
+def describe(config: RunConfig, tokenizer: Any) -> dict[str, Any]:
+    """What can be said of a run before it samples."""
+    algorithm, data = config.algorithm, read_prompt_data(config, tokenizer)
+    assert isinstance(algorithm, GrpoConfig)
+    assert config.batch.samples_per_step is not None
+    num_prompts = min(config.batch.samples_per_step, len(data.train))
+    return {
+        "steps": count_steps(config, data.train),
+        "prompts": num_prompts,
+        "answers": num_prompts * algorithm.group_size,
+        "updates": algorithm.num_updates * min(algorithm.minibatches, num_prompts),
+        "learning_rate": config.learning_rate,
+        "rewards": ", ".join(f"{reward.name} x {reward.weight:g}" for reward in algorithm.reward),
+        "reference": str(choose_reference(config, num_rows=len(data.train), num_seen=len(data.train))),
+        "train_rows": len(data.train),
+        "validation_rows": len(data.validation),
+        "longest_prompt": int(data.train.lengths.max()),
+        "warnings": data.warnings(),
+    }

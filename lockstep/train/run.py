@@ -10,7 +10,8 @@ import functools
 import gc
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,8 @@ from lockstep.data.dataset import CompiledData, compile_data
 from lockstep.data.order import Batches
 from lockstep.data.packing import partition
 from lockstep.evaluation import metrics
-from lockstep.model.export import export_run
+from lockstep.inference.openai.rollout_endpoint import RolloutEndpoint, connect
+from lockstep.model.export import export_run, save_weights
 from lockstep.model.load import (
     build_model,
     check_model_source,
@@ -35,8 +37,9 @@ from lockstep.model.load import (
     load_tokenizer,
 )
 from lockstep.parallel.group import ProcessGroup, choose_device
-from lockstep.rollouts.compose import borrow_engine, feeding
-from lockstep.rollouts.parts import PromptData, describe_prompts, read_prompt_data
+from lockstep.rollouts.engines.pool import start_engines
+from lockstep.rollouts.orchestrator import Engines
+from lockstep.rollouts.source import ColocatedEngine, PromptData, RolloutSource, open_rollouts, read_prompt_data
 from lockstep.rundir import RunDir
 from lockstep.train import dpo, grpo, sft
 from lockstep.train.checkpoints import Checkpoints, Progress
@@ -97,8 +100,9 @@ def run(run_dir: Path) -> None:
     try:
         inputs = LoopInputs(config, backend, rows.train, rows.validation, run, checkpoints, progress)
         if isinstance(data, PromptData):
-            with feeding(config, backend, data, tokenizer, run, progress) as (feed, total):
-                progress = grpo.train(inputs, feed, total)
+            total = grpo.count_steps(config, data.train)
+            with compose_rollouts(config, backend, data, tokenizer, run, progress, total) as rollouts:
+                progress = grpo.train(inputs, rollouts, total)
         else:
             inputs = replace(inputs, answers=answer_scores(config, backend, data, tokenizer, run))
             progress = sft.train(inputs) if config.algorithm.kind == "sft" else dpo.train(inputs)
@@ -142,6 +146,76 @@ def prepare_data(config: RunConfig, tokenizer: Any, run: RunDir, num_ranks: int)
     return data
 
 
+def compose_rollouts(
+    config: RunConfig,
+    backend: TorchBackend | DeepSpeedBackend,
+    data: PromptData,
+    tokenizer: Any,
+    run: RunDir,
+    progress: Progress,
+    num_steps: int,
+) -> AbstractContextManager[RolloutSource]:
+    """Who samples: this process, engines of the run, or a server. All ranks."""
+
+    def start() -> Engines:
+        if config.rollouts.endpoint is not None:
+            return connect_endpoint(config, backend, run)
+        precision = backend.precision
+        return start_engines(config, run, precision=precision, choose_device=lambda name: choose_device(name).type)
+
+    return open_rollouts(
+        config,
+        data,
+        run,
+        num_steps=num_steps,
+        step=progress.step,
+        cursor=progress.cursor,
+        broadcast=backend.group.broadcast_object,
+        read_weights=backend.read_weights,
+        colocated_engine=lambda: colocated_engine(backend, tokenizer, compiles=config.model.compile is not False),
+        start_engines=start,
+    )
+
+
+def connect_endpoint(config: RunConfig, backend: TorchBackend | DeepSpeedBackend, run: RunDir) -> RolloutEndpoint:
+    """A server that the user runs. Rank 0 only."""
+    assert config.rollouts.endpoint is not None
+    tokenizer = load_run_tokenizer(config)
+
+    def write(tensors: Mapping[str, Any], folder: Path) -> None:
+        save_weights(backend.policy.model, tensors, folder)
+        if config.lora is None:
+            tokenizer.save_pretrained(folder)
+
+    return connect(
+        config.rollouts.endpoint,
+        config.rollouts.kind,
+        write,
+        run.path / "published",
+        adapters=config.lora is not None,
+        api_key=os.environ.get("OPENAI_API_KEY"),
+        timeout_s=config.launch.timeout_s,
+    )
+
+
+def colocated_engine(
+    backend: TorchBackend | DeepSpeedBackend, tokenizer: Any, *, compiles: bool | None = None
+) -> ColocatedEngine:
+    """`compiles`: for an engine that samples in every step; on a GPU its cache is then kept between calls."""
+    degrees, device = backend.group.degrees, backend.group.device
+    keeps_cache = compiles is not None and device.type == "cuda"
+    return ColocatedEngine(
+        functools.partial(backend.lend_model, stable=keeps_cache),
+        tokenizer,
+        backend.group.gather_objects,
+        rank=backend.group.rank,
+        replicas=degrees.replicate,
+        shards=degrees.shard * degrees.context * degrees.tensor,
+        max_kept_bytes=torch.cuda.get_device_properties(device).total_memory // 20 if keeps_cache else 0,
+        compiles=bool(compiles),
+    )
+
+
 def answer_scores(
     config: RunConfig, backend: TorchBackend | DeepSpeedBackend, data: CompiledData, tokenizer: Any, run: RunDir
 ) -> AnswerScores | None:
@@ -154,7 +228,7 @@ def answer_scores(
     metrics.check_references(wanted.metrics, references, [datum.origin for datum in data.validation[: wanted.rows]])
     if backend.group.degrees.pipeline > 1:
         raise ConfigError("evaluation.metrics needs the whole model on every rank: set parallel.pipeline to 1")
-    engine = borrow_engine(backend, tokenizer)
+    engine = colocated_engine(backend, tokenizer)
 
     def score(answers: Sequence[str], references: Sequence[str]) -> dict[str, float]:
         found: dict[str, float] = {}
@@ -372,7 +446,7 @@ def describe(config: RunConfig, on_progress: Callable[[Any], None] | None = None
         "layout": " x ".join(f"{axis} {size}" for axis, size in degrees._asdict().items() if size > 1) or "one rank",
     }
     if config.algorithm.kind == "grpo":
-        return about | describe_prompts(config, tokenizer)
+        return about | grpo.describe(config, tokenizer)
     data = compile_data(
         config.data,
         tokenizer,

@@ -15,9 +15,9 @@ from lockstep.config import ConfigError, GrpoConfig, RunConfig
 from lockstep.data import Batches, compile_data
 from lockstep.data.prompts import PromptRow, Prompts
 from lockstep.model.load import load_run_tokenizer
-from lockstep.rollouts.episode import Answer, Group
-from lockstep.rollouts.parts import read_prompt_data
-from lockstep.rollouts.rewards.reward import Outcome
+from lockstep.rollouts.episode import Group, Rollout
+from lockstep.rollouts.rewards import Outcome
+from lockstep.rollouts.source import read_prompt_data
 from lockstep.train.preference_data import rows_to_learn
 from lockstep.types import Completion, Datum, Logprobs
 
@@ -193,19 +193,18 @@ class SyntheticGroups(Sequence[Any]):
     def _answer(self, draw: random.Random, prompt: PromptRow, number: int) -> Completion:
         length = draw.randint(1, min(self._algorithm.max_tokens, _MAX_ANSWER_TOKENS))
         tokens = draw.choices(prompt.tokens, k=length)
-        # With an environment, some of the tokens are not the model's own.
-        own = [
+        # With an environment, some of the tokens are not sampled.
+        sampled = [
             not self._algorithm.environment or place in (0, length - 1) or draw.random() < 0.7
             for place in range(length)
         ]
-        mark = (
-            draw.randrange(_TRUNCATED_EVERY * _FAILED_EVERY) + number
-        )  # so that the answers of a group differ in this
+        # With the number, so that the answers of a group differ in this.
+        mark = draw.randrange(_TRUNCATED_EVERY * _FAILED_EVERY) + number
         return Completion(
             tokens,
-            [float(is_own) for is_own in own],
+            [float(is_sampled) for is_sampled in sampled],
             {
-                "behaviour_logprobs": [-draw.uniform(1.0, 4.0) if is_own else 0.0 for is_own in own],
+                "behaviour_logprobs": [-draw.uniform(1.0, 4.0) if is_sampled else 0.0 for is_sampled in sampled],
                 "reward": [draw.choice((0.0, 0.25, 1.0)) + 0.1 * number] * length,
                 "truncated": [float(mark % _TRUNCATED_EVERY == 0)] * length,
                 "reward_failed": [float(mark % _FAILED_EVERY == 0)] * length,
@@ -216,20 +215,20 @@ class SyntheticGroups(Sequence[Any]):
 def as_groups(rows: Sequence[Datum]) -> list[Group]:
     """As rollouts would hand them to a loop."""
     return [
-        Group(PromptRow(datum.origin, tuple(datum.prompt), {}), key, tuple(map(_as_answer, datum.completions)))
+        Group(PromptRow(datum.origin, tuple(datum.prompt), {}), key, tuple(map(_as_rollout, datum.completions)))
         for key, datum in enumerate(rows)
     ]
 
 
-def _as_answer(completion: Completion) -> Answer:
+def _as_rollout(completion: Completion) -> Rollout:
     values = completion.values
     reward_failed = bool(values["reward_failed"][0])
-    return Answer(
+    return Rollout(
         tokens=tuple(completion.tokens),
-        own=tuple(bool(weight) for weight in completion.weights),
+        sampled=tuple(bool(weight) for weight in completion.weights),
         logprobs=tuple(values["behaviour_logprobs"]),
         versions=(0,) * len(completion.tokens),
         turns=("",),
-        is_cut=bool(values["truncated"][0]),
-        outcome=Outcome.tainted("made up") if reward_failed else Outcome(values["reward"][0]),
+        truncated=bool(values["truncated"][0]),
+        outcome=Outcome.failed("made up") if reward_failed else Outcome(values["reward"][0]),
     )

@@ -138,7 +138,7 @@ def test_in_turns_engines_give_the_same_weights(
     run_to_the_end(run, LAYOUTS[layout][0])
     assert tiny.digest_weights(exported(run)) == without_engines(layout, way)
     records = [record for record in run.metrics() if record["split"] == "train"]
-    assert all(record["staleness_max"] == 0 and record["logprob_gap"] < 1e-10 for record in records)
+    assert all(record["staleness_max"] == 0 and record["sampler_trainer_logprob_diff"] < 1e-10 for record in records)
     assert {record["engines"] for record in records} == {engines}
     wait_for_the_end_of(engine_pids(run))
 

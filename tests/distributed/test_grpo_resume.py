@@ -93,7 +93,7 @@ def assert_same_run(run: RunDir, reference: RunDir) -> None:
         keys = {"reward", "length", *(("loss", "grad_norm") if ours["split"] == "train" else ())}
         for key in keys:
             assert ours[key] == pytest.approx(theirs[key], rel=TOLERANCE, abs=1e-12), f"{key} of step {ours['step']}"
-        assert ours.get("logprob_gap_max", 0) < 1e-10
+        assert ours.get("sampler_trainer_logprob_diff_max", 0) < 1e-10
     assert ledger_of(run) == ledger_of(reference)
     for step in range(1, NUM_STEPS + 1):
         mine, known = (

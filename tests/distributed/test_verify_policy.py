@@ -80,7 +80,7 @@ def check_metrics(report: Report, way: str) -> None:
     """What is compared is not trivially the same: ratios are not 1, and some are clipped."""
     found = report.metrics
     if way != "cispo":  # one update alone begins with ratios of 1
-        assert found["moved"] > 0.01
+        assert found["policy_shift"] > 0.01
         assert found["clipped_low"] + found["clipped_high"] > 0
     assert ("kl" in found) == (way == "reference")
     assert ("entropy" in found) == (way == "reference")

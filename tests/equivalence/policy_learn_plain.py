@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from lockstep.config import GrpoConfig
 from lockstep.data.prompts import PromptRow
-from lockstep.rollouts.episode import Answer, Group
-from lockstep.rollouts.rewards.reward import Outcome
+from lockstep.rollouts.episode import Group, Rollout
+from lockstep.rollouts.rewards import Outcome
 from lockstep.train.grpo import policy_options
 
 
@@ -31,18 +31,18 @@ def make_scored_groups(seed: int, count: int = 6) -> list[Group]:
     def draw(low: int, high: int, number: int = 1) -> list[int]:
         return torch.randint(low, high, (number,), generator=generator).tolist()
 
-    def answer(place: int) -> Answer:
+    def answer(place: int) -> Rollout:
         (length,) = draw(2, 12)
         own = [i in (0, length - 1) or gap > 0 for i, gap in enumerate(draw(0, 5, length))]
         logprobs = (-4.5 + 0.3 * torch.randn(length, generator=generator, dtype=torch.float64)).tolist()
-        outcome = Outcome.tainted("told so") if place == 7 else Outcome(draw(0, 5)[0] / 4)
-        return Answer(
+        outcome = Outcome.failed("told so") if place == 7 else Outcome(draw(0, 5)[0] / 4)
+        return Rollout(
             tokens=tuple(draw(0, 97, length)),
-            own=tuple(own),
+            sampled=tuple(own),
             logprobs=tuple(value if is_own else 0.0 for value, is_own in zip(logprobs, own, strict=True)),
             versions=(0,) * length,
             turns=("",),
-            is_cut=place % 5 == 4,
+            truncated=place % 5 == 4,
             outcome=outcome,
         )
 
@@ -59,11 +59,11 @@ def make_scored_groups(seed: int, count: int = 6) -> list[Group]:
 
 @dataclass
 class _Learned:
-    """An answer to learn from. `old` and `reference` are of its own words."""
+    """An answer to learn from. `old` and `reference` are of its sampled tokens."""
 
     group: int
     prompt: tuple[int, ...]
-    answer: Answer
+    answer: Rollout
     old: Tensor
     reference: Tensor
     reward: float
@@ -90,8 +90,8 @@ class PlainLearner:
     def _choose(self, groups: Sequence[Group]) -> list[_Learned]:
         found = []
         for number, group in enumerate(groups):
-            for answer in group.answers:
-                is_masked = answer.is_cut and self._algorithm.overlong == "mask"
+            for answer in group.rollouts:
+                is_masked = answer.truncated and self._algorithm.overlong == "mask"
                 if answer.outcome.problem is None and not is_masked:
                     old, _ = self._measure(self._model, group.prompt.tokens, answer)
                     reference = (
@@ -107,7 +107,7 @@ class PlainLearner:
         """All scored answers are what others are compared with, masked ones too."""
         algorithm = self._algorithm
         rewards = {
-            id(a): (n, a.outcome.reward) for n, g in enumerate(groups) for a in g.answers if not a.outcome.problem
+            id(a): (n, a.outcome.reward) for n, g in enumerate(groups) for a in g.rollouts if not a.outcome.problem
         }
         for own in answers:
             if algorithm.kl_coefficient and algorithm.kl_in == "reward":
@@ -138,7 +138,7 @@ class PlainLearner:
         sampled = []
         for own in part:
             now, entropies = self._measure(self._model, own.prompt, own.answer)
-            places = torch.tensor(own.answer.own)
+            places = torch.tensor(own.answer.sampled)
             behaviour = torch.tensor(own.answer.logprobs, dtype=torch.float64)[places]
             sampled.append(Sampled(now, own.old, behaviour, own.reference, entropies, own.advantage))
         loss = plain_policy_loss(sampled, policy_options(self._algorithm), self._algorithm.aggregation)
@@ -148,16 +148,16 @@ class PlainLearner:
         self._optimizer.step()
         self._optimizer.zero_grad()
 
-    def _measure(self, model: nn.Module, prompt: Sequence[int], answer: Answer) -> tuple[Tensor, Tensor]:
-        """(log-probs, entropies) of the answer's own words."""
+    def _measure(self, model: nn.Module, prompt: Sequence[int], answer: Rollout) -> tuple[Tensor, Tensor]:
+        """(log-probs, entropies) of the answer's sampled tokens."""
         tokens = torch.tensor([[*prompt, *answer.tokens]])
         logits = full_logprobs(model, tokens, torch.ones_like(tokens))[0] / self._algorithm.temperature
-        every = torch.log_softmax(logits, dim=-1)[len(prompt) - 1 : -1][torch.tensor(answer.own)]
-        chosen = torch.tensor(answer.tokens)[torch.tensor(answer.own)]
+        every = torch.log_softmax(logits, dim=-1)[len(prompt) - 1 : -1][torch.tensor(answer.sampled)]
+        chosen = torch.tensor(answer.tokens)[torch.tensor(answer.sampled)]
         return every.gather(1, chosen[:, None])[:, 0], -(every.exp() * every).sum(dim=1)
 
 
-def settings_of(algorithm: dict[str, Any]) -> dict[str, Any]:
+def engine_settings(algorithm: dict[str, Any]) -> dict[str, Any]:
     """As `STEP`, for a configuration."""
     step = {name: getattr(STEP, name) for name in ("learning_rate", "beta1", "beta2", "eps", "weight_decay")}
     return {"algorithm": algorithm, "optim": {**step, "max_grad_norm": STEP.max_grad_norm}, "batch": {"samples": 6}}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from equivalence.layouts import everywhere, spawn, whole
 from equivalence.plain import STEP, make_model
-from equivalence.policy_learn_plain import PlainLearner, make_scored_groups, settings_of
+from equivalence.policy_learn_plain import PlainLearner, engine_settings, make_scored_groups
 from equivalence.test_layouts import LAYOUTS
 from loops.grpo_run import grpo_config
 
@@ -46,7 +46,7 @@ QUICK = ("ddp-2",)
 
 
 def configure(way: str) -> RunConfig:
-    changes = settings_of({**SHARED, **WAYS[way][0]})
+    changes = engine_settings({**SHARED, **WAYS[way][0]})
     return grpo_config(changes.pop("algorithm"), data={"max_length": 128}, **changes)
 
 
@@ -96,7 +96,12 @@ def learn_on(way: str, group: Any, parallel: ParallelConfig) -> dict[str, Any]:
     watched, measured = Losses(backend), []
     for number, groups in enumerate(steps(), start=1):
         _, found = learn(config, algorithm, watched, groups, Progress(step=number), STEP.learning_rate)  # type: ignore[arg-type]
-        measured.append({name: found[name] for name in ("loss", "ratio", "moved", "logprob_gap", "grad_norm")})
+        measured.append(
+            {
+                name: found[name]
+                for name in ("loss", "ratio", "policy_shift", "sampler_trainer_logprob_diff", "grad_norm")
+            }
+        )
     weights = everywhere({name: whole(p.detach()) for name, p in backend.parameters().items()}, group)
     return {"losses": watched.found, "weights": weights, "measured": measured}
 
@@ -133,4 +138,4 @@ def test_a_layout_learns_what_one_rank_learns_by_hand(found: dict[str, dict[str,
     for name, tensor in expected["weights"].items():
         difference = float((mine["weights"][name] - tensor).abs().max())
         assert difference <= TOLERANCE, f"weights of {name}: {difference:.3g}"
-    assert all(step["moved"] >= 0 and step["logprob_gap"] > 0 for step in mine["measured"])
+    assert all(step["policy_shift"] >= 0 and step["sampler_trainer_logprob_diff"] > 0 for step in mine["measured"])

@@ -19,7 +19,7 @@ from equivalence.test_preference import assert_same_step
 from lockstep.backend.torch_backend import TorchBackend, join_group
 from lockstep.config import ParallelConfig, load_config
 from lockstep.parallel.group import ProcessGroup
-from lockstep.rollouts.engines.colocated import ColocatedEngine
+from lockstep.rollouts.source import ColocatedEngine
 from lockstep.rundir import RunDir
 from lockstep.train.run import run as train
 from lockstep.types import Completion, Datum, LossSpec, SamplingParams
@@ -124,8 +124,8 @@ def test_a_run_learns_at_the_temperature_that_it_samples_at(tmp_path: Path, temp
     )
     run = RunDir.create(tmp_path / "run", config)
     train(run.path)
-    records = [record for record in run.metrics() if "logprob_gap" in record]
+    records = [record for record in run.metrics() if "sampler_trainer_logprob_diff" in record]
     assert len(records) == 2
     for record in records:
-        assert 0 < record["logprob_gap"] < 1e-5
+        assert 0 < record["sampler_trainer_logprob_diff"] < 1e-5
     assert records[0]["kl"] == pytest.approx(0, abs=1e-9)

@@ -225,7 +225,7 @@ def test_weights_of_a_model_in_training_stay_where_they_are_so_that_graphs_serve
 ) -> None:
     """Of bf16 training the model that is sampled from is a narrow copy, refreshed in place."""
     from lockstep.backend.torch_backend import TorchBackend
-    from lockstep.rollouts.engines.colocated import ColocatedEngine
+    from lockstep.rollouts.source import ColocatedEngine
     from lockstep.types import Completion, Datum, LossSpec, OptimStep
 
     backend = TorchBackend(make_model(dtype=torch.float32), precision="bf16", micro_batch_tokens=4096)

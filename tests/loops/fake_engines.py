@@ -8,17 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from loops.grpo_run import draw_answer
+from loops.grpo_run import draw_completion
 
 from lockstep.types import PartialCompletion, Prompt, SamplingParams, TextCompletion
 
 
 @dataclass
 class FakeEngines:
-    """`pause_s(key)`: what a token of a prompt takes. `hold(key, place)`: whether it waits there until `release`.
+    """`pause_s(key)`: time per token of a prompt. `hold(key, place)`: whether it waits there for `released`.
 
-    `late`: for how many optimizer steps the first answers to a key are behind. `failures` are raised for the keys they
-    are named by, or by "publish".
+    `late`: by how many optimizer steps the first completions of a key are stale. `failures` are raised for their keys,
+    or by "publish".
     """
 
     pause_s: Callable[[int], float] = lambda key: 0.0
@@ -26,9 +26,9 @@ class FakeEngines:
     late: dict[int, int] = field(default_factory=dict)
     failures: Mapping[int | str, Exception] = field(default_factory=dict)
     published: dict[int, float] = field(default_factory=dict)
-    begun: dict[int, int] = field(default_factory=dict)
-    """For each key the number of tokens that it was first gone on from."""
-    asked: list[tuple[list[int], tuple[int, int]]] = field(default_factory=list)
+    continued: dict[int, int] = field(default_factory=dict)
+    """For each key the number of tokens that it was first continued from."""
+    requests: list[tuple[list[int], tuple[int, int]]] = field(default_factory=list)
     released: threading.Event = field(default_factory=threading.Event)
     num_serving: int = 2
     is_closed: bool = False
@@ -52,12 +52,12 @@ class FakeEngines:
         partial: Any = None,
         on_progress: Any = None,
     ) -> list[list[TextCompletion]]:
-        self.asked.append((list(keys), versions))
-        assert versions[0] <= self.version <= versions[1], f"asked for {versions}, at {self.version}"
+        self.requests.append((list(keys), versions))
+        assert versions[0] <= self.version <= versions[1], f"{versions} requested, at {self.version}"
         known = partial or [[None] * params.num_samples for _ in prompts]
         grown: list[list[PartialCompletion | None]] = [list(own) for own in known]
         for place, key in enumerate(keys):
-            self.begun.setdefault(key, sum(len(own.tokens) for own in known[place] if own))
+            self.continued.setdefault(key, sum(len(own.tokens) for own in known[place] if own))
             if key in self.failures:
                 raise self.failures[key]
             for number in range(params.num_samples):
@@ -76,7 +76,7 @@ class FakeEngines:
 
     def _grow(self, grown: Any, place: int, key: int, number: int, params: SamplingParams) -> bool:
         old = grown[place][number] or PartialCompletion((), (), ())
-        tokens = draw_answer(params, key, number)
+        tokens = draw_completion(params, key, number)
         if len(old.tokens) == len(tokens):
             return False
         if self.hold(key, len(old.tokens)):

@@ -1,4 +1,4 @@
-"""A run of reinforcement learning with a fake backend, a sampler that knows its weight, and a judge of tokens."""
+"""A run of reinforcement learning with a fake backend, a sampler that knows its weight, and a scorer of tokens."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from lockstep.backend.fake import FakeBackend
 from lockstep.config import RunConfig
 from lockstep.data.prompts import PromptRow, Prompts
 from lockstep.parallel.group import ProcessGroup as Ranks
-from lockstep.rollouts.episode import Rollouts
-from lockstep.rollouts.orchestrator import Orchestrator
-from lockstep.rollouts.rewards.reward import Attempt, Outcome, Turn
-from lockstep.rollouts.source import ColocatedRollouts, EngineRollouts, RolloutSource, Task, read_rollouts
+from lockstep.rollouts.episode import EpisodeRunner
+from lockstep.rollouts.orchestrator import Orchestrator, PromptStream
+from lockstep.rollouts.rewards import Attempt, Outcome, Turn
+from lockstep.rollouts.source import ColocatedRollouts, EngineRollouts, RolloutSource, open_buffer, read_rollouts
 from lockstep.rundir import RunDir
 from lockstep.train import grpo
 from lockstep.train.checkpoints import Checkpoints, Progress
@@ -42,25 +42,25 @@ class FakePolicy:
     backend: FakeBackend
     gap: float = 0.0
     version: int = 0
-    asked: list[tuple[list[int], SamplingParams]] = field(default_factory=list)
+    requests: list[tuple[list[int], SamplingParams]] = field(default_factory=list)
 
     def sample(
         self, prompts: Sequence[Prompt], params: SamplingParams, keys: Sequence[int]
     ) -> list[list[TextCompletion]]:
-        self.asked.append((list(keys), params))
+        self.requests.append((list(keys), params))
         return [
-            [self._answer(key, number, params) for number in range(params.num_samples)]
+            [self._complete(key, number, params) for number in range(params.num_samples)]
             for key, _ in zip(keys, prompts, strict=True)
         ]
 
-    def _answer(self, key: int, number: int, params: SamplingParams) -> TextCompletion:
-        tokens = draw_answer(params, key, number)
+    def _complete(self, key: int, number: int, params: SamplingParams) -> TextCompletion:
+        tokens = draw_completion(params, key, number)
         logprobs = tuple(-((self.backend.weight - token) ** 2) / 2 + self.gap for token in tokens)
         reason = "length" if len(tokens) == params.max_tokens else "stop"
         return TextCompletion(tokens, " ".join(map(str, tokens)), reason, logprobs, self.version)
 
 
-def draw_answer(params: SamplingParams, key: int, number: int) -> tuple[int, ...]:
+def draw_completion(params: SamplingParams, key: int, number: int) -> tuple[int, ...]:
     """Decided by seed, key and number, whatever the weights are."""
     drawn = [_mix(params.seed or 0, key, number, place) for place in range(params.max_tokens)]
     return tuple(value % 7 for value in drawn[: 1 + drawn[0] % params.max_tokens])
@@ -73,8 +73,8 @@ def _mix(*values: int) -> int:
     return state >> 33
 
 
-class SumJudge:
-    """The reward is the mean of the tokens said; a text that begins with one of `bad` cannot be scored."""
+class SumScorer:
+    """The reward is the mean of the tokens; the reward of a text that begins with one of `bad` fails."""
 
     def __init__(self, bad: str = "", replies: Sequence[str | None] = ()) -> None:
         self._bad, self._replies = bad, replies
@@ -86,7 +86,7 @@ class SumJudge:
 
     def _score(self, text: str) -> Outcome:
         if self._bad and text[0] in self._bad:
-            return Outcome.tainted("the judge is ill")
+            return Outcome.failed("the scorer is ill")
         value = statistics.fmean(map(int, text.split()))
         return Outcome(value, {"mean": value, "short": float(len(text) < 6)})
 
@@ -99,11 +99,10 @@ def grpo_config(algorithm: dict[str, Any] | None = None, **changes: Any) -> RunC
     return make_config(algorithm=settings, **{"optim": {"learning_rate": 1e-3}, **changes})
 
 
-def make_rollouts(config: RunConfig, sample: Any, judge: Any = None) -> Rollouts:
+def make_runner(config: RunConfig, scorer: Any = None) -> EpisodeRunner:
     algorithm = config.algorithm
-    return Rollouts(
-        sample,
-        judge or SumJudge(),
+    return EpisodeRunner(
+        scorer or SumScorer(),
         lambda message, last: [int(word) for word in message.split()],
         algorithm.max_turns if algorithm.environment else 1,
         config.data.max_length,
@@ -117,7 +116,7 @@ def train(
     prompts: Prompts,
     validation: Prompts | None = None,
     *,
-    judge: Any = None,
+    scorer: Any = None,
     policy: FakePolicy | None = None,
     engines: Any = None,
 ) -> tuple[RunDir, Progress]:
@@ -127,43 +126,32 @@ def train(
     checkpoints = Checkpoints(
         run, backend, config.checkpoint, data_digest=DIGEST, timeout_s=20, last_step=progress.step or None
     )
-    task = Task(config, prompts)
-    found = read_rollouts(run.checkpoints / f"step-{progress.step}")
-    buffer = task.open_buffer(progress, found)
+    total = grpo.count_steps(config, prompts)
+    stream, runner = PromptStream(config, prompts, total), make_runner(config, scorer)
+    state = read_rollouts(run.checkpoints / f"step-{progress.step}")
+    buffer = open_buffer(stream, state, step=progress.step, cursor=progress.cursor)
     if engines is not None:
-        rollouts, begun = make_rollouts(config, None, judge), (found or {}).get("under_way")
-        collector = Orchestrator(task, buffer, rollouts, engines, num_threads=6, found=begun)
-        feed: RolloutSource = EngineRollouts(collector, lambda value: value, backend.read_weights, interval_s=5)
+        orchestrator = Orchestrator(stream, buffer, runner, engines, num_threads=6, state=state)
+        source: RolloutSource = EngineRollouts(orchestrator, lambda value: value, backend.read_weights, interval_s=5)
     else:
-        feed = ColocatedRollouts(
-            task, buffer, make_rollouts(config, _own_sample(policy or FakePolicy(backend), buffer), judge)
-        )
+        source = ColocatedRollouts(stream, buffer, runner, policy or FakePolicy(backend))  # type: ignore[arg-type]
     try:
         held_out = validation if validation is not None else Prompts([])
-        total = task.schedule.num_steps
         inputs = LoopInputs(config, backend, prompts, held_out, run, checkpoints, progress)
-        return run, grpo.train(inputs, feed, total)
+        return run, grpo.train(inputs, source, total)
     finally:
-        feed.close()
+        source.close()
         checkpoints.wait()
         checkpoints.close()
-
-
-def _own_sample(policy: FakePolicy, buffer: Any) -> Any:
-    def sample(prompts: Sequence[Prompt], params: SamplingParams, keys: Sequence[int]) -> list[list[TextCompletion]]:
-        policy.version = buffer.version
-        return policy.sample(prompts, params, keys)
-
-    return sample
 
 
 def samples_of(run: RunDir, step: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run.path / f"samples/step-{step}.jsonl").read_text().splitlines()]
 
 
-class FlatJudge(SumJudge):
-    """Answers to every other question all earn the same."""
+class ZeroStdScorer(SumScorer):
+    """All rollouts of every other prompt have the same reward."""
 
     def score(self, attempts: Sequence[Attempt]) -> list[Outcome]:
-        found = super().score(attempts)
-        return [Outcome(1.0, o.scores) if a.row["answer"] % 2 else o for a, o in zip(attempts, found, strict=True)]
+        outcomes = super().score(attempts)
+        return [Outcome(1.0, o.scores) if a.row["answer"] % 2 else o for a, o in zip(attempts, outcomes, strict=True)]

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import pytest
 from loops.fake_run import committed, records_of
-from loops.grpo_run import FakePolicy, FlatJudge, SumJudge, grpo_config, make_prompts, samples_of, train
+from loops.grpo_run import FakePolicy, SumScorer, ZeroStdScorer, grpo_config, make_prompts, samples_of, train
 
 from lockstep.algorithms.advantages import find_advantages
 from lockstep.backend.fake import FakeBackend
 from lockstep.data.prompts import PromptRow, Prompts
-from lockstep.rollouts.rewards.reward import Attempt, Outcome, Turn
+from lockstep.rollouts.rewards import Attempt, Outcome, Turn
 from lockstep.train.grpo import policy_options
 from lockstep.train.steps import Diverged
 
@@ -23,15 +23,15 @@ def test_every_prompt_is_sampled_once_in_an_epoch_with_its_place_as_the_key(tmp_
     backend = FakeBackend()
     policy = FakePolicy(backend)
     train(tmp_path / "run", grpo_config(optim={"epochs": 2}), backend, make_prompts(10), policy=policy)
-    keys = [keys for keys, _ in policy.asked]
+    keys = [keys for keys, _ in policy.requests]
     assert [len(own) for own in keys] == [4, 4, 2, 4, 4, 2]
     assert [key for own in keys for key in own] == list(range(20))
-    assert all(params.num_samples == 3 and params.logprobs and params.seed == 0 for _, params in policy.asked)
+    assert all(params.num_samples == 3 and params.logprobs and params.seed == 0 for _, params in policy.requests)
 
 
 @pytest.mark.parametrize("baseline", ["grpo", "dr_grpo", "rloo", "reinforce++"])
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "fixed"])
-def test_the_loss_is_told_everything_about_the_answers(tmp_path, baseline, aggregation):
+def test_the_loss_gets_every_side_value_of_the_rollouts(tmp_path, baseline, aggregation):
     backend = FakeBackend()
     config = grpo_config({"advantage": baseline, "aggregation": aggregation}, optim={"max_steps": 1})
     run, _ = train(tmp_path / "run", config, backend, make_prompts(10))
@@ -44,7 +44,7 @@ def test_the_loss_is_told_everything_about_the_answers(tmp_path, baseline, aggre
     num_tokens = sum(len(c.tokens) for c in completions)
     assert call.argument.scale == {"token": 1 / num_tokens, "sequence": 1 / 12, "fixed": 1 / 48}[aggregation]
     assert call.argument.options == policy_options(config.algorithm, on_policy=True)
-    assert backend.calls_of("forward") == [], "the one update finds by itself how likely answers were"
+    assert backend.calls_of("forward") == [], "a single update computes the old log-probs itself"
     for completion, advantage, row in zip(completions, [a for own in expected for a in own], samples, strict=True):
         assert " ".join(map(str, completion.tokens)) == row["turns"][0]
         assert completion.values["advantages"] == [advantage] * len(completion.tokens)
@@ -74,13 +74,13 @@ def test_the_numbers_of_a_step(tmp_path):
         assert record["reward"] == pytest.approx(statistics.fmean(rewards))
         assert record["reward_std"] == pytest.approx(statistics.stdev(rewards))
         assert record["reward_short"] == pytest.approx(statistics.fmean(row["scores"]["short"] for row in samples))
-        assert record["length"] == statistics.fmean(row["tokens"] for row in samples)
-        assert record["cut"] == statistics.fmean(row["cut"] for row in samples) > 0
-        assert record["logprob_gap"] == record["staleness"] == record["tainted"] == 0
+        assert record["completion_length"] == statistics.fmean(row["tokens"] for row in samples)
+        assert record["truncated_frac"] == statistics.fmean(row["truncated"] for row in samples) > 0
+        assert record["sampler_trainer_logprob_diff"] == record["staleness"] == record["reward_failed"] == 0
         assert record["ratio"] == pytest.approx(1)
         assert record["row_range"] == [4 * (step - 1), 4 * step]
-        flat = [len({row["reward"] for row in samples[i : i + 3]}) == 1 for i in range(0, 12, 3)]
-        assert record["flat_groups"] == sum(flat)
+        zero_std = [len({row["reward"] for row in samples[i : i + 3]}) == 1 for i in range(0, 12, 3)]
+        assert record["zero_std_groups"] == sum(zero_std)
         assert [row["versions"] for row in samples] == [[step - 1, step - 1]] * 12
 
 
@@ -98,7 +98,7 @@ def test_several_updates_of_several_minibatches(tmp_path):
     assert len({call.argument.scale for call in calls}) > 1
     (record,) = records_of(run)
     assert record["num_updates"] == 6
-    assert record["logprob_gap"] == record["logprob_gap_max"] == 0
+    assert record["sampler_trainer_logprob_diff"] == record["sampler_trainer_logprob_diff_max"] == 0
     assert record["ratio"] != pytest.approx(1)
     assert progress.tokens == record["tokens"]
 
@@ -106,16 +106,16 @@ def test_several_updates_of_several_minibatches(tmp_path):
 # --- what is left out -----------------------------------------------------------------------------------------------
 
 
-def test_answers_that_cannot_be_scored_are_counted_and_nothing_is_learned_of_them(tmp_path):
+def test_rollouts_whose_reward_failed_are_counted_and_not_trained_on(tmp_path):
     backend = FakeBackend()
-    run, _ = train(tmp_path / "run", grpo_config(), backend, make_prompts(10), judge=SumJudge(bad="123"))
+    run, _ = train(tmp_path / "run", grpo_config(), backend, make_prompts(10), scorer=SumScorer(bad="123"))
     seen = 0
     for call, record in zip(backend.calls_of("forward_backward"), records_of(run), strict=True):
         samples = samples_of(run, record["step"])
-        tainted = [row for row in samples if row["problem"]]
-        assert all(row["problem"] == "the judge is ill" and row["reward"] is None for row in tainted)
-        assert record["tainted"] == len(tainted)
-        seen += len(tainted)
+        failed = [row for row in samples if row["problem"]]
+        assert all(row["problem"] == "the scorer is ill" and row["reward"] is None for row in failed)
+        assert record["reward_failed"] == len(failed)
+        seen += len(failed)
         texts = [" ".join(map(str, c.tokens)) for datum in call.batch for c in datum.completions]
         assert not any(text[0] in "123" for text in texts)
         rewards = [row["reward"] for row in samples if not row["problem"]]
@@ -125,37 +125,37 @@ def test_answers_that_cannot_be_scored_are_counted_and_nothing_is_learned_of_the
 
 def test_a_step_of_which_nothing_can_be_scored_ends_the_run_and_says_why(tmp_path):
     with pytest.raises(
-        ValueError, match="none of the 12 answers of this step could be scored; the first: the judge is"
+        ValueError, match="none of the 12 answers of this step could be scored; the first: the scorer is"
     ):
-        train(tmp_path / "run", grpo_config(), FakeBackend(), make_prompts(10), judge=SumJudge(bad="0123456"))
+        train(tmp_path / "run", grpo_config(), FakeBackend(), make_prompts(10), scorer=SumScorer(bad="0123456"))
 
 
-def test_cut_answers_can_be_masked_and_still_count_in_baselines(tmp_path):
+def test_truncated_rollouts_can_be_masked_and_still_count_in_baselines(tmp_path):
     backend = FakeBackend()
     config = grpo_config({"overlong": "mask", "advantage": "dr_grpo"}, optim={"max_steps": 1})
     run, _ = train(tmp_path / "run", config, backend, make_prompts(10))
     (call,) = backend.calls_of("forward_backward")
     samples = samples_of(run, 1)
-    assert any(row["cut"] for row in samples)
-    kept = [row for row in samples if not row["cut"]]
+    assert any(row["truncated"] for row in samples)
+    kept = [row for row in samples if not row["truncated"]]
     completions = [c for datum in call.batch for c in datum.completions]
     assert [" ".join(map(str, c.tokens)) for c in completions] == [row["turns"][0] for row in kept]
     expected = find_advantages([[r["reward"] for r in samples[i : i + 3]] for i in range(0, 12, 3)], "dr_grpo")
     flat = [a for group in expected for a in group]
     assert [c.values["advantages"][0] for c in completions] == [
-        a for a, row in zip(flat, samples, strict=True) if not row["cut"]
+        a for a, row in zip(flat, samples, strict=True) if not row["truncated"]
     ]
     assert call.argument.scale == 1 / sum(len(c.tokens) for c in completions)
 
 
-def test_flat_groups_are_kept_dropped_or_refilled(tmp_path):
+def test_groups_without_spread_are_kept_dropped_or_refilled(tmp_path):
     runs = {}
     for choice in ("keep", "drop", "refill"):
         backend = FakeBackend()
         config = grpo_config(
             {"zero_std_groups": choice}, optim={"max_steps": 2}, data={"shuffle": False, "max_length": 16}
         )
-        run, progress = train(tmp_path / choice, config, backend, make_prompts(20), judge=FlatJudge())
+        run, progress = train(tmp_path / choice, config, backend, make_prompts(20), scorer=ZeroStdScorer())
         runs[choice] = (backend, records_of(run), progress)
     sizes = {
         choice: [len(c.batch) for c in backend.calls_of("forward_backward")] for choice, (backend, *_) in runs.items()
@@ -170,17 +170,17 @@ def test_flat_groups_are_kept_dropped_or_refilled(tmp_path):
     for record in runs["refill"][1]:
         taken = record["row_range"][1] - record["row_range"][0]
         assert taken == 4 + record["left_out_groups"]
-        assert record["flat_groups"] == record["left_out_groups"]
+        assert record["zero_std_groups"] == record["left_out_groups"]
 
 
 def test_refilling_ends(tmp_path):
-    class AllFlat(SumJudge):
+    class AllFlat(SumScorer):
         def score(self, attempts: Sequence[Attempt]) -> list[Outcome]:
             return [Outcome(0.0) for _ in attempts]
 
     backend = FakeBackend()
     config = grpo_config({"zero_std_groups": "refill", "max_refills": 2}, optim={"max_steps": 2})
-    run, progress = train(tmp_path / "run", config, backend, make_prompts(50), judge=AllFlat())
+    run, progress = train(tmp_path / "run", config, backend, make_prompts(50), scorer=AllFlat())
     assert backend.calls_of("forward_backward") == backend.calls_of("optim_step") == []
     assert progress.cursor == 2 * 3 * 4
     assert [(r["num_updates"], r["left_out_groups"]) for r in records_of(run)] == [(0, 12), (0, 12)]
@@ -231,18 +231,18 @@ def test_a_sampler_that_is_not_the_trainer_ends_the_run(tmp_path):
     backend = FakeBackend()
     config = grpo_config({"max_sampler_trainer_logprob_diff": None}, optim={"max_steps": 1})
     run, _ = train(tmp_path / "two", config, backend, make_prompts(10), policy=FakePolicy(backend, gap=0.3))
-    assert records_of(run)[0]["logprob_gap"] == pytest.approx(0.3)
+    assert records_of(run)[0]["sampler_trainer_logprob_diff"] == pytest.approx(0.3)
 
 
 # --- turns ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_environment_answers_back_and_its_words_are_not_learned(tmp_path):
+def test_an_environment_replies_and_its_tokens_are_not_trained_on(tmp_path):
     backend = FakeBackend()
     policy = FakePolicy(backend)
     config = grpo_config({"environment": "calculator", "max_turns": 3}, optim={"max_steps": 1}, data={"max_length": 64})
-    judge = SumJudge(replies=["90 91", None])
-    run, _ = train(tmp_path / "run", config, backend, make_prompts(10), judge=judge, policy=policy)
+    scorer = SumScorer(replies=["90 91", None])
+    run, _ = train(tmp_path / "run", config, backend, make_prompts(10), scorer=scorer, policy=policy)
     (call,) = backend.calls_of("forward_backward")
     rows = samples_of(run, 1)
     completions = [c for datum in call.batch for c in datum.completions]
@@ -253,46 +253,46 @@ def test_an_environment_answers_back_and_its_words_are_not_learned(tmp_path):
         assert [bool(w) for w in completion.weights] == [token not in (90, 91) for token in completion.tokens]
         assert row["tokens"] == sum(w != 0 for w in completion.weights)
         assert (len(row["turns"]) == 1) == (len(first) == 4)  # a turn that was cut is the last
-    assert len(policy.asked) == 2
-    assert policy.asked[1][1].num_samples == 1
-    assert len(set(policy.asked[1][0])) == len(policy.asked[1][0])
+    assert len(policy.requests) == 2
+    assert policy.requests[1][1].num_samples == 1
+    assert len(set(policy.requests[1][0])) == len(policy.requests[1][0])
 
 
 def test_every_turn_of_every_answer_is_sampled_from_a_stream_of_its_own(tmp_path):
     backend = FakeBackend()
     policy = FakePolicy(backend)
     config = grpo_config({"environment": "calculator"}, optim={"max_steps": 2}, data={"max_length": 64})
-    judge = SumJudge(replies=["90", "91", "92"])
-    train(tmp_path / "run", config, backend, make_prompts(10), judge=judge, policy=policy)
-    keys = [key for own, _ in policy.asked for key in own]
-    assert len(policy.asked) == 8
+    scorer = SumScorer(replies=["90", "91", "92"])
+    train(tmp_path / "run", config, backend, make_prompts(10), scorer=scorer, policy=policy)
+    keys = [key for own, _ in policy.requests for key in own]
+    assert len(policy.requests) == 8
     assert len(set(keys)) == len(keys)
 
 
 def test_an_episode_without_room_for_another_turn_is_cut(tmp_path):
     config = grpo_config({"environment": "calculator"}, optim={"max_steps": 1}, data={"max_length": 9})
-    judge = SumJudge(replies=["90 91", "90 91", None])
-    run, _ = train(tmp_path / "run", config, FakeBackend(), make_prompts(10), judge=judge)
-    assert all(len(row["turns"]) == 1 and row["cut"] for row in samples_of(run, 1))
+    scorer = SumScorer(replies=["90 91", "90 91", None])
+    run, _ = train(tmp_path / "run", config, FakeBackend(), make_prompts(10), scorer=scorer)
+    assert all(len(row["turns"]) == 1 and row["truncated"] for row in samples_of(run, 1))
 
 
 def test_an_environment_that_fails_taints_its_episode(tmp_path):
-    class Broken(SumJudge):
+    class Broken(SumScorer):
         def play(self, attempts: Sequence[Attempt]) -> list[Turn]:
             return [Turn(problem="it broke") if a.answer[0] == "3" else Turn() for a in attempts]
 
     config = grpo_config({"environment": "calculator"}, optim={"max_steps": 3}, data={"max_length": 64})
-    run, _ = train(tmp_path / "run", config, FakeBackend(), make_prompts(10), judge=Broken())
+    run, _ = train(tmp_path / "run", config, FakeBackend(), make_prompts(10), scorer=Broken())
     rows = [row for step in (1, 2, 3) for row in samples_of(run, step)]
     broken = [row for row in rows if row["problem"] == "it broke"]
-    assert broken == [row for row in rows if row["turns"][0][0] == "3" and not row["cut"]] != []
+    assert broken == [row for row in rows if row["turns"][0][0] == "3" and not row["truncated"]] != []
 
 
 # --- held-out prompts -----------------------------------------------------------------------------------------------
 
 
 def test_held_out_prompts_get_one_likeliest_answer_and_the_best_checkpoint_has_the_highest_reward(tmp_path):
-    class Scripted(SumJudge):
+    class Scripted(SumScorer):
         rewards = iter([0.1, 0.4, 0.9, 0.2, 0.2])
 
         def score(self, attempts: Sequence[Attempt]) -> list[Outcome]:
@@ -310,12 +310,12 @@ def test_held_out_prompts_get_one_likeliest_answer_and_the_best_checkpoint_has_t
         optim={"max_steps": 4},
     )
     run, progress = train(
-        tmp_path / "run", config, backend, make_prompts(20), held_out, judge=Scripted(), policy=policy
+        tmp_path / "run", config, backend, make_prompts(20), held_out, scorer=Scripted(), policy=policy
     )
     assert [r["reward"] for r in records_of(run, "validation")] == [0.1, 0.4, 0.9, 0.2, 0.2]
     assert progress.best_step == 2
     assert committed(run) == [2, 4]
-    greedy = [(keys, params) for keys, params in policy.asked if params.temperature == 0]
+    greedy = [(keys, params) for keys, params in policy.requests if params.temperature == 0]
     assert len(greedy) == 5
     assert all(keys == list(range(5)) and params.num_samples == 1 for keys, params in greedy)
     status = run.status()

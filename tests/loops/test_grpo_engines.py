@@ -1,4 +1,4 @@
-"""Reinforcement learning with engines beside the loop: the same numbers in turns, and ahead within bounds."""
+"""Reinforcement learning with engines beside the loop: synchronous with the same numbers, or ahead within bounds."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from typing import Any
 import pytest
 from loops.fake_engines import FakeEngines
 from loops.fake_run import records_of, without_times
-from loops.grpo_run import FlatJudge, SumJudge, grpo_config, make_prompts, samples_of, train
+from loops.grpo_run import SumScorer, ZeroStdScorer, grpo_config, make_prompts, samples_of, train
 
 from lockstep.backend.fake import FakeBackend
 from lockstep.config import RunConfig
-from lockstep.rollouts.episode import Answer, Group
-from lockstep.rollouts.rewards.reward import Outcome
+from lockstep.rollouts.buffer import Buffer, StalenessSchedule
+from lockstep.rollouts.episode import Group, Rollout
+from lockstep.rollouts.orchestrator import PartialGroup
+from lockstep.rollouts.rewards import Outcome
 from lockstep.rollouts.source import EngineRollouts
 from lockstep.rundir import RunDir
 from lockstep.train.steps import Diverged
+from lockstep.types import PartialCompletion
 
 OF_ENGINES = {"sample_time_s", "buffer", "engines"}
 
@@ -36,7 +39,7 @@ def with_engines(max_staleness: int = 0, algorithm: dict[str, Any] | None = None
 
 
 class Releasing(FakeBackend):
-    """Lets answers go on that engines hold, when it comes to a step."""
+    """Releases the completions that engines hold, at a step."""
 
     def __init__(self, engines: FakeEngines, at_step: int) -> None:
         super().__init__()
@@ -56,7 +59,7 @@ def keys_by_step(run: RunDir, num_steps: int) -> list[list[int]]:
     return [sorted({row["key"] for row in samples_of(run, step)}) for step in range(1, num_steps + 1)]
 
 
-def test_in_turns_engines_change_nothing(tmp_path):
+def test_synchronous_engines_change_nothing(tmp_path):
     settings = {"zero_std_groups": "refill", "num_updates": 2, "minibatches": 2, "kl_coefficient": 0.01}
     others = {"optim": {"epochs": 2, "learning_rate": 1e-4}, "evaluation": {"every_steps": 2, "at_start": True}}
     runs = {}
@@ -64,7 +67,7 @@ def test_in_turns_engines_change_nothing(tmp_path):
         config = with_engines(0, settings, **others)
         backend = FakeBackend()
         arguments = (make_prompts(14), make_prompts(4, "v.jsonl"))
-        run, progress = train(tmp_path / name, config, backend, *arguments, judge=FlatJudge(), engines=engines)
+        run, progress = train(tmp_path / name, config, backend, *arguments, scorer=ZeroStdScorer(), engines=engines)
         runs[name] = (
             backend.weight,
             progress,
@@ -79,7 +82,7 @@ def test_engines_are_asked_for_the_version_that_is_trained_and_no_other(tmp_path
     config = with_engines(0, {"num_updates": 2}, optim={"max_steps": 3})
     train(tmp_path / "run", config, FakeBackend(), make_prompts(20), engines=engines)
     assert sorted(engines.published) == [0, 2, 4, 6]
-    assert sorted(engines.asked) == [([key], (key // 4 * 2, key // 4 * 2)) for key in range(12)]
+    assert sorted(engines.requests) == [([key], (key // 4 * 2, key // 4 * 2)) for key in range(12)]
 
 
 @pytest.mark.parametrize("max_staleness", [1, 2, 4])
@@ -110,7 +113,7 @@ def test_held_out_prompts_are_answered_with_the_weights_of_the_step_alone(tmp_pa
         optim={"max_steps": 5, "learning_rate": 1e-4},
     )
     train(tmp_path / "run", config, FakeBackend(), make_prompts(30), make_prompts(3, "v.jsonl"), engines=engines)
-    assert [versions for keys, versions in engines.asked if keys == [0, 1, 2]] == [(0, 0), (4, 4), (8, 8), (10, 10)]
+    assert [versions for keys, versions in engines.requests if keys == [0, 1, 2]] == [(0, 0), (4, 4), (8, 8), (10, 10)]
 
 
 def test_what_is_too_old_is_dropped_counted_and_sampled_again(tmp_path):
@@ -118,7 +121,7 @@ def test_what_is_too_old_is_dropped_counted_and_sampled_again(tmp_path):
     config = with_engines(2, optim={"epochs": 1, "learning_rate": 1e-4})
     run, progress = train(tmp_path / "run", config, FakeBackend(), make_prompts(40), engines=engines)
     assert sum(record["dropped_stale"] for record in records_of(run)) == 2
-    assert [keys for keys, _ in engines.asked].count([21]) == [keys for keys, _ in engines.asked].count([30]) == 2
+    assert [keys for keys, _ in engines.requests].count([21]) == [keys for keys, _ in engines.requests].count([30]) == 2
     learned = [key for keys in keys_by_step(run, progress.step) for key in keys]
     assert sorted(learned) == list(range(40))
 
@@ -131,7 +134,7 @@ def test_what_is_slow_is_waited_for_rather_than_dropped(tmp_path):
     run, _ = train(tmp_path / "run", config, backend, make_prompts(40), engines=engines)
     assert 5 in {key for keys in keys_by_step(run, 3) for key in keys}
     assert sum(record["dropped_stale"] for record in records_of(run)) == 0
-    assert len(engines.asked) == 40
+    assert len(engines.requests) == 40
 
 
 def test_an_update_changes_the_version_of_later_tokens_only(tmp_path):
@@ -159,7 +162,7 @@ def test_a_killed_run_goes_on_with_all_that_was_sampled(tmp_path, place, max_sta
     slow = [0.004, 0, 0.001, 0, 0]
     first, second = (FakeEngines(pause_s=lambda key: slow[key % 5]) for _ in range(2))
     broken = FakeBackend(failures={place: RuntimeError("the power went")})
-    arguments: dict[str, Any] = {"judge": FlatJudge()}
+    arguments: dict[str, Any] = {"scorer": ZeroStdScorer()}
     with pytest.raises(RuntimeError, match="the power went"):
         train(tmp_path / "run", config, broken, make_prompts(20), engines=first, **arguments)
     run, progress = train(tmp_path / "run", config, FakeBackend(), make_prompts(20), engines=second, **arguments)
@@ -176,7 +179,7 @@ def test_a_killed_run_goes_on_with_all_that_was_sampled(tmp_path, place, max_sta
         assert samples_of(run, progress.step) == samples_of(RunDir(tmp_path / "whole"), progress.step)
 
 
-def test_what_is_under_way_at_a_checkpoint_is_gone_on_with(tmp_path):
+def test_partial_groups_of_a_checkpoint_are_continued(tmp_path):
     """Prompts 9 and 10 stop in the middle of an answer; the run is killed after the first step."""
     held = {9: 2, 10: 1}
     first = FakeEngines(hold=lambda key, place: held.get(key) == place)
@@ -189,24 +192,24 @@ def test_what_is_under_way_at_a_checkpoint_is_gone_on_with(tmp_path):
         optim={"max_steps": 5, "learning_rate": 1e-4},
     )
     broken = FakeBackend(failures={("forward_backward", 1): RuntimeError("the power went")})
-    judge = SumJudge(replies=["3 4", None, None, None])
+    scorer = SumScorer(replies=["3 4", None, None, None])
     with pytest.raises(RuntimeError, match="the power went"):
-        train(tmp_path / "run", config, broken, make_prompts(30), judge=judge, engines=first)
+        train(tmp_path / "run", config, broken, make_prompts(30), scorer=scorer, engines=first)
     kept = json.loads((tmp_path / "run/checkpoints/step-1/rollouts.json").read_text())
-    assert {"9", "10"} <= kept["under_way"].keys()
-    drafts = {key: own["drafts"][0] for key, own in kept["under_way"].items() if own.get("drafts")}
-    tokens = {key: sum(len(draft["tokens"]) for draft in own if draft) for key, own in drafts.items()}
+    assert {"9", "10"} <= kept["partial"].keys()
+    partial = {key: group["completions"][0] for key, group in kept["partial"].items() if group.get("completions")}
+    tokens = {key: sum(len(entry["tokens"]) for entry in group if entry) for key, group in partial.items()}
     assert tokens["9"] > 0 < tokens["10"]
     second = FakeEngines()
-    run, progress = train(tmp_path / "run", config, FakeBackend(), make_prompts(30), judge=judge, engines=second)
-    assert second.begun[9] == tokens["9"]
-    assert second.begun[10] == tokens["10"]
+    run, progress = train(tmp_path / "run", config, FakeBackend(), make_prompts(30), scorer=scorer, engines=second)
+    assert second.continued[9] == tokens["9"]
+    assert second.continued[10] == tokens["10"]
     ready = [key for key, *_ in kept["buffer"]["ready"]]
-    assert not set(ready) & {key for keys, _ in second.asked for key in keys}, "what is ready is not sampled again"
+    assert not set(ready) & {key for keys, _ in second.requests for key in keys}, "what is ready is not sampled again"
     learned = [key for keys in keys_by_step(run, progress.step) for key in keys]
     assert len(learned) == len(set(learned)) == 20
     rows = {(r["key"], r["sample"]): r for step in range(1, 6) for r in samples_of(run, step)}
-    whole, _ = train(tmp_path / "w", config, FakeBackend(), make_prompts(30), judge=judge, engines=FakeEngines())
+    whole, _ = train(tmp_path / "w", config, FakeBackend(), make_prompts(30), scorer=scorer, engines=FakeEngines())
     other = {(r["key"], r["sample"]): r for step in range(1, 6) for r in samples_of(whole, step)}
     assert all(rows[place]["turns"] == other[place]["turns"] for place in rows.keys() & other.keys())
 
@@ -245,15 +248,15 @@ class Ranks:
         return found
 
 
-class SlowCollector:
-    def __init__(self, answers: Sequence[Any]) -> None:
-        self._answers = iter(answers)
+class SlowOrchestrator:
+    def __init__(self, results: Sequence[Any]) -> None:
+        self._results = iter(results)
 
     def take(self, timeout_s: float) -> Any:
-        found = next(self._answers)
-        if isinstance(found, Exception):
-            raise found
-        return found
+        result = next(self._results)
+        if isinstance(result, Exception):
+            raise result
+        return result
 
 
 class Unportable(RuntimeError):
@@ -261,14 +264,14 @@ class Unportable(RuntimeError):
         super().__init__(f"{one} and {two}")
 
 
-def meet(answers: Sequence[Any]) -> tuple[list[Any], int]:
+def take_on_three_ranks(results: Sequence[Any]) -> tuple[list[Any], int]:
     ranks, found = Ranks(3), [None] * 3
 
     def be_rank(number: int) -> None:
-        collector: Any = SlowCollector(answers) if number == 0 else None
-        feed = EngineRollouts(collector, lambda value: ranks.share(number == 0, value), dict, interval_s=1)
+        orchestrator: Any = SlowOrchestrator(results) if number == 0 else None
+        source = EngineRollouts(orchestrator, lambda value: ranks.share(number == 0, value), dict, interval_s=1)
         try:
-            found[number] = feed.take()
+            found[number] = source.take()
         except Exception as error:
             found[number] = error
 
@@ -281,12 +284,12 @@ def meet(answers: Sequence[Any]) -> tuple[list[Any], int]:
 
 
 def test_all_ranks_get_what_one_of_them_collects_and_hear_that_it_is_not_there_yet():
-    assert meet([None, None, "groups"]) == (["groups"] * 3, 3)
+    assert take_on_three_ranks([None, None, "groups"]) == (["groups"] * 3, 3)
 
 
 @pytest.mark.parametrize("error", [ValueError("it broke"), Unportable("this", "that")])
 def test_what_goes_wrong_where_groups_are_collected_is_raised_on_every_rank(error):
-    found, _ = meet([None, error])
+    found, _ = take_on_three_ranks([None, error])
     assert len(found) == 3
     assert all(str(error) in str(one) for one in found)
 
@@ -295,12 +298,27 @@ def test_what_goes_wrong_where_groups_are_collected_is_raised_on_every_rank(erro
 
 
 def test_a_group_is_read_as_it_was_written_also_where_nobody_knows_its_rewards():
-    sound = Answer(
+    sound = Rollout(
         (1, 90, 2), (True, False, True), (-0.1, 0.0, -1 / 3), (3, 3, 4), ("a", "b"), False, Outcome(0.1, {"x": 0.1})
     )
-    group = Group(make_prompts(8)[7], 7, (sound, replace(sound, outcome=Outcome.tainted("it hung"), is_cut=True)))
+    group = Group(make_prompts(8)[7], 7, (sound, replace(sound, outcome=Outcome.failed("it hung"), truncated=True)))
     read = Group.from_json(json.loads(json.dumps(group.to_json())), make_prompts(8).__getitem__)
-    assert read.answers[0] == group.answers[0]
-    assert math.isnan(read.answers[1].outcome.reward)
+    assert read.rollouts[0] == group.rollouts[0]
+    assert math.isnan(read.rollouts[1].outcome.reward)
     assert read.to_json() == group.to_json()
     assert (read.prompt, read.key, read.oldest_version) == (group.prompt, 7, 3)
+
+
+def test_rollouts_of_a_run_that_an_earlier_release_began_can_be_read():
+    columns = {"tokens": [1, 2], "own": [True, False], "logprobs": [-0.5, 0.0], "versions": [3, 3], "turns": ["a"]}
+    outcome = {"reward": 1.0, "scores": {}, "problem": None}
+    written = {"key": 7, "answers": [{**columns, "is_cut": True, "outcome": outcome}]}
+    group = Group.from_json(written, make_prompts(8).__getitem__)
+    assert (group.rollouts[0].sampled, group.rollouts[0].truncated) == ((True, False), True)
+    draft = {"tokens": [5], "logprobs": [-1.0], "versions": [3]}
+    partial = PartialGroup.from_json({"episodes": [[{**columns, "is_cut": False}]], "drafts": [[draft, None]]})
+    assert partial.episodes is not None
+    assert partial.episodes[0][0].sampled == [True, False]
+    assert partial.completions == [[PartialCompletion((5,), (-1.0,), (3,)), None]]
+    entries = {"step": 1, "cursor": 4, "next_key": 6, "begun": [4, 5], "ready": [], "left_out": [], "num_stale": 0}
+    assert Buffer.from_json(StalenessSchedule(lambda cursor: 4, 3), entries, dict).retry == {4, 5}

@@ -6,7 +6,7 @@ import math
 
 import pytest
 from loops.fake_run import without_times
-from loops.grpo_run import FakePolicy, FlatJudge, grpo_config, make_prompts, samples_of, train
+from loops.grpo_run import FakePolicy, ZeroStdScorer, grpo_config, make_prompts, samples_of, train
 
 from lockstep.backend.fake import FakeBackend
 from lockstep.config import RunConfig
@@ -39,13 +39,15 @@ def test_a_run_killed_anywhere_goes_on_as_if_it_had_never_stopped(method, step, 
     """`step` counts optimizer steps: four of them make a step of the loop."""
     config, held_out = all_settings(every=2), make_prompts(4, "v.jsonl")
     whole = FakeBackend()
-    whole_run, whole_progress = train(tmp_path / "whole", config, whole, make_prompts(14), held_out, judge=FlatJudge())
+    whole_run, whole_progress = train(
+        tmp_path / "whole", config, whole, make_prompts(14), held_out, scorer=ZeroStdScorer()
+    )
     assert whole.step > 20
     broken = FakeBackend(failures={(method, step): RuntimeError("the power went")})
     with pytest.raises(RuntimeError, match="the power went"):
-        train(tmp_path / "run", config, broken, make_prompts(14), held_out, judge=FlatJudge())
+        train(tmp_path / "run", config, broken, make_prompts(14), held_out, scorer=ZeroStdScorer())
     second = FakeBackend()
-    run, progress = train(tmp_path / "run", config, second, make_prompts(14), held_out, judge=FlatJudge())
+    run, progress = train(tmp_path / "run", config, second, make_prompts(14), held_out, scorer=ZeroStdScorer())
     assert (second.weight, second.momentum, second.reference) == (whole.weight, whole.momentum, whole.reference)
     assert progress == whole_progress
     mine, theirs = (

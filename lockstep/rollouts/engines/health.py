@@ -1,6 +1,6 @@
-"""Whether an engine may be used, and what is to be done about it: a state machine over events, for one and for all.
+"""Whether an engine may be used, and what to do about it: a state machine over events, for one engine and for all.
 
-Pure: time is told, and what is to be done is returned. Must not know processes, threads or clocks.
+Pure: it gets the time as an argument, and returns the actions to take.
 """
 
 from __future__ import annotations
@@ -9,27 +9,27 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
-MAX_FAILED_STARTS = 3  # in a row at one place, whatever else is allowed: what never came to serve will not
+MAX_FAILED_STARTS = 3  # in a row in one slot, whatever max_replacements allows: what never served will not
 
 
 class State(Enum):
-    STARTING = "starting"  # no answer yet
-    LOADING = "loading"  # has not acknowledged the weights that are to be served
+    STARTING = "starting"  # has not replied yet
+    LOADING = "loading"  # has not acknowledged the current weights
     SERVING = "serving"
-    SUSPECT = "suspect"  # serves when it answers again
-    LOST = "lost"  # for good: what it still says is not heard
+    SUSPECT = "suspect"  # serves again when it replies
+    LOST = "lost"  # for good: its replies are ignored
 
 
 class Action(Enum):
     PING = "ping"
     SEND_WEIGHTS = "send weights"
-    TAKE_OUT = "take out"  # make sure that it is gone, then say so
+    REMOVE = "remove"  # make sure that its process has ended, then call `removed`
     START = "start"
 
 
 @dataclass(frozen=True)
 class HealthLimits:
-    """`stuck_s`: how long an engine that has something to do may answer without getting on."""
+    """`stuck_s`: how long a busy engine may reply without progress."""
 
     check_interval_s: float
     deadline_s: float
@@ -39,7 +39,7 @@ class HealthLimits:
 
 @dataclass
 class EngineHealth:
-    """One engine, from its start until it is lost. `version` is what it has verified and acknowledged."""
+    """One engine, from its start until it is lost. `version`: the weights that it has verified and acknowledged."""
 
     limits: HealthLimits
     since: float
@@ -49,7 +49,7 @@ class EngineHealth:
     _wanted: int | None = None
     _sending_since: float | None = None
     _num_rejected: int = 0
-    _pinged_at: float | None = None  # while there is no answer
+    _pinged_at: float | None = None  # while there is no reply
     _next_ping: float = 0.0
     _progress: int | None = None
     _progress_at: float = 0.0
@@ -57,20 +57,20 @@ class EngineHealth:
     def serves(self, lowest: int, highest: int) -> bool:
         return self.state is State.SERVING and self.version is not None and lowest <= self.version <= highest
 
-    # --- what happened ----------------------------------------------------------------------------------------------
+    # --- events -----------------------------------------------------------------------------------------------------
 
     def started(self, now: float) -> None:
-        """It has answered for the first time."""
+        """It has replied for the first time."""
         if self.state is State.STARTING:
             self.state, self._next_ping = State.LOADING, now + self.limits.check_interval_s
 
     def announce(self, version: int) -> None:
-        """There is a newer version to be sent. What it has, it may serve until this is `require`d."""
+        """There is a newer version to be sent. Until `require`, the engine may serve the one it has."""
         if version != self._wanted:
             self._wanted, self._num_rejected, self._sending_since = version, 0, None
 
     def require(self, version: int) -> None:
-        """Nothing older is to be served from now on."""
+        """Nothing older may be served from now on."""
         if self.state in (State.SERVING, State.SUSPECT) and (self.version is None or self.version < version):
             self.state = State.LOADING
 
@@ -85,13 +85,13 @@ class EngineHealth:
                 self.state = State.SERVING
 
     def rejected(self, reason: str) -> None:
-        """What arrived was not what was sent. Once may be chance: it is sent again."""
+        """What arrived was not what was sent. Weights are sent again once."""
         self._num_rejected += 1
         self._sending_since = None
         if self._num_rejected > 1:
             self.failed(f"refused the weights twice: {reason}")
 
-    def answered(self, now: float, *, progress: int, busy: bool) -> None:
+    def replied(self, now: float, *, progress: int, busy: bool) -> None:
         if self.state is State.LOST:
             return
         self._pinged_at, self._next_ping = None, now + self.limits.check_interval_s
@@ -105,10 +105,10 @@ class EngineHealth:
         if self.state is not State.LOST:
             self.state, self.reason = State.LOST, reason
 
-    # --- what is to be done -----------------------------------------------------------------------------------------
+    # --- actions ----------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> list[Action]:
-        self._look_at_deadlines(now)
+        self._check_deadlines(now)
         if self.state in (State.STARTING, State.LOST):
             return []
         actions = []
@@ -120,48 +120,48 @@ class EngineHealth:
             actions.append(Action.SEND_WEIGHTS)
         return actions
 
-    def _look_at_deadlines(self, now: float) -> None:
+    def _check_deadlines(self, now: float) -> None:
         limits = self.limits
         if self.state is State.STARTING and now - self.since >= limits.start_timeout_s:
             self.failed(f"did not start within {limits.start_timeout_s:g} s")
         if self._sending_since is not None and now - self._sending_since >= limits.start_timeout_s:
-            self.failed(f"did not take over version {self._wanted} within {limits.start_timeout_s:g} s")
+            self.failed(f"did not load version {self._wanted} within {limits.start_timeout_s:g} s")
         if self._pinged_at is not None:
-            silent = now - self._pinged_at
-            if silent >= limits.deadline_s:
-                self.failed(f"gave no sign of life within {limits.deadline_s:g} s")
-            elif silent >= limits.check_interval_s and self.state is State.SERVING:
+            silent_s = now - self._pinged_at
+            if silent_s >= limits.deadline_s:
+                self.failed(f"did not reply to a ping within {limits.deadline_s:g} s")
+            elif silent_s >= limits.check_interval_s and self.state is State.SERVING:
                 self.state = State.SUSPECT
         if self._progress is not None and now - self._progress_at >= limits.stuck_s and self._pinged_at is None:
-            self.failed(f"is stuck: it answers, and has not got on for {limits.stuck_s:g} s")
+            self.failed(f"is stuck: it replies to pings, and has made no progress for {limits.stuck_s:g} s")
 
 
 class PatientClock:
-    """Time as far as somebody looked: whoever was stopped himself does not hold it against the others.
+    """Time while this process runs: if it was stopped itself, engines are not blamed for the pause.
 
-    Between two looks at most `longest_s` count, so that those who are silent are still found out.
+    Between two readings at most `max_gap_s` count.
     """
 
-    def __init__(self, longest_s: float) -> None:
-        self._longest_s, self._time = longest_s, 0.0
+    def __init__(self, max_gap_s: float) -> None:
+        self._max_gap_s, self._time = max_gap_s, 0.0
         self._last: float | None = None
 
-    def look(self, now: float) -> float:
-        self._time += min(now - self._last, self._longest_s) if self._last is not None else 0.0
+    def read(self, now: float) -> float:
+        self._time += min(now - self._last, self._max_gap_s) if self._last is not None else 0.0
         self._last = now
         return self._time
 
 
 @dataclass
-class Place:
-    """Where an engine runs, and after it another. `generation` tells them apart."""
+class EngineSlot:
+    """One engine after another under one name. `generation` tells them apart."""
 
     health: EngineHealth
     generation: int = 1
     failed_starts: int = 0
-    is_leaving: bool = False  # it is being taken out
+    is_leaving: bool = False  # it is being removed
     is_given_up: bool = False
-    history: list[str] = field(default_factory=list)  # why those before are gone
+    history: list[str] = field(default_factory=list)  # why earlier engines were lost
 
 
 class Fleet:
@@ -170,44 +170,44 @@ class Fleet:
     def __init__(self, names: Iterable[str], limits: HealthLimits, max_replacements: int, now: float) -> None:
         self._limits, self._replacements_left = limits, max_replacements
         self._version: int | None = None
-        self.places = {name: Place(EngineHealth(limits, now)) for name in names}
+        self.slots = {name: EngineSlot(EngineHealth(limits, now)) for name in names}
 
     @property
     def is_lost(self) -> bool:
-        return all(place.is_given_up for place in self.places.values())
+        return all(slot.is_given_up for slot in self.slots.values())
 
     def announce(self, version: int) -> None:
         self._version = version
-        for place in self.places.values():
-            place.health.announce(version)
+        for slot in self.slots.values():
+            slot.health.announce(version)
 
     def tick(self, now: float) -> list[tuple[str, Action]]:
         actions = []
-        for name, place in self.places.items():
-            actions += [(name, action) for action in place.health.tick(now)]
-            if place.health.state is State.LOST and not place.is_leaving and not place.is_given_up:
-                place.is_leaving = True
-                place.failed_starts = place.failed_starts + 1 if place.health.version is None else 0
-                place.history.append(place.health.reason)
-                actions.append((name, Action.TAKE_OUT))
+        for name, slot in self.slots.items():
+            actions += [(name, action) for action in slot.health.tick(now)]
+            if slot.health.state is State.LOST and not slot.is_leaving and not slot.is_given_up:
+                slot.is_leaving = True
+                slot.failed_starts = slot.failed_starts + 1 if slot.health.version is None else 0
+                slot.history.append(slot.health.reason)
+                actions.append((name, Action.REMOVE))
         return actions
 
-    def taken_out(self, name: str, now: float) -> list[tuple[str, Action]]:
-        """Its process is gone: another takes its place, if that is still allowed."""
-        place = self.places[name]
-        assert place.is_leaving, f"{name} is {place.health.state.value}"
-        place.is_leaving = False
-        if not self._replacements_left or place.failed_starts >= MAX_FAILED_STARTS:
-            place.is_given_up = True
+    def removed(self, name: str, now: float) -> list[tuple[str, Action]]:
+        """Its process has ended: a replacement is started, if one is still allowed."""
+        slot = self.slots[name]
+        assert slot.is_leaving, f"{name} is {slot.health.state.value}"
+        slot.is_leaving = False
+        if not self._replacements_left or slot.failed_starts >= MAX_FAILED_STARTS:
+            slot.is_given_up = True
             return []
         self._replacements_left -= 1
-        place.health, place.generation = EngineHealth(self._limits, now), place.generation + 1
+        slot.health, slot.generation = EngineHealth(self._limits, now), slot.generation + 1
         if self._version is not None:
-            place.health.announce(self._version)
+            slot.health.announce(self._version)
         return [(name, Action.START)]
 
     def describe_losses(self) -> str:
         parts = []
-        for name, place in self.places.items():
-            parts += [f"{name} (number {number}) {reason}" for number, reason in enumerate(place.history, start=1)]
+        for name, slot in self.slots.items():
+            parts += [f"{name} (number {number}) {reason}" for number, reason in enumerate(slot.history, start=1)]
         return "; ".join(parts)

@@ -1,58 +1,116 @@
-"""One call for answers while several engines work on it: who has which part, what there is, what must be asked again.
-
-Not thread-safe: whoever owns it has the lock. Must not know processes, health or time.
-"""
+"""A pool of engine processes as one sampler: splits a request over engines, and repeats what a lost engine had."""
 
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from lockstep.config import RunConfig
+from lockstep.processes.local import LocalWorker
+from lockstep.processes.ray import Reservation
 from lockstep.processes.worker import Reply, Worker, WorkerDied, WorkerError, WorkerFailed
 from lockstep.rollouts.engines.health import HealthLimits, State
 from lockstep.rollouts.engines.publishing import Publication
-from lockstep.rollouts.engines.supervision import LONG_S, Engine, EnginesLost, Supervisor
-from lockstep.rollouts.engines.wire import pack_request, unpack_answers, unpack_begun
+from lockstep.rollouts.engines.supervision import NO_DEADLINE_S, Engine, EnginesLost, Supervisor
+from lockstep.rollouts.engines.worker import ENTRY, engine_settings, pack_request, unpack_completions, unpack_partial
+from lockstep.rundir import RunDir
 from lockstep.types import PartialCompletion, PartialCompletions, Prompt, SamplingParams, TextCompletion
 
-ANY_LATER = 2**62
-_NUMBERS = itertools.count()
+__all__ = ["EnginePool", "EnginesLost", "start_engines"]
 
-Drafts = list[list[PartialCompletion | None]]
+ANY_LATER = 2**62
+_MAX_REFUSED = 100
+_REFUSED_PAUSE_S = 0.05  # until an engine's new version is known here
+_CALL_NUMBERS = itertools.count()
+
+
+def start_engines(config: RunConfig, run: RunDir, *, precision: str, choose_device: Callable[[str], str]) -> EnginePool:
+    """The engines of a run, on this machine or where Ray reserved room for them. By the owner of the run."""
+    rollouts = config.rollouts
+    reservation = Reservation.of_this_process()
+    device: str = config.launch.device if rollouts.device == "auto" else rollouts.device
+    if reservation is None:  # otherwise this node's devices say nothing about theirs
+        device = choose_device(device)
+    settings = engine_settings(config, precision=precision, device=device)
+
+    def spawn(name: str) -> Worker:
+        if reservation is not None:
+            return reservation.spawn(name, ENTRY, settings, start_timeout_s=rollouts.start_timeout_s)
+        number = int(name.rpartition("-")[2])
+        return LocalWorker.spawn(
+            name,
+            ENTRY,
+            settings,
+            env=_gpu_environment(config.launch.procs + number) if device == "cuda" else None,
+            log_path=run.logs / f"{name}.log",
+            start_timeout_s=rollouts.start_timeout_s,
+        )
+
+    return EnginePool(
+        spawn,
+        rollouts.engines,
+        check_interval_s=rollouts.check_interval_s,
+        deadline_s=rollouts.deadline_s,
+        start_timeout_s=rollouts.start_timeout_s,
+        max_replacements=rollouts.max_replacements,
+        on_event=run.log_event,
+        keeps_partials=rollouts.max_staleness > 0,
+    )
+
+
+def _gpu_environment(number: int) -> dict[str, str]:
+    """One GPU for each engine, after those of the ranks; where there are too few, the first ones are shared."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+    return {"CUDA_VISIBLE_DEVICES": names[number % len(names)]}
 
 
 class EngineCall:
-    """Some prompts of a call that one engine is asked for: `generation` is of the engine, `engine` its name."""
+    """Some prompts of a request, sent to one engine. `generation` tells the engine from its replacements."""
 
-    def __init__(self, asking: SampleRequest, places: list[int], engine: str, generation: int) -> None:
-        self.name = f"call-{next(_NUMBERS)}"
-        self.asking, self.places, self.engine, self.generation = asking, places, engine, generation
+    def __init__(self, request: SampleRequest, places: list[int], engine: str, generation: int) -> None:
+        self.name = f"call-{next(_CALL_NUMBERS)}"
+        self.request, self.places, self.engine, self.generation = request, places, engine, generation
         self.reply: Reply | None = None
         self.error: BaseException | None = None
 
     @property
-    def num_answers(self) -> int:
-        return len(self.places) * self.asking.params.num_samples
+    def num_completions(self) -> int:
+        return len(self.places) * self.request.params.num_samples
 
     @property
     def ended(self) -> bool:
         return self.reply is not None or self.error is not None
 
-    def add_news(self, news: Sequence[tuple[int, int, Sequence[Any]]]) -> None:
-        """(prompt in this part, sample, tokens since the last news)."""
+    def body(self) -> dict[str, Any]:
+        request = self.request
+        prompts, keys = [request.prompts[i] for i in self.places], [request.keys[i] for i in self.places]
+        partial = [request.partial[i] for i in self.places]
+        has_partial = any(entry is not None for group in partial for entry in group)
+        body = pack_request(prompts, request.params, keys, partial if has_partial else None)
+        return {**body, "call": self.name, "versions": list(request.versions)}
+
+    def add_tokens(self, new: Sequence[tuple[int, int, Sequence[Any]]]) -> None:
+        """(prompt of this call, sample, its tokens since the last time)."""
         if not self.ended:
-            for place, sample, begun in news:
-                self.asking.extend(self.places[place], sample, unpack_begun(begun))
+            for place, sample, partial in new:
+                self.request.extend(self.places[place], sample, unpack_partial(partial))
 
 
 class SampleRequest:
-    """`versions`: the lowest and the highest of weights to begin with. `waiting`: prompts that nobody is asked for."""
+    """One call of `EnginePool.sample`: what each engine has of it, what is complete, what must be sent again.
+
+    `versions`: the lowest and highest of the weights to start with. `waiting`: prompts that no engine has. With the
+    pool's lock.
+    """
 
     def __init__(
         self,
@@ -60,97 +118,86 @@ class SampleRequest:
         params: SamplingParams,
         keys: Sequence[int],
         versions: tuple[int, int],
-        begun: PartialCompletions | None,
+        partial: PartialCompletions | None,
     ) -> None:
         if len(keys) != len(prompts):
             raise ValueError(f"{len(keys)} keys for {len(prompts)} prompts: each needs one")
         self.prompts, self.params, self.keys, self.versions = prompts, params, keys, versions
-        nothing: Drafts = [[None] * params.num_samples for _ in prompts]
-        self._given: Drafts = nothing if begun is None else [list(group) for group in begun]
-        if [len(group) for group in self._given] != [params.num_samples] * len(prompts):
-            raise ValueError(f"begun must have {params.num_samples} entries for each of the {len(prompts)} prompts")
-        self._drafts: Drafts = [list(group) for group in self._given]
-        self._has_news = False
-        self._found: dict[int, list[TextCompletion]] = {}
+        self._initial = [[None] * params.num_samples for _ in prompts] if partial is None else partial
+        if [len(group) for group in self._initial] != [params.num_samples] * len(prompts):
+            raise ValueError(f"partial must have {params.num_samples} entries for each of the {len(prompts)} prompts")
+        self.partial: list[list[PartialCompletion | None]] = [list(group) for group in self._initial]
+        self._has_new_tokens = False
+        self._completions: dict[int, list[TextCompletion]] = {}
         self.waiting = list(range(len(prompts)))
-        self.parts: list[EngineCall] = []
+        self.calls: list[EngineCall] = []
         self.num_refused = 0
 
     @property
-    def is_answered(self) -> bool:
-        return len(self._found) == len(self.prompts)
+    def is_complete(self) -> bool:
+        return len(self._completions) == len(self.prompts)
 
     @property
     def has_changed(self) -> bool:
-        return self._has_news or any(part.ended for part in self.parts)
+        return self._has_new_tokens or any(call.ended for call in self.calls)
 
-    def split_off(self, places: list[int], engine: str, generation: int) -> EngineCall:
-        part = EngineCall(self, places, engine, generation)
+    def add_call(self, places: list[int], engine: str, generation: int) -> EngineCall:
+        call = EngineCall(self, places, engine, generation)
         self.waiting = [place for place in self.waiting if place not in places]
-        self.parts.append(part)
-        return part
-
-    def request(self, part: EngineCall) -> dict[str, Any]:
-        prompts, keys = [self.prompts[place] for place in part.places], [self.keys[place] for place in part.places]
-        begun = [self._drafts[place] for place in part.places]
-        has_begun = any(draft is not None for group in begun for draft in group)
-        body = pack_request(prompts, self.params, keys, begun if has_begun else None)
-        return {**body, "call": part.name, "versions": list(self.versions)}
+        self.calls.append(call)
+        return call
 
     def take_ended(self) -> list[EngineCall]:
-        ended = [part for part in self.parts if part.ended]
-        self.parts = [part for part in self.parts if not part.ended]
+        ended = [call for call in self.calls if call.ended]
+        self.calls = [call for call in self.calls if not call.ended]
         return ended
 
-    def take_answers(self, part: EngineCall) -> None:
-        assert part.reply is not None
-        groups = unpack_answers(part.reply.body, part.reply.tensors)
-        for place, answers in zip(part.places, groups, strict=True):
-            assert len(answers) == self.params.num_samples, f"{part.engine} gave {len(answers)} answers"
-            self._found[place] = answers
-            self._drafts[place] = [_as_begun(answer) for answer in answers]
-        self._has_news = True
+    def add_completions(self, call: EngineCall) -> None:
+        assert call.reply is not None
+        groups = unpack_completions(call.reply.body, call.reply.tensors)
+        for place, completions in zip(call.places, groups, strict=True):
+            assert len(completions) == self.params.num_samples, f"{call.engine} gave {len(completions)} completions"
+            self._completions[place] = completions
+            self.partial[place] = [_as_partial(completion) for completion in completions]
+        self._has_new_tokens = True
 
-    def ask_again(self, part: EngineCall) -> None:
-        self.waiting += part.places
+    def retry(self, call: EngineCall) -> None:
+        self.waiting += call.places
 
-    def note_loss(self, part: EngineCall, *, keeps_partials: bool) -> None:
-        """Its engine is gone. Answers go on from the last that was heard of them, also with newer weights; or they
-        begin anew, as if nobody had been asked."""
+    def retry_lost(self, call: EngineCall, *, keeps_partials: bool) -> None:
+        """The call's engine is lost. Completions continue from their last known token, possibly with newer weights; or
+        they start again."""
         if keeps_partials:
             self.versions = (self.versions[0], ANY_LATER)
         else:
-            for place in part.places:
-                self._drafts[place] = list(self._given[place])
+            for place in call.places:
+                self.partial[place] = list(self._initial[place])
+        self.retry(call)
 
     def extend(self, place: int, sample: int, new: PartialCompletion) -> None:
-        old = self._drafts[place][sample] or PartialCompletion((), (), ())
+        old = self.partial[place][sample] or PartialCompletion((), (), ())
         joined = (old.tokens + new.tokens, old.logprobs + new.logprobs, old.versions + new.versions)
-        self._drafts[place][sample] = PartialCompletion(*joined)
-        self._has_news = True
+        self.partial[place][sample] = PartialCompletion(*joined)
+        self._has_new_tokens = True
 
-    def take_drafts(self) -> Drafts | None:
-        """What there is of every answer, if that is more than the last time."""
-        if not self._has_news:
+    def take_partial(self) -> PartialCompletions | None:
+        """All completions so far, if they have grown since the last time."""
+        if not self._has_new_tokens:
             return None
-        self._has_news = False
-        return [list(group) for group in self._drafts]
+        self._has_new_tokens = False
+        return [list(group) for group in self.partial]
 
-    def answers(self) -> list[list[TextCompletion]]:
-        return [self._found[place] for place in range(len(self.prompts))]
+    def completions(self) -> list[list[TextCompletion]]:
+        return [self._completions[place] for place in range(len(self.prompts))]
 
 
-def _as_begun(answer: TextCompletion) -> PartialCompletion:
-    count = len(answer.tokens)
+def _as_partial(completion: TextCompletion) -> PartialCompletion:
+    count = len(completion.tokens)
     return PartialCompletion(
-        answer.tokens, answer.logprobs or (0.0,) * count, answer.versions or (answer.version,) * count
+        completion.tokens,
+        completion.logprobs or (0.0,) * count,
+        completion.versions or (completion.version,) * count,
     )
-
-
-__all__ = ["EnginePool", "EnginesLost"]
-
-_MAX_REFUSED = 100
-_REFUSED_PAUSE_S = 0.05  # until the news of an engine's new version is here
 
 
 class EnginePool:
@@ -169,68 +216,76 @@ class EnginePool:
         keeps_partials: bool,
         stuck_s: float = 300.0,
     ) -> None:
-        """`spawn` starts the engine of a name and returns when it is connected. `on_event` gets the kind of an event
-        and its fields, from one thread. `keeps_partials`: answers of a lost engine go on elsewhere from where they
-        were; otherwise they begin anew. `stuck_s`: how long an engine may work without getting on.
+        """`spawn` starts the engine of that name and returns when it is connected. `on_event` gets the kind of an event
+        and its fields, from one thread. `keeps_partials`: completions of a lost engine continue on another; otherwise
+        they start again. `stuck_s`: how long an engine may be busy without progress.
         """
         limits = HealthLimits(check_interval_s, deadline_s, start_timeout_s, stuck_s)
         self._keeps_partials = keeps_partials
-        self._parts: dict[str, EngineCall] = {}
+        self.calls: dict[str, EngineCall] = {}
         self._publishing = threading.Lock()
-        self._engines = Supervisor(spawn, num_engines, limits, max_replacements, on_event, self._on_news, self._on_lost)
-        self._engines.wants_news = keeps_partials
-        self._changed = self._engines.changed
+        self.supervisor = Supervisor(
+            spawn, num_engines, limits, max_replacements, on_event, self._on_partial, self._on_lost
+        )
+        self.supervisor.wants_partial = keeps_partials
+        self._changed = self.supervisor.changed
 
     @property
     def num_serving(self) -> int:
         with self._changed:
-            return sum(engine.health.state is State.SERVING for engine in self._engines.engines)
+            return sum(engine.health.state is State.SERVING for engine in self.supervisor.engines)
+
+    @property
+    def loads(self) -> dict[str, int]:
+        """Completions that each engine is working on."""
+        with self._changed:
+            return {engine.name: engine.load for engine in self.supervisor.engines}
 
     @property
     def pids(self) -> dict[str, int | None]:
-        """Of the processes that are there now, by the names of the engines."""
+        """Of the processes that run now, by engine."""
         with self._changed:
-            return {engine.name: engine.worker.pid for engine in self._engines.engines if engine.worker is not None}
+            return {engine.name: engine.worker.pid for engine in self.supervisor.engines if engine.worker is not None}
 
     def close(self) -> None:
-        self._engines.close()
+        self.supervisor.close()
 
     # --- new weights ------------------------------------------------------------------------------------------------
 
     def publish(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Returns once every engine that was there has verified and taken over these weights, or was taken out; at
-        least one has. Tensors must not change until then. An engine that comes later gets them before it serves.
+        """Returns once every running engine has verified and loaded these weights, or was removed; at least one has
+        them. Tensors must not change until then. An engine that is started later gets them before it serves.
         """
-        started, engines = time.monotonic(), self._engines
+        started, supervisor = time.monotonic(), self.supervisor
         publication = Publication.of(version, tensors)
         with self._publishing, self._changed:
-            known = engines.publication
-            if known is not None and version < known.version:
-                raise ValueError(f"version {version} is older than {known.version}, which is published")
-            if known is not None and version == known.version and publication.manifest != known.manifest:
+            previous = supervisor.publication
+            if previous is not None and version < previous.version:
+                raise ValueError(f"version {version} is older than {previous.version}, which is published")
+            if previous is not None and version == previous.version and publication.manifest != previous.manifest:
                 raise ValueError(f"version {version} is published already, with other weights")
-            # One that is being started is not waited for, except at the very beginning, when all of them are.
+            # An engine that is starting is not waited for, except for the first weights, when all are.
             awaited = {
-                engine.name: engine.place.generation
-                for engine in engines.engines
-                if known is None or engine.health.state is not State.STARTING
+                engine.name: engine.slot.generation
+                for engine in supervisor.engines
+                if previous is None or engine.health.state is not State.STARTING
             }
-            engines.announce(publication)
-            engines.wait_for(lambda: self._is_taken_over(awaited, version), f"took over version {version}")
-            for engine in engines.engines:
+            supervisor.announce(publication)
+            supervisor.wait_for(lambda: self._is_loaded(awaited, version), f"loaded version {version}")
+            for engine in supervisor.engines:
                 engine.health.require(version)
-            names = [engine.name for engine in engines.engines if engine.health.serves(version, version)]
+            names = [engine.name for engine in supervisor.engines if engine.health.serves(version, version)]
         seconds = round(time.monotonic() - started, 3)
-        engines.tell("weights_published", version=version, engines=names, seconds=seconds)
+        supervisor.log_event("weights_published", version=version, engines=names, seconds=seconds)
 
-    def _is_taken_over(self, awaited: Mapping[str, int], version: int) -> bool:
-        every = self._engines.engines
+    def _is_loaded(self, awaited: Mapping[str, int], version: int) -> bool:
+        engines = self.supervisor.engines
         is_open = any(
-            engine.is_current(awaited.get(engine.name, -1)) and engine.health.version != version for engine in every
+            engine.is_current(awaited.get(engine.name, -1)) and engine.health.version != version for engine in engines
         )
-        return not is_open and any(engine.health.serves(version, version) for engine in every)
+        return not is_open and any(engine.health.serves(version, version) for engine in engines)
 
-    # --- answers ----------------------------------------------------------------------------------------------------
+    # --- sampling ---------------------------------------------------------------------------------------------------
 
     def sample(
         self,
@@ -240,119 +295,113 @@ class EnginePool:
         *,
         versions: tuple[int, int],
         partial: PartialCompletions | None = None,
-        on_progress: Callable[[Drafts], None] | None = None,
+        on_progress: Callable[[PartialCompletions], None] | None = None,
     ) -> list[list[TextCompletion]]:
-        """From any thread. `versions`: lowest and highest of the weights that an answer is begun with; later tokens
-        may come from newer ones. `on_progress` is called on this thread, with what there is of every answer.
+        """From any thread. `versions`: lowest and highest of the weights that a completion starts with; later tokens
+        may come from newer ones. `on_progress` is called on this thread, with all completions so far.
         """
-        asking = SampleRequest(prompts, params, keys, versions, partial)
+        request = SampleRequest(prompts, params, keys, versions, partial)
         if on_progress is not None:
-            self._engines.wants_news = True
+            self.supervisor.wants_partial = True
         try:
-            while not asking.is_answered:
-                for part in self._distribute(asking):
-                    self._ask(asking, part)
+            while not request.is_complete:
+                for call in self._distribute(request):
+                    self._send(call)
                 with self._changed:
-                    self._engines.wait_for(lambda: asking.has_changed, "answered", LONG_S)
-                    was_refused = self._settle(asking)
-                    drafts = asking.take_drafts()
-                if drafts is not None and on_progress is not None:
-                    on_progress(drafts)
+                    self.supervisor.wait_for(lambda: request.has_changed, "replied", NO_DEADLINE_S)
+                    was_refused = self._collect(request)
+                    progress = request.take_partial()
+                if progress is not None and on_progress is not None:
+                    on_progress(progress)
                 if was_refused:
                     time.sleep(_REFUSED_PAUSE_S)
         finally:
             with self._changed:
-                self._parts = {name: part for name, part in self._parts.items() if part.asking is not asking}
-        return asking.answers()
+                self.calls = {name: call for name, call in self.calls.items() if call.request is not request}
+        return request.completions()
 
-    def _distribute(self, asking: SampleRequest) -> list[EngineCall]:
-        """Everything that nobody is asked for: whole groups, each to the engine with the least to do."""
+    def _distribute(self, request: SampleRequest) -> list[EngineCall]:
+        """Every waiting prompt, with all its samples, to the engine with the least load."""
         with self._changed:
-            if not asking.waiting:
+            if not request.waiting:
                 return []
-            lowest, highest = asking.versions
+            lowest, highest = request.versions
             serving: list[Engine] = []
 
             def find() -> bool:
-                self._refuse_passed(lowest, highest)
-                serving[:] = [engine for engine in self._engines.engines if engine.health.serves(lowest, highest)]
+                serving[:] = [engine for engine in self.supervisor.engines if engine.health.serves(lowest, highest)]
+                published = self.supervisor.publication
+                # Versions never go back: a wait for an older one would not end.
+                if not serving and published is not None and published.version > highest:
+                    raise ValueError(
+                        f"versions {lowest} to {highest} are requested, and engines have {published.version} already"
+                    )
                 return bool(serving)
 
-            self._engines.wait_for(find, f"came to serve a version from {lowest} to {highest}")
-            shares: dict[str, list[int]] = {}
-            for place in asking.waiting:
+            self.supervisor.wait_for(find, f"served a version from {lowest} to {highest}")
+            places: dict[str, list[int]] = {}
+            for place in request.waiting:
                 engine = min(serving, key=lambda engine: engine.load)
-                engine.load += asking.params.num_samples
-                shares.setdefault(engine.name, []).append(place)
-            generations = {engine.name: engine.place.generation for engine in serving}
-            parts = [asking.split_off(places, name, generations[name]) for name, places in shares.items()]
-            self._parts.update((part.name, part) for part in parts)
-            return parts
+                engine.load += request.params.num_samples
+                places.setdefault(engine.name, []).append(place)
+            generations = {engine.name: engine.slot.generation for engine in serving}
+            calls = [request.add_call(own, name, generations[name]) for name, own in places.items()]
+            self.calls.update((call.name, call) for call in calls)
+            return calls
 
-    def _refuse_passed(self, lowest: int, highest: int) -> None:
-        """Versions never go back: a wait for an older one would not end."""
-        published = self._engines.publication
-        if published is None or published.version <= highest:
-            return
-        if not any(engine.health.serves(lowest, highest) for engine in self._engines.engines):
-            raise ValueError(
-                f"answers of versions {lowest} to {highest} are asked for, and engines have {published.version} by now"
-            )
-
-    def _ask(self, asking: SampleRequest, part: EngineCall) -> None:
+    def _send(self, call: EngineCall) -> None:
         with self._changed:
-            engine = next(engine for engine in self._engines.engines if engine.name == part.engine)
+            engine = next(engine for engine in self.supervisor.engines if engine.name == call.engine)
             worker = engine.worker
-            if part.ended or worker is None:  # it was taken out since
+            if call.ended or worker is None:  # it was removed meanwhile
                 return
 
         def on_done(future: Future[Reply]) -> None:
             error = future.exception()
-            self._end(part, engine, future.result() if error is None else None, error)
+            self.end_call(call, engine, future.result() if error is None else None, error)
 
         try:
-            worker.call("sample", asking.request(part), timeout_s=LONG_S).add_done_callback(on_done)
+            worker.call("sample", call.body(), timeout_s=NO_DEADLINE_S).add_done_callback(on_done)
         except ValueError as error:  # too large for a message
-            self._end(part, engine, None, error)
+            self.end_call(call, engine, None, error)
 
-    def _end(self, part: EngineCall, engine: Engine, reply: Reply | None, error: BaseException | None) -> None:
-        """What comes from an engine that is lost is not looked at."""
+    def end_call(self, call: EngineCall, engine: Engine, reply: Reply | None, error: BaseException | None) -> None:
+        """A reply from an engine that was removed is ignored."""
         with self._changed:
-            if part.ended:
+            if call.ended:
                 return
-            if not engine.is_current(part.generation):
+            if not engine.is_current(call.generation):
                 reply, error = None, WorkerDied(engine.name, f"{engine.name} was lost")
             elif isinstance(error, WorkerError) and not isinstance(error, WorkerFailed):
                 engine.health.failed(str(error))
-            engine.load -= part.num_answers
-            part.reply, part.error = reply, error
+            engine.load -= call.num_completions
+            call.reply, call.error = reply, error
             self._changed.notify_all()
 
-    def _on_lost(self, engine: str, generation: int) -> None:
-        for part in self._parts.values():
-            if (part.engine, part.generation) == (engine, generation) and not part.ended:
-                part.error = WorkerDied(engine, f"{engine} was taken out")
-
-    def _settle(self, asking: SampleRequest) -> bool:
-        """Take what came; what is lost waits to be asked for again. Whether an engine had other weights than asked."""
-        before = asking.num_refused
-        for part in asking.take_ended():
-            del self._parts[part.name]
-            error = part.error
+    def _collect(self, request: SampleRequest) -> bool:
+        """Takes replies; what was lost waits to be sent again. Whether an engine refused because of its version."""
+        before = request.num_refused
+        for call in request.take_ended():
+            del self.calls[call.name]
+            error = call.error
             if error is None:
-                asking.take_answers(part)
+                request.add_completions(call)
             elif isinstance(error, WorkerFailed) and error.kind == "VersionRefused" and before < _MAX_REFUSED:
-                asking.ask_again(part)
-                asking.num_refused += 1
+                request.retry(call)
+                request.num_refused += 1
             elif isinstance(error, WorkerError) and not isinstance(error, WorkerFailed):
-                asking.note_loss(part, keeps_partials=self._keeps_partials)
-                asking.ask_again(part)
+                request.retry_lost(call, keeps_partials=self._keeps_partials)
             else:
                 raise error
-        return asking.num_refused > before
+        return request.num_refused > before
 
-    def _on_news(self, engine: str, generation: int, news: dict[str, Any]) -> None:
-        for name, tokens in news.items():
-            part = self._parts.get(name)
-            if part is not None and (part.engine, part.generation) == (engine, generation):
-                part.add_news(tokens)
+    def _on_lost(self, engine: str, generation: int) -> None:
+        for call in self.calls.values():
+            if (call.engine, call.generation) == (engine, generation) and not call.ended:
+                call.error = WorkerDied(engine, f"{engine} was removed")
+
+    def _on_partial(self, engine: str, generation: int, partial: Mapping[str, Any]) -> None:
+        for name, tokens in partial.items():
+            call = self.calls.get(name)
+            if call is not None and (call.engine, call.generation) == (engine, generation):
+                call.add_tokens(tokens)

@@ -1,6 +1,6 @@
-"""New weights as a transaction: what is coming and its digests, the bytes in buckets, then a commit that checks all.
+"""New weights as a transaction: a manifest with digests, the bytes in buckets, then a commit that verifies them all.
 
-Until every digest agrees nothing changes. Must not know processes, models or who sends to whom.
+Nothing changes until every digest agrees.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
 
 
 class WeightsRejected(ValueError):
-    """What came is not what was announced, or not to be had now. Whoever got it is as before."""
+    """What arrived is not what was announced, or cannot be loaded now. The receiver is unchanged."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Of one version. The bytes of its tensors follow each other in this order, cut into buckets."""
+    """Of one version. The bytes of its tensors are concatenated in this order and split into buckets."""
 
     version: int
     entries: tuple[TensorEntry, ...]
@@ -57,7 +57,7 @@ class Manifest:
         entries = tuple(TensorEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in values["entries"])
         for entry in entries:
             if entry.dtype not in _DTYPES:
-                raise WeightsRejected(f"{entry.name} is announced as {entry.dtype}, which no tensor is here")
+                raise WeightsRejected(f"{entry.name} is announced as {entry.dtype}, which is not a known dtype")
         if len({entry.name for entry in entries}) < len(entries):
             raise WeightsRejected("a name is announced twice")
         return cls(int(values["version"]), entries)
@@ -65,7 +65,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Publication:
-    """A version ready to be sent, as often as there are engines: a copy, so that training may go on."""
+    """A version ready to be sent to every engine: a copy, so that training can continue."""
 
     manifest: Manifest
     buckets: tuple[Tensor, ...]
@@ -93,80 +93,80 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def _cut(parts: Iterable[Tensor], bucket_bytes: int) -> Iterable[Tensor]:
-    """The parts one after the other, as new tensors of equal size; the last may be shorter."""
+    """The parts concatenated, as new tensors of equal size; the last may be shorter."""
     parts = list(parts)
     left = sum(len(part) for part in parts)
     bucket, filled = torch.empty(min(bucket_bytes, left), dtype=torch.uint8), 0
     for part in parts:
         while len(part):
-            taken = min(len(part), len(bucket) - filled)
-            bucket[filled : filled + taken] = part[:taken]
-            part, filled, left = part[taken:], filled + taken, left - taken
+            count = min(len(part), len(bucket) - filled)
+            bucket[filled : filled + count] = part[:count]
+            part, filled, left = part[count:], filled + count, left - count
             if filled == len(bucket):
                 yield bucket
                 bucket, filled = torch.empty(min(bucket_bytes, left), dtype=torch.uint8), 0
 
 
 def _digests(parts: list[Tensor]) -> list[str]:
-    with ThreadPoolExecutor(max(1, min(4, torch.get_num_threads()))) as threads:  # hashing lets others run
+    with ThreadPoolExecutor(max(1, min(4, torch.get_num_threads()))) as threads:  # hashing releases the GIL
         return list(threads.map(lambda part: hashlib.sha256(part.numpy()).hexdigest(), parts))
 
 
 class WeightReceiver:
-    """`apply` puts tensors into a model, or raises and leaves it as it was. `version` is what was last applied."""
+    """`apply` loads tensors into a model, or raises and leaves it unchanged. `version`: the last one applied."""
 
     def __init__(self, apply: Callable[[dict[str, Tensor], int], None]) -> None:
         self._apply = apply
         self.version: int | None = None
         self._served: Manifest | None = None
-        self._coming: Manifest | None = None
+        self._manifest: Manifest | None = None
         self._buckets: list[Tensor] = []
 
     def begin(self, manifest: Manifest) -> None:
-        """What came of another version that was never committed is thrown away."""
+        """Discards what was received of a version that was not committed."""
         self._drop()
         if self.version is not None and manifest.version < self.version:
             raise WeightsRejected(f"version {manifest.version} is older than {self.version}, which is served")
         if self._served is not None and manifest.version == self.version and manifest != self._served:
             raise WeightsRejected(f"version {manifest.version} is served already, with other weights")
-        self._coming = manifest
+        self._manifest = manifest
 
-    def take(self, version: int, number: int, content: Tensor) -> None:
-        """The next bucket, which is given away. What does not follow ends the transaction: it must begin anew."""
-        coming = self._expect(version)
+    def receive(self, version: int, number: int, content: Tensor) -> None:
+        """The next bucket; the receiver owns `content` from now on. A bucket out of order ends the transaction."""
+        manifest = self._expect(version)
         due = len(self._buckets)
         if number != due:
             self._drop()
-            raise WeightsRejected(f"bucket {number} of version {version} came where {due} was due")
-        num_left = coming.num_bytes - sum(map(len, self._buckets))
+            raise WeightsRejected(f"bucket {number} of version {version} arrived where {due} was expected")
+        num_left = manifest.num_bytes - sum(map(len, self._buckets))
         if content.dtype != torch.uint8 or content.dim() != 1 or len(content) > num_left:
             self._drop()
             raise WeightsRejected(
                 f"bucket {number} of version {version} has {content.numel():,} values of {content.dtype}, and "
-                f"{num_left:,} bytes are left to come"
+                f"{num_left:,} bytes are still expected"
             )
         self._buckets.append(content)
 
     def commit(self, version: int) -> None:
-        """Check everything, then apply it."""
-        coming, buckets = self._expect(version), self._buckets
+        """Verifies everything, then applies it."""
+        manifest, buckets = self._expect(version), self._buckets
         num_received = sum(map(len, buckets))
         self._drop()
-        if num_received != coming.num_bytes:
-            raise WeightsRejected(f"version {version} has {coming.num_bytes:,} bytes, and {num_received:,} came")
-        tensors = _verified(coming, buckets)
+        if num_received != manifest.num_bytes:
+            raise WeightsRejected(f"version {version} has {manifest.num_bytes:,} bytes, and {num_received:,} arrived")
+        tensors = _verified(manifest, buckets)
         self._apply(tensors, version)
-        self.version, self._served = version, coming
+        self.version, self._served = version, manifest
 
     def _expect(self, version: int) -> Manifest:
-        if self._coming is None:
-            raise WeightsRejected(f"version {version} was not begun, or has been given up")
-        if self._coming.version != version:
-            raise WeightsRejected(f"version {self._coming.version} was begun, and this is of version {version}")
-        return self._coming
+        if self._manifest is None:
+            raise WeightsRejected(f"version {version} has no open transaction")
+        if self._manifest.version != version:
+            raise WeightsRejected(f"version {self._manifest.version} is being received, not version {version}")
+        return self._manifest
 
     def _drop(self) -> None:
-        self._coming, self._buckets = None, []
+        self._manifest, self._buckets = None, []
 
 
 def _verified(manifest: Manifest, buckets: list[Tensor]) -> dict[str, Tensor]:
@@ -176,16 +176,16 @@ def _verified(manifest: Manifest, buckets: list[Tensor]) -> dict[str, Tensor]:
         if digest != entry.sha256:
             raise WeightsRejected(
                 f"{entry.name} of version {manifest.version} has the digest {digest} and was announced with "
-                f"{entry.sha256}: it was changed on the way"
+                f"{entry.sha256}: it was corrupted on the way"
             )
-        # Its bytes may lie at any place, and a view needs them aligned.
+        # A view needs aligned bytes.
         aligned = part if part.storage_offset() % _DTYPES[entry.dtype].itemsize == 0 else part.clone()
         tensors[entry.name] = _as_tensor(aligned, entry)
     return tensors
 
 
 def _parts(buckets: list[Tensor], sizes: list[int]) -> list[Tensor]:
-    """The bytes of the buckets in parts of these sizes. Only a part that lies in several buckets is copied."""
+    """The bytes of the buckets in parts of these sizes. Only a part that spans several buckets is copied."""
     left, parts = [*buckets, torch.empty(0, dtype=torch.uint8)], []
     left.reverse()
     for size in sizes:

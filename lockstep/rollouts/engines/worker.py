@@ -1,36 +1,35 @@
-"""What runs in the process of an engine: weights come and are verified, answers of many calls grow together.
+"""The process of an engine: receives weights and verifies them, samples many calls together; and its messages.
 
-Until the first commit it answers nothing; afterwards only requests that accept the version it has.
-Must not know other engines, nor how messages travel.
+Before the first commit of weights it samples nothing; afterwards only for calls that accept the version it has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lockstep.config import LoraConfig, ModelConfig, RunConfig
-from lockstep.inference.engine import ContinuousEngine, LocalEngine, SampleCall
-from lockstep.model.load import DTYPES, build_model, keep_freed_memory, load_tokenizer
-from lockstep.model.lora import speed_up_eager
+from lockstep.inference.engine import ContinuousEngine, LocalEngine, SampleCall, load_engine
 from lockstep.processes.worker import Reply
 from lockstep.rollouts.engines.publishing import Manifest, WeightReceiver
-from lockstep.rollouts.engines.wire import pack_answers, pack_begun, unpack_request
+from lockstep.types import PartialCompletion, PartialCompletions, Prompt, SamplingParams, TextCompletion
 
 ENTRY = "lockstep.rollouts.engines.worker:start"
-Method = Callable[[dict[str, Any], dict[str, Tensor]], Any]
+Body = dict[str, Any]
+Tensors = dict[str, Tensor]
+Method = Callable[[Body, Tensors], Any]
 
 
 class VersionRefused(ValueError):
-    """The engine's weights are none of those that the request accepts."""
+    """The engine's weights are not among the versions that the call accepts."""
 
 
-def settings_of(
+def engine_settings(
     config: RunConfig, *, precision: str, device: str = "cpu", batch_size: int | None = None
 ) -> dict[str, Any]:
     """What an engine for this run is started with. `precision` is the one that training agreed on."""
@@ -41,36 +40,15 @@ def settings_of(
         "device": device,
         "batch_size": batch_size,
         "compiles": config.model.compile is not False,
-        "tokenizer": {"chat_template": config.data.chat_template},
+        "chat_template": config.data.chat_template,
     }
 
 
 def start(settings: Mapping[str, Any]) -> EngineHandler:
-    keep_freed_memory()
-    config = ModelConfig(**settings["model"])
-    lora = None if settings["lora"] is None else LoraConfig(**settings["lora"])
-    model = build_engine_model(config, lora, settings["precision"], settings["device"])
-    tokenizer = load_tokenizer(config)
-    template = settings["tokenizer"]["chat_template"]
-    if template not in ("auto", "none"):
-        tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
-    engine = LocalEngine(model, tokenizer, settings["batch_size"], compiles=settings.get("compiles", False))
-    return EngineHandler(engine)
-
-
-def build_engine_model(config: ModelConfig, lora: LoraConfig | None, precision: str, device: str) -> Any:
-    """As the trainer lends its own for sampling: every parameter in the dtype that is computed in."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    # With its weights, though others will replace them: with them come the model's own ends of a text.
-    model = build_model(config, lora, precision, with_weights=True)
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(DTYPES[precision])
-    if lora is not None and device == "cpu":
-        speed_up_eager(model)  # as in training: the same numbers to the last bit
-    return model.to(device).eval()
+    """The entry of the process."""
+    model, lora = ModelConfig(**settings["model"]), settings["lora"]
+    others = {name: value for name, value in settings.items() if name not in ("model", "lora")}
+    return EngineHandler(load_engine(model, None if lora is None else LoraConfig(**lora), **others))
 
 
 class EngineHandler:
@@ -81,7 +59,7 @@ class EngineHandler:
         self._num_messages = 0
         self.methods: dict[str, Method] = {
             "begin_weights": self._begin_weights,
-            "bucket": self._take_bucket,
+            "bucket": self._receive_bucket,
             "commit_weights": self._commit_weights,
             "sample": self._sample,
         }
@@ -92,26 +70,26 @@ class EngineHandler:
 
     def work(self) -> None:
         for call in self._engine.advance():
-            self._answer(call)
+            self.reply(call)
 
     def close(self) -> None:
         for future in self._futures.values():
             future.cancel()
 
-    def _begin_weights(self, body: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    def _begin_weights(self, body: Body, tensors: Tensors) -> None:
         self._num_messages += 1
         self._receiver.begin(Manifest.from_json(body))
 
-    def _take_bucket(self, body: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    def _receive_bucket(self, body: Body, tensors: Tensors) -> None:
         self._num_messages += 1
-        self._receiver.take(body["version"], body["number"], tensors["content"])
+        self._receiver.receive(body["version"], body["number"], tensors["content"])
 
-    def _commit_weights(self, body: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
+    def _commit_weights(self, body: Body, tensors: Tensors) -> Body:
         self._num_messages += 1
         self._receiver.commit(body["version"])
         return {"version": self._receiver.version}
 
-    def _sample(self, body: dict[str, Any], tensors: dict[str, Tensor]) -> Future[Reply]:
+    def _sample(self, body: Body, tensors: Tensors) -> Future[Reply]:
         lowest, highest = body["versions"]
         version = self._receiver.version
         if version is None or not lowest <= version <= highest:
@@ -121,27 +99,96 @@ class EngineHandler:
         future: Future[Reply] = Future()
         self._futures[call] = future
         if call.finished:
-            self._answer(call)
+            self.reply(call)
         return future
 
-    def _answer(self, call: SampleCall) -> None:
+    def reply(self, call: SampleCall) -> None:
         future = self._futures.pop(call)
         if call.error is not None:
             future.set_exception(call.error)
         else:
-            future.set_result(Reply(*pack_answers(call.completions())))
+            future.set_result(Reply(*pack_completions(call.completions())))
 
-    def _ping(self, body: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
-        """On another thread than everything else."""
-        news: dict[str, Any] = {}
-        if body.get("news"):
+    def _ping(self, body: Body, tensors: Tensors) -> Body:
+        """On another thread than everything else. `partial`: new tokens by call, where they are asked for."""
+        partial: dict[str, Any] = {}
+        if body.get("partial"):
             for call in self._engine.active_calls:
-                if call in self._futures:  # otherwise it is being answered
-                    parts = [[place, sample, pack_begun(part)] for place, sample, part in call.take_progress()]
-                    news |= {call.name: parts} if parts else {}
+                if call in self._futures:  # otherwise its reply is on the way
+                    new = [[place, sample, pack_partial(tokens)] for place, sample, tokens in call.take_progress()]
+                    partial |= {call.name: new} if new else {}
         return {
             "version": self._receiver.version,
             "progress": self._engine.progress + self._num_messages,
             "busy": self._engine.has_work,
-            "news": news,
+            "partial": partial,
         }
+
+
+# --- messages: plain JSON, and large arrays as tensors --------------------------------------------------------------
+
+
+def pack_request(
+    prompts: Sequence[Prompt], params: SamplingParams, keys: Sequence[int], partial: PartialCompletions | None
+) -> Body:
+    return {
+        "prompts": [[int(token) for token in prompt] for prompt in prompts],
+        "params": asdict(params),
+        "keys": [int(key) for key in keys],
+        "partial": None
+        if partial is None
+        else [[entry and pack_partial(entry) for entry in group] for group in partial],
+    }
+
+
+def unpack_request(
+    body: Mapping[str, Any],
+) -> tuple[list[list[int]], SamplingParams, list[int], PartialCompletions | None]:
+    params, partial = body["params"], body["partial"]
+    if partial is not None:
+        partial = [[entry and unpack_partial(entry) for entry in group] for group in partial]
+    params = SamplingParams(**{**params, "stop": tuple(params["stop"]), "stop_tokens": tuple(params["stop_tokens"])})
+    return body["prompts"], params, body["keys"], partial
+
+
+def pack_partial(partial: PartialCompletion) -> list[Any]:
+    return [list(partial.tokens), list(partial.logprobs), list(partial.versions)]
+
+
+def unpack_partial(values: Sequence[Any]) -> PartialCompletion:
+    tokens, logprobs, versions = values
+    return PartialCompletion(tuple(tokens), tuple(logprobs), tuple(versions))
+
+
+def pack_completions(groups: Sequence[Sequence[TextCompletion]]) -> tuple[Body, Tensors]:
+    every = [completion for group in groups for completion in group]
+    body = {
+        "groups": [len(group) for group in groups],
+        "lengths": [len(completion.tokens) for completion in every],
+        "texts": [completion.text for completion in every],
+        "finish_reasons": [completion.finish_reason for completion in every],
+        "versions": [completion.version for completion in every],
+        "mixed": [bool(completion.versions) for completion in every],
+        "has_logprobs": all(completion.logprobs is not None for completion in every),
+    }
+    tensors = {
+        "tokens": torch.tensor([token for completion in every for token in completion.tokens], dtype=torch.int64),
+        "logprobs": torch.tensor([x for completion in every for x in completion.logprobs or ()], dtype=torch.float64),
+        "versions": torch.tensor([x for completion in every for x in completion.versions], dtype=torch.int64),
+    }
+    return body, tensors
+
+
+def unpack_completions(body: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[list[TextCompletion]]:
+    lengths = body["lengths"]
+    tokens = _split(tensors["tokens"], lengths)
+    logprobs = _split(tensors["logprobs"], lengths) if body["has_logprobs"] else [None] * len(lengths)
+    mixed = [length if is_mixed else 0 for length, is_mixed in zip(lengths, body["mixed"], strict=True)]
+    versions = _split(tensors["versions"], mixed)
+    rows = zip(tokens, body["texts"], body["finish_reasons"], logprobs, body["versions"], versions, strict=True)
+    every = iter([TextCompletion(*row) for row in rows])
+    return [[next(every) for _ in range(count)] for count in body["groups"]]
+
+
+def _split(numbers: Tensor, lengths: Sequence[int]) -> list[Any]:
+    return [tuple(part.tolist()) for part in numbers.split(list(lengths))] if lengths else []

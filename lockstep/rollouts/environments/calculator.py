@@ -1,6 +1,6 @@
-"""A tool for the model, as a small example of an environment: what stands in <calc>...</calc> is worked out for it.
+"""A calculator as a tool, and a small example of an environment: it replies with the value of <calc>...</calc>.
 
-An answer without such a request ends the episode. Must not know how episodes are sampled.
+An answer without such a request ends the episode.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
-from lockstep.rollouts.rewards.reward import Row, Turn
+from lockstep.rollouts.rewards import Row, Turn
 
 _REQUEST = re.compile(r"<calc>(.*?)</calc>", re.DOTALL)
 _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
@@ -20,11 +20,11 @@ _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
 }
-_LONGEST = 200  # characters of an expression
+_MAX_CHARACTERS = 200  # of an expression
 
 
 class Calculator:
-    """Keeps a count of its uses; each costs nothing. The reward is for others to give."""
+    """Counts its uses and gives no reward of its own."""
 
     def reset(self, row: Row) -> None:
         self.num_uses = 0
@@ -39,7 +39,7 @@ class Calculator:
 
 def calculate(expression: str) -> str:
     """The value of a sum of numbers with + - * / and brackets, exactly; or what is wrong with it, for the model."""
-    if len(expression) > _LONGEST:
+    if len(expression) > _MAX_CHARACTERS:
         return "error: the expression is too long"
     try:
         value = _value(ast.parse(expression.strip(), mode="eval").body)

@@ -1,6 +1,6 @@
 """Tasks of the reasoning-gym package: rows with a question, and how its authors score an answer.
 
-`data.train: reasoning_gym:NAME` with `options` of the source. The package is asked for when a task is.
+`data.train: reasoning_gym:NAME` with `options` of the source. The package is imported only when a task is used.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from functools import cache
 from typing import Any
 
 from lockstep.config import ConfigError
-from lockstep.rollouts.rewards.reward import RewardFunction, Row
+from lockstep.data.answer_match import find_last
+from lockstep.rollouts.rewards import RewardFunction, Row
 
 PREFIX = "reasoning_gym:"
 _DEFAULT_SIZE = 1000
@@ -21,7 +22,7 @@ def is_task(path: str) -> bool:
 
 
 def make_rows(path: str, options: Mapping[str, Any], *, seed: int) -> list[dict[str, Any]]:
-    """`size` and `seed` of the options are the number of rows and where they are drawn from; the rest is the task's."""
+    """`size` and `seed` of the options are the number of rows and the task's seed; the rest is the task's own."""
     gym, name = _package(), path.removeprefix(PREFIX)
     if name not in gym.factory.DATASETS:
         raise ConfigError(f"{path}: reasoning-gym has no such task; it has {', '.join(sorted(gym.factory.DATASETS))}")
@@ -37,17 +38,15 @@ def make_rows(path: str, options: Mapping[str, Any], *, seed: int) -> list[dict[
 
 
 def reasoning_gym(*, pattern: str = r"<answer>(.*?)</answer>") -> RewardFunction:
-    """The task's own score of what `pattern` finds last in the text, or of the whole text where it finds nothing."""
-    from lockstep.rollouts.rewards.builtin import find_last
-
+    """The task's own score of the last match of `pattern`, or of the whole text where nothing matches."""
     score, find = cache(_package().get_score_answer_fn), find_last(pattern)
 
     def reward(text: str, row: Row) -> float:
         if "task" not in row:
-            raise ValueError(f"the row is of no task: take rows of {PREFIX}NAME")
-        found = find(text)
+            raise ValueError(f"the row has no 'task': use rows of {PREFIX}NAME")
+        extracted = find(text)
         entry = {"question": row["prompt"], "answer": row["answer"], "metadata": row["metadata"]}
-        return float(score(row["task"])((text if found is None else found).strip(), entry))
+        return float(score(row["task"])((text if extracted is None else extracted).strip(), entry))
 
     return reward
 

@@ -10,28 +10,28 @@ from typing import TypeVar
 from lockstep.config import ConfigError
 from lockstep.processes.pool import PoolStartFailed, WorkerPool
 from lockstep.processes.worker import WorkerDied, WorkerFailed, WorkerTimedOut
-from lockstep.rollouts.rewards.reward import Attempt, Outcome, Turn
-from lockstep.rollouts.rewards.scoring import Judging
+from lockstep.rollouts.rewards import Attempt, Outcome, Turn
+from lockstep.rollouts.rewards.scoring import RewardSpec
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class RewardTask:
-    judging: Judging
+    spec: RewardSpec
 
     def prepare(self) -> Callable[[tuple[str, Attempt]], Outcome | Turn]:
-        scorer = self.judging.prepare()
-        methods: dict[str, Callable[[Attempt], Outcome | Turn]] = {"score": scorer.score, "play": scorer.play}
+        rewards = self.spec.load()
+        methods: dict[str, Callable[[Attempt], Outcome | Turn]] = {"score": rewards.score, "play": rewards.play}
         return lambda item: methods[item[0]](item[1])
 
 
 class RewardPool:
     """`timeout_s`: for one attempt. `start_timeout_s`: for importing what rewards need."""
 
-    def __init__(self, judging: Judging, procs: int, *, timeout_s: float, start_timeout_s: float = 120.0) -> None:
+    def __init__(self, spec: RewardSpec, procs: int, *, timeout_s: float, start_timeout_s: float = 120.0) -> None:
         self._pool = WorkerPool(
-            "rewards", RewardTask(judging), procs, timeout_s=timeout_s, start_timeout_s=start_timeout_s
+            "rewards", RewardTask(spec), procs, timeout_s=timeout_s, start_timeout_s=start_timeout_s
         )
 
     def start(self) -> None:
@@ -42,7 +42,7 @@ class RewardPool:
             raise _describe_start(error) from error
 
     def score(self, attempts: Sequence[Attempt]) -> list[Outcome]:
-        return self._run("score", attempts, Outcome.tainted)
+        return self._run("score", attempts, Outcome.failed)
 
     def play(self, attempts: Sequence[Attempt]) -> list[Turn]:
         return self._run("play", attempts, lambda problem: Turn(problem=problem))

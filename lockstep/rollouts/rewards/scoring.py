@@ -1,22 +1,154 @@
-"""Scores one attempt, or plays one episode: what each process of the pool does.
-
-An error of a reward is an answer here, not an exception: it taints one sample. Must not know processes.
-"""
+"""Rewards and environments by name, and the scoring of one attempt: what each process of the reward pool runs."""
 
 from __future__ import annotations
 
+import importlib
 import math
-from collections.abc import Mapping, Sequence
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.rollouts.rewards.loading import ENVIRONMENT, load_environment, load_reward
-from lockstep.rollouts.rewards.reward import Attempt, Environment, Outcome, Turn
+from lockstep.config import ConfigError
+from lockstep.data.answer_match import collapse_whitespace, find_last, find_number
+from lockstep.rollouts.environments.calculator import Calculator
+from lockstep.rollouts.environments.reasoning import reasoning_gym
+from lockstep.rollouts.rewards import Attempt, Environment, Outcome, RewardFunction, Row, Turn
+
+ENVIRONMENT = "environment"
+"""The name of the reward that the environment itself gives, summed over the turns."""
+ENVIRONMENTS: dict[str, Callable[..., Environment]] = {"calculator": Calculator}
+
+
+# --- built-in rewards, each from 0 to 1 -----------------------------------------------------------------------------
+
+
+def exact(*, answer: str = "answer", pattern: str | None = None, ignore_case: bool = False) -> RewardFunction:
+    """1 where the text is the row's answer. `pattern`: compare only the first group of its last match in the text."""
+    find = find_last(pattern)
+
+    def reward(text: str, row: Row) -> float:
+        extracted, expected = find(text), collapse_whitespace(str(_column(row, answer)))
+        if extracted is None:
+            return 0.0
+        extracted = collapse_whitespace(extracted)
+        return float(extracted.casefold() == expected.casefold() if ignore_case else extracted == expected)
+
+    return reward
+
+
+def numeric(*, answer: str = "answer", pattern: str | None = None, tolerance: float = 0.0) -> RewardFunction:
+    """1 where the text comes to the number of the row's answer: after the last ####, in a box, or the last of all."""
+    find = find_last(pattern)
+
+    def reward(text: str, row: Row) -> float:
+        expected = find_number(str(_column(row, answer)))
+        if expected is None:
+            raise ValueError(f"the row's {answer!r} has no number: {row[answer]!r}")
+        extracted = find(text)
+        number = None if extracted is None else find_number(extracted)
+        return float(number is not None and abs(number - expected) <= tolerance)
+
+    return reward
+
+
+def regex(*, pattern: str) -> RewardFunction:
+    """1 where the pattern matches anywhere in the text."""
+    compiled = re.compile(pattern, re.DOTALL)
+    return lambda text, row: float(compiled.search(text) is not None)
+
+
+def match_format(*, pattern: str = r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*") -> RewardFunction:
+    """1 where the pattern matches the whole text."""
+    compiled = re.compile(pattern, re.DOTALL)
+    return lambda text, row: float(compiled.fullmatch(text) is not None)
+
+
+def length(*, most: int, least: int = 1, unit: str = "words", soft: int = 0) -> RewardFunction:
+    """1 from `least` up to `most` words or characters; over the next `soft` of them it falls to 0."""
+    if unit not in ("words", "characters"):
+        raise ValueError(f"unit must be words or characters, not {unit!r}")
+
+    def reward(text: str, row: Row) -> float:
+        size = len(text.split()) if unit == "words" else len(text)
+        return 0.0 if size < least else max(0.0, 1.0 - max(size - most, 0) / (soft + 1))
+
+    return reward
+
+
+BUILTIN: dict[str, Callable[..., RewardFunction]] = {
+    "exact": exact,
+    "numeric": numeric,
+    "regex": regex,
+    "format": match_format,
+    "length": length,
+    "reasoning_gym": reasoning_gym,
+}
+
+
+def _column(row: Row, name: str) -> Any:
+    if row.get(name) is None:
+        raise ValueError(f"the row has no {name!r}, only {', '.join(map(repr, row))}: name another column in options")
+    return row[name]
+
+
+# --- from names in a configuration to functions ----------------------------------------------------------------------
+
+
+def load_reward(name: str, options: Mapping[str, Any]) -> RewardFunction:
+    """`name` is built in, or a user's module:function, which gets `options` by name with every call."""
+    if ":" in name:
+        function = _import_name(name, "algorithm.reward")
+        return lambda text, row: function(text, row, **options)
+    if name not in BUILTIN:
+        known = ", ".join([*BUILTIN, ENVIRONMENT])
+        raise ConfigError(f"algorithm.reward {name!r} is unknown: use {known}, or write module:function")
+    try:
+        return BUILTIN[name](**options)
+    except ConfigError:
+        raise
+    except Exception as error:  # an unknown option, or an invalid pattern
+        raise ConfigError(f"algorithm.reward {name} does not take these options: {error}") from error
+
+
+def load_environment(name: str) -> Callable[[], Environment]:
+    if ":" in name:
+        return _import_name(name, "algorithm.environment")
+    if name not in ENVIRONMENTS:
+        known = ", ".join(ENVIRONMENTS)
+        raise ConfigError(f"algorithm.environment {name!r} is unknown: use {known}, or write module:class")
+    return ENVIRONMENTS[name]
+
+
+def _import_name(name: str, key: str) -> Callable[..., Any]:
+    """`name` is module:function; the module may be in the working directory."""
+    module_name, _, function_name = name.partition(":")
+    if not module_name or not function_name:
+        raise ConfigError(f"{key} {name!r}: write module:function, for example rewards:polite")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    importlib.invalidate_caches()
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # a user's module runs its own code
+        raise ConfigError(
+            f"{key} {name!r}: {module_name} cannot be imported ({type(error).__name__}: {error}): put it into the "
+            "working directory or install it"
+        ) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ConfigError(f"{key} {name!r}: {module_name} has no function {function_name}")
+    return function
+
+
+# --- scoring --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class NamedReward:
-    """`weight` may be 0: then it is measured and not learned."""
+    """`weight` 0: measured and reported, but not learned from."""
 
     name: str
     weight: float = 1.0
@@ -24,62 +156,60 @@ class NamedReward:
 
 
 @dataclass(frozen=True)
-class Judging:
-    """Everything that is needed to score. Pickled, and made ready where it is used."""
+class RewardSpec:
+    """All that scoring needs, by name: it travels to the processes that score, which load it there."""
 
     rewards: Sequence[NamedReward]
     environment: str | None = None
 
-    def prepare(self) -> Scorer:
-        return Scorer(self)
+    def load(self) -> LoadedRewards:
+        return LoadedRewards(self)
 
 
-class Scorer:
-    """Raises ConfigError where a reward or an environment cannot be loaded."""
+class LoadedRewards:
+    """Scores attempts in this process. Raises ConfigError where a reward or an environment cannot be loaded."""
 
-    def __init__(self, judging: Judging) -> None:
-        self._weights = {reward.name: reward.weight for reward in judging.rewards}
+    def __init__(self, spec: RewardSpec) -> None:
+        self._weights = {reward.name: reward.weight for reward in spec.rewards}
         self._functions = {
             reward.name: load_reward(reward.name, reward.options)
-            for reward in judging.rewards
+            for reward in spec.rewards
             if reward.name != ENVIRONMENT
         }
-        self._make = load_environment(judging.environment) if judging.environment else None
+        self._make_environment = load_environment(spec.environment) if spec.environment else None
 
     def score(self, attempt: Attempt) -> Outcome:
         scores: dict[str, float] = {}
         for name in self._weights:
             try:
-                scores[name] = self._earned(attempt) if name == ENVIRONMENT else self._ask(name, attempt)
-            except Exception as error:  # whatever the user's function raises belongs to this answer
-                return Outcome.tainted(f"reward {name} failed: {_describe(error)}")
+                scores[name] = self._environment_reward(attempt) if name == ENVIRONMENT else self._call(name, attempt)
+            except Exception as error:  # an error of the user's function concerns this answer alone
+                return Outcome.failed(f"reward {name} failed: {_describe(error)}")
             if not math.isfinite(scores[name]):
-                return Outcome.tainted(f"reward {name} is {scores[name]}, which is no number")
+                return Outcome.failed(f"reward {name} is {scores[name]}, which is not a finite number")
         return Outcome(sum(self._weights[name] * score for name, score in scores.items()), scores)
 
     def play(self, attempt: Attempt) -> Turn:
-        """What the environment says to the last turn."""
+        """The environment's reply to the last turn."""
         try:
             return self._replay(attempt)[-1]
         except Exception as error:
             return Turn(problem=f"the environment failed: {_describe(error)}")
 
-    def _ask(self, name: str, attempt: Attempt) -> float:
-        found = self._functions[name](attempt.answer, dict(attempt.row))
-        if isinstance(found, bool) or not isinstance(found, (int, float)):
-            try:
-                found = float(found)
-            except (TypeError, ValueError):
-                raise TypeError(f"it returned {found!r}, which is no number") from None
-        return float(found)
+    def _call(self, name: str, attempt: Attempt) -> float:
+        value = self._functions[name](attempt.answer, dict(attempt.row))
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            raise TypeError(f"it returned {value!r}, which is not a number") from None
 
-    def _earned(self, attempt: Attempt) -> float:
+    def _environment_reward(self, attempt: Attempt) -> float:
         return sum(turn.reward for turn in self._replay(attempt))
 
     def _replay(self, attempt: Attempt) -> list[Turn]:
-        """From the start: an episode has no memory but the model's own words."""
-        assert self._make is not None, "only asked where there is an environment"
-        environment: Environment = self._make()
+        """From the start: the only state of an episode is the model's own turns."""
+        assert self._make_environment is not None, "only called where there is an environment"
+        environment = self._make_environment()
         environment.reset(attempt.row)
         turns = [environment.step(answer) for answer in attempt.turns]
         for turn in turns:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.algorithms.advantages import BASELINES, find_advantages, is_flat, scale_of, token_weight
+from lockstep.algorithms.advantages import BASELINES, find_advantages, has_zero_std, scale_of, token_weight
 
 NAN = math.nan
 REWARDS = [[1.0, 0.0, 0.5, 0.25], [2.0, -1.0, 2.0], [0.1, 0.7]]
@@ -83,9 +83,9 @@ def test_nothing_known_at_all():
 
 
 def test_a_group_is_flat_when_no_known_reward_differs():
-    assert is_flat([0.1, 0.1, NAN])
-    assert is_flat([NAN])
-    assert not is_flat([0.1, 0.2])
+    assert has_zero_std([0.1, 0.1, NAN])
+    assert has_zero_std([NAN])
+    assert not has_zero_std([0.1, 0.2])
 
 
 def test_every_aggregation_normalises_a_batch_by_one_number():

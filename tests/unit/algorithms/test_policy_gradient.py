@@ -163,7 +163,7 @@ def test_the_first_update_has_the_gradient_of_reinforce():
         for mine, theirs in zip(gradients(loss, answers), gradients(reinforce, answers), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-15)
         assert metrics["ratio"].item() == sum(LENGTHS)
-        assert metrics["clipped_low"] == metrics["clipped_high"] == metrics["moved"] == 0
+        assert metrics["clipped_low"] == metrics["clipped_high"] == metrics["policy_shift"] == 0
 
 
 def test_clipped_tokens_are_counted_where_they_lose_their_gradient():
@@ -181,7 +181,7 @@ def test_a_correction_is_cut_off_above_and_carries_no_gradient():
     gap = torch.tensor([0.0, 1.0, -1.0], dtype=torch.float64)
     shifted = Sampled(answer.logprobs, answer.old, answer.old - gap, answer.reference, answer.entropies, 1.0)
     _, metrics = lockstep_loss([shifted], {"importance_weighting": "token", "importance_cap": 1.5}, "token")
-    assert metrics["correction"].item() == pytest.approx(1 + 1.5 + torch.exp(gap[2]).item(), rel=1e-12)
+    assert metrics["importance_weight"].item() == pytest.approx(1 + 1.5 + torch.exp(gap[2]).item(), rel=1e-12)
 
 
 def test_a_ratio_beyond_all_numbers_stays_a_number():
@@ -206,4 +206,4 @@ def test_on_policy_the_old_logprobs_are_these(name):
     ):
         assert torch.equal(ours, theirs)
     gaps = torch.cat([(answer.logprobs - answer.behaviour).abs() for answer in answers])
-    assert float(metrics["logprob_gap"]) == pytest.approx(float(gaps.sum()), rel=1e-12)
+    assert float(metrics["sampler_trainer_logprob_diff"]) == pytest.approx(float(gaps.sum()), rel=1e-12)

@@ -21,7 +21,7 @@ CONFIG = "model: org/m\ndata: {train: t.jsonl}\nalgorithm: {kind: dapo, reward: 
 def row_of(step: int, number: int, reward: float | None, **changes: Any) -> dict[str, Any]:
     row = {"step": step, "origin": f"/data/t.jsonl:{number}", "prompt": f"question {number}", "reference": "4"}
     row |= {"sample": number, "turns": [f"answer {number}"], "reward": reward, "scores": {"numeric": reward or 0.0}}
-    row |= {"advantage": 0.5, "problem": None, "tokens": 3, "cut": False, "version": step - 1}
+    row |= {"advantage": 0.5, "problem": None, "tokens": 3, "truncated": False, "version": step - 1}
     return {**row, **changes}
 
 
@@ -33,7 +33,7 @@ def run(tmp_path: Path) -> RunDir:
         9: [row_of(9, 1, 0.0)],
         10: [
             row_of(10, 1, 0.2),
-            row_of(10, 2, 0.9, turns=["first", "second"], cut=True),
+            row_of(10, 2, 0.9, turns=["first", "second"], truncated=True),
             row_of(10, 3, None, problem="reward numeric failed: KeyError", scores={}, advantage=None),
             row_of(10, 4, 0.1),
         ],
@@ -56,7 +56,7 @@ def test_the_latest_step_is_shown_with_what_each_answer_earned(run):
     assert "asked  question 1   [4]" in text
     assert "said   first" in text
     assert "said   second" in text
-    assert "reward tainted" in text
+    assert "reward failed" in text
     assert "problem  reward numeric failed: KeyError" in text
     assert "4 of 4 answers" in text
     assert "step 9 " not in text
@@ -95,25 +95,34 @@ def test_the_display_shows_rewards_and_how_sampler_and_trainer_agree(run):
     display = RunDisplay(run, console)
     run.write_status(state="running", phase="training", total_steps=9)
     run.log_metrics({"step": 0, "split": "validation", "reward": 0.25, "reward_format": 0.5, "rows": 4, "time_s": 1.0})
-    facts = {"reward": 0.5, "length": 17.2, "entropy_estimate": 1.5, "kl": 0.01, "logprob_gap": 2e-6, "staleness": 0}
-    run.log_metrics({"step": 1, "split": "train", "loss": 0.1, "step_time_s": 1.0, "tainted": 2.0, **facts})
+    facts = {
+        "reward": 0.5,
+        "completion_length": 17.2,
+        "entropy_estimate": 1.5,
+        "kl": 0.01,
+        "sampler_trainer_logprob_diff": 2e-6,
+        "staleness": 0,
+    }
+    run.log_metrics({"step": 1, "split": "train", "loss": 0.1, "step_time_s": 1.0, "reward_failed": 2.0, **facts})
     run.log_metrics({"step": 1, "split": "validation", "reward": 0.75, "rows": 4, "time_s": 1.0})
     display._print_plain(final=True)
     text = text_of(console)
     assert "step 0  held-out reward 0.2500  reward_format 0.500" in text
     assert "held-out reward 0.7500  best so far" in text
-    assert "reward 0.500  length 17  entropy 1.50  kl 0.01  gap 2.0e-06  staleness 0  tainted 2" in text
+    assert "reward 0.500  length 17  entropy 1.50  kl 0.01  logprob diff 2.0e-06  staleness 0  rewards failed 2" in text
 
 
 def test_an_entropy_that_was_computed_takes_the_place_of_the_estimate(run):
     console = make_console(terminal=False, width=300)
     display = RunDisplay(run, console)
-    run.log_metrics({"step": 1, "split": "train", "loss": 0.1, "entropy": 2.5, "entropy_estimate": 1.5, "tainted": 0.0})
+    run.log_metrics(
+        {"step": 1, "split": "train", "loss": 0.1, "entropy": 2.5, "entropy_estimate": 1.5, "reward_failed": 0.0}
+    )
     display._print_plain(final=True)
     text = text_of(console)
     assert "entropy 2.50" in text
     assert "1.50" not in text
-    assert "tainted" not in text
+    assert "rewards failed" not in text
 
 
 def test_header_and_summary(run):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.data.answer_match import find_number
 from lockstep.evaluation import metrics
 from lockstep.evaluation.metrics import (
     METRICS,
@@ -15,7 +16,6 @@ from lockstep.evaluation.metrics import (
     check_metrics,
     check_references,
     exact_match,
-    find_number,
     mean_scores,
     numeric,
     rouge,

@@ -15,7 +15,7 @@ from tiny import build_model, build_tokenizer
 from lockstep.inference.decoder import Decoder
 from lockstep.inference.engine import LocalEngine
 from lockstep.inference.scheduler import SlotAdmission, SlotSchedule
-from lockstep.rollouts.engines.colocated import ColocatedEngine
+from lockstep.rollouts.source import ColocatedEngine
 from lockstep.types import SamplingParams
 
 

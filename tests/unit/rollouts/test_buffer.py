@@ -26,10 +26,10 @@ def schedule_of(batch: int = 4, **options: int) -> StalenessSchedule:
     return StalenessSchedule(sizes_of(batch), **{"num_steps": 9, **options})
 
 
-def finish(buffer: Buffer[Group], keys: Any, version: int | None = None, flat: Any = ()) -> None:
+def finish(buffer: Buffer[Group], keys: Any, version: int | None = None, left_out: Any = ()) -> None:
     for key in keys:
         oldest = buffer.version if version is None else version
-        buffer.add(key, (key, oldest), oldest, is_kept=key not in flat)
+        buffer.add(key, (key, oldest), oldest, is_kept=key not in left_out)
 
 
 def keys_of(taken: RolloutBatch[Group] | None) -> list[int]:
@@ -142,11 +142,11 @@ def test_what_is_just_young_enough_is_learned():
 
 def test_groups_that_are_left_out_are_replaced_until_refills_are_used_up():
     buffer: Buffer[Group] = Buffer(schedule_of(num_steps=3, max_refills=2))
-    finish(buffer, buffer.admit(), flat=range(100))
+    finish(buffer, buffer.admit(), left_out=range(100))
     assert buffer.admit() == [4, 5, 6, 7]
-    finish(buffer, [4, 5, 6, 7], flat=[4, 5, 6])
+    finish(buffer, [4, 5, 6, 7], left_out=[4, 5, 6])
     assert buffer.admit() == [8, 9, 10]
-    finish(buffer, [8, 9, 10], flat=range(100))
+    finish(buffer, [8, 9, 10], left_out=range(100))
     assert buffer.admit() == [11], "eight were sampled in the place of others"
     finish(buffer, [11])
     assert buffer.admit() == []
@@ -162,15 +162,15 @@ def test_groups_that_are_left_out_are_replaced_until_refills_are_used_up():
 def test_a_key_is_added_once():
     buffer: Buffer[Group] = Buffer(schedule_of())
     finish(buffer, buffer.admit()[:1])
-    with pytest.raises(AssertionError, match="key 0 was not begun"):
+    with pytest.raises(AssertionError, match="key 0 was not admitted"):
         finish(buffer, [0])
-    with pytest.raises(AssertionError, match="key 50 was not begun"):
+    with pytest.raises(AssertionError, match="key 50 was not admitted"):
         finish(buffer, [50])
 
 
-def test_it_is_read_as_it_was_written_and_what_was_under_way_is_begun_again():
+def test_it_is_read_as_it_was_written_and_what_was_in_flight_is_sampled_again():
     buffer: Buffer[Group] = Buffer(schedule_of(max_staleness=2, max_refills=1))
-    finish(buffer, buffer.admit()[1:6], flat=[3])
+    finish(buffer, buffer.admit()[1:6], left_out=[3])
     buffer.take()
     buffer.advance()
     finish(buffer, buffer.admit()[:1])
@@ -178,7 +178,7 @@ def test_it_is_read_as_it_was_written_and_what_was_under_way_is_begun_again():
     read: Buffer[Group] = Buffer.from_json(buffer.schedule, written, tuple)
     assert read.to_json(list) == buffer.to_json(list) == written
     assert (read.ready, read.left_out, read.step, read.cursor) == (buffer.ready, [], 1, 5)
-    assert set(read.admit()) == buffer.begun.keys()
+    assert set(read.admit()) == buffer.in_flight.keys()
 
 
 # --- in any order ---------------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ class World:
     """Whatever can happen to a run, and all that was learned in the one history that counts."""
 
     buffer: Buffer[Group]
-    flat_every: int
+    zero_std_every: int
     learned: list[list[int]] = field(default_factory=list)
     left_out: list[list[int]] = field(default_factory=list)
     under_way: dict[int, int] = field(default_factory=dict)
@@ -201,26 +201,26 @@ class World:
 
     def begin(self, lag: int) -> None:
         """With weights that are `lag` optimizer steps old: an engine may be behind."""
-        held = self.buffer.begun.keys() | self.buffer.ready.keys()
+        held = self.buffer.in_flight.keys() | self.buffer.ready.keys()
         keys = self.buffer.admit()
         assert not held & set(keys), "none is sampled twice at once"
         self.under_way |= {key: max(self.buffer.version - lag, 0) for key in keys}
         schedule, ahead, cursor = self.buffer.schedule, 0, self.buffer.cursor
-        for _ in range(self.buffer.step + self.buffer.is_learning, self.buffer.step + schedule.window + 1):
+        for _ in range(self.buffer.step + self.buffer.is_training, self.buffer.step + schedule.window + 1):
             cursor += schedule.size_at(cursor)
             ahead = cursor - self.buffer.cursor
         if keys:
-            assert len(self.buffer.begun) + len(self.buffer.ready) <= ahead, "memory is bounded"
+            assert len(self.buffer.in_flight) + len(self.buffer.ready) <= ahead, "memory is bounded"
 
     def end(self, place: int) -> None:
         if self.under_way:
             key = sorted(self.under_way)[place % len(self.under_way)]
             oldest = self.under_way.pop(key)
-            self.buffer.add(key, (key, oldest), oldest, is_kept=bool((key * 7 + 3) % self.flat_every))
+            self.buffer.add(key, (key, oldest), oldest, is_kept=bool((key * 7 + 3) % self.zero_std_every))
 
     def take(self) -> None:
         buffer, schedule = self.buffer, self.buffer.schedule
-        if buffer.is_learning or buffer.step == schedule.num_steps:
+        if buffer.is_training or buffer.step == schedule.num_steps:
             return
         wanted = schedule.size_at(buffer.cursor)
         taken = buffer.take()
@@ -238,11 +238,11 @@ class World:
         self.left_out.append([key for key, _ in taken.left_out])
 
     def make(self) -> None:
-        if self.buffer.is_learning:
+        if self.buffer.is_training:
             self.buffer.advance()
 
     def save(self) -> None:
-        if not self.buffer.is_learning:
+        if not self.buffer.is_training:
             self.saved = json.loads(json.dumps(self.buffer.to_json(list))), len(self.learned)
 
     def kill_and_restore(self) -> None:
@@ -255,7 +255,7 @@ class World:
         while self.buffer.step < self.buffer.schedule.num_steps:
             self.make()
             self.take()
-            if self.buffer.is_learning or self.buffer.step == self.buffer.schedule.num_steps:
+            if self.buffer.is_training or self.buffer.step == self.buffer.schedule.num_steps:
                 continue
             self.begin(0)
             assert self.under_way, "learning waits, and nothing is sampled"
@@ -278,46 +278,48 @@ SCHEDULES = st.fixed_dictionaries(
 )
 
 
-def synchronous(schedule: StalenessSchedule, is_flat: Callable[[int], bool]) -> tuple[list[list[int]], list[list[int]]]:
-    """Each step samples its prompts, and the next ones in the place of the flat, one by one."""
+def synchronous(
+    schedule: StalenessSchedule, has_zero_std: Callable[[int], bool]
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Each step samples its prompts, and the next ones in the place of those left out, one by one."""
     learned, left_out, key = [], [], 0
     for _ in range(schedule.num_steps):
         wanted = schedule.size_at(key)
         kept: list[int] = []
-        flat: list[int] = []
+        skipped: list[int] = []
         most = key + wanted * (1 + schedule.max_refills)
         while len(kept) < wanted and key < most:
-            (flat if is_flat(key) else kept).append(key)
+            (skipped if has_zero_std(key) else kept).append(key)
             key += 1
         learned.append(kept)
-        left_out.append(flat)
+        left_out.append(skipped)
     return learned, left_out
 
 
 @settings(max_examples=400, deadline=None)
 @given(
     given=SCHEDULES,
-    flat_every=st.integers(2, 9),
+    zero_std_every=st.integers(2, 9),
     events=st.lists(NAMES.flatmap(lambda name: st.tuples(st.just(name), EVENTS[name])), max_size=120),
 )
-def test_in_any_order_of_events_every_prompt_is_learned_once_and_none_is_too_old(given, flat_every, events):
+def test_in_any_order_of_events_every_prompt_is_learned_once_and_none_is_too_old(given, zero_std_every, events):
     schedule = schedule_of(**given)
-    world = World(Buffer(schedule), flat_every)
+    world = World(Buffer(schedule), zero_std_every)
     for name, argument in events:
         method = getattr(world, name)
         method() if argument is None else method(argument)
     world.run_to_the_end()
     buffer = world.buffer
     done = sorted(key for keys in [*world.learned, *world.left_out] for key in keys)
-    rest = sorted([*buffer.begun, *buffer.again, *buffer.ready, *(key for key, _ in buffer.left_out)])
+    rest = sorted([*buffer.in_flight, *buffer.retry, *buffer.ready, *(key for key, _ in buffer.left_out)])
     assert sorted(done + rest) == list(range(buffer.next_key)), "none is lost, and none is learned twice"
-    flat = {key for key in range(buffer.next_key) if not (key * 7 + 3) % flat_every}
-    assert not flat & {key for keys in world.learned for key in keys}
+    zero_std = {key for key in range(buffer.next_key) if not (key * 7 + 3) % zero_std_every}
+    assert not zero_std & {key for keys in world.learned for key in keys}
     assert len(world.learned) == schedule.num_steps
-    expected, expected_flat = synchronous(schedule, lambda key: not (key * 7 + 3) % flat_every)
+    expected, expected_left_out = synchronous(schedule, lambda key: not (key * 7 + 3) % zero_std_every)
     if schedule.window == 0:
         assert world.learned == expected
-        assert world.left_out == expected_flat
+        assert world.left_out == expected_left_out
     if schedule.window == 0 or not any(world.left_out):
         assert rest == [], "nothing is begun that can never be learned"
 
@@ -330,7 +332,7 @@ def test_in_any_order_of_events_every_prompt_is_learned_once_and_none_is_too_old
 )
 def test_whatever_is_sampled_while_nothing_is_left_out_is_what_a_synchronous_run_samples(given, events, place):
     schedule = schedule_of(**given)
-    world = World(Buffer(schedule), flat_every=10**9)
+    world = World(Buffer(schedule), zero_std_every=10**9)
     for name in events:
         getattr(world, name)(*({"begin": [0], "end": [place]}.get(name, [])))
     world.run_to_the_end()

@@ -1,4 +1,4 @@
-"""The pool over engines on threads: answers are the same, whoever is lost, and nothing unverified is ever served."""
+"""The pool over engines on threads: completions are the same whichever engine is lost; only verified weights serve."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_many_threads_ask_at_once(towns: Callable[..., Town]) -> None:
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])
-def test_a_lost_engine_is_named_and_replaced_and_its_answers_come_from_elsewhere(
+def test_a_lost_engine_is_named_and_replaced_and_its_completions_come_from_another(
     how: str, towns: Callable[..., Town]
 ) -> None:
     town = towns(2, step_pause_s=0.02)
@@ -91,7 +91,7 @@ def test_a_lost_engine_is_named_and_replaced_and_its_answers_come_from_elsewhere
     assert_alike(wait(), expected_of(1))
     (lost,) = town.fields_of("engine_lost")
     assert lost["engine"] == first.name
-    assert ("killed" if how == "killed" else "no sign of life within 0.6 s") in lost["reason"]
+    assert ("killed" if how == "killed" else "did not reply to a ping within 0.6 s") in lost["reason"]
     town.wait_until(lambda: town.pool.num_serving == 2)
     assert first.is_ended
     assert len(town.engines) == 3
@@ -110,9 +110,9 @@ def test_what_was_lost_begins_anew_or_goes_on(towns: Callable[..., Town]) -> Non
         first.kill()
         assert_alike(wait(), expected_of(1))
         again = [body for engine in town.engines for body in engine.seen][2:]
-        begun = [part for body in again for group in body["begun"] or () for part in group if part]
-        assert bool(begun) == keeps_partials, "tokens that were reported"
-        last = [[part and part.tokens for part in group] for group in progress[-1]]
+        partial = [entry for body in again for group in body["partial"] or () for entry in group if entry]
+        assert bool(partial) == keeps_partials, "tokens that were reported"
+        last = [[entry and entry.tokens for entry in group] for group in progress[-1]]
         assert last == [[answer.tokens for answer in group] for group in expected_of(1)]
 
 
@@ -127,22 +127,22 @@ def test_what_a_lost_engine_says_later_is_never_used(towns: Callable[..., Town])
     town.wait_until(lambda: town.fields_of("engine_lost"))
     first.gate.set()
     assert_alike(wait(), expected_of(1))
-    town.wait_until(lambda: not first._pending)
+    town.wait_until(lambda: first.num_pending == 0)
     assert_alike(town.sample(1), expected_of(1))
     first.close()
 
 
-def test_an_answer_of_an_engine_that_has_just_failed_is_not_looked_at(towns: Callable[..., Town]) -> None:
-    """Between its failure and the moment at which it is taken out: nobody else has the lock meanwhile."""
+def test_a_reply_of_an_engine_that_has_just_failed_is_ignored(towns: Callable[..., Town]) -> None:
+    """Between its failure and its removal: the lock is held meanwhile."""
     town = towns(1, step_pause_s=0.02)
     town.publish(1)
     wait = town.in_background(lambda: town.sample(1))
-    town.wait_until(lambda: town.pool._parts)
-    with town.pool._changed:
-        (part,) = town.pool._parts.values()
-        (engine,) = town.pool._engines.engines
+    town.wait_until(lambda: town.pool.calls)
+    with town.pool.supervisor.changed:
+        (call,) = town.pool.calls.values()
+        (engine,) = town.pool.supervisor.engines
         engine.health.failed("lost its memory")
-        town.pool._end(part, engine, Reply({"made": "up"}), None)
+        town.pool.end_call(call, engine, Reply({"made": "up"}), None)
     assert_alike(wait(), expected_of(1))
     assert town.fields_of("engine_lost") == [{"engine": "engine-0", "reason": "lost its memory"}]
 
@@ -260,7 +260,7 @@ def test_an_engine_lost_while_weights_are_sent_does_not_hold_up_the_others(towns
     assert_alike(town.sample(2), expected_of(2))
 
 
-def test_answers_under_way_live_through_new_weights(towns: Callable[..., Town]) -> None:
+def test_partial_completions_survive_new_weights(towns: Callable[..., Town]) -> None:
     town = towns(2, step_pause_s=0.02, keeps_partials=True)
     town.publish(1)
     progress: list[list[list[PartialCompletion | None]]] = []
@@ -299,12 +299,12 @@ def test_versions_do_not_go_back(towns: Callable[..., Town]) -> None:
     with pytest.raises(ValueError, match="version 3 is published already, with other weights"):
         town.pool.publish(3, weights_of(2))
     town.publish(3)
-    with pytest.raises(ValueError, match="versions 1 to 2 are asked for, and engines have 3 by now"):
+    with pytest.raises(ValueError, match="versions 1 to 2 are requested, and engines have 3 already"):
         town.pool.sample(PROMPTS, PARAMS, KEYS, versions=(1, 2))
     assert_alike(town.pool.sample(PROMPTS, PARAMS, KEYS, versions=(1, 9)), expected_of(3))
 
 
-def test_whoever_asks_for_a_version_to_come_waits_for_it(towns: Callable[..., Town]) -> None:
+def test_a_request_for_a_later_version_waits_for_it(towns: Callable[..., Town]) -> None:
     town = towns(2)
     town.publish(1)
     wait = town.in_background(lambda: town.sample(2))
@@ -315,7 +315,7 @@ def test_whoever_asks_for_a_version_to_come_waits_for_it(towns: Callable[..., To
 
 def test_an_engine_refuses_what_it_has_no_weights_for() -> None:
     handler = EngineHandler(LocalEngine(deepcopy(MODELS[0]), build_tokenizer()))
-    body = {"prompts": PROMPTS[:1], "params": {}, "keys": [0], "begun": None, "call": "a", "versions": [0, 9]}
+    body = {"prompts": PROMPTS[:1], "params": {}, "keys": [0], "partial": None, "call": "a", "versions": [0, 9]}
     with pytest.raises(ValueError, match="this engine has no weights yet, and versions 0 to 9 are accepted"):
         handler.methods["sample"](body, {})
     assert handler.immediate["ping"]({}, {})["version"] is None
@@ -331,7 +331,7 @@ def test_a_request_that_cannot_be_answered_is_the_callers_alone(towns: Callable[
         town.pool.sample([[5] * 600], PARAMS, [0], versions=(1, 1))
     with pytest.raises(ValueError, match="1 keys for 2 prompts"):
         town.pool.sample(PROMPTS[:2], PARAMS, [0], versions=(1, 1))
-    with pytest.raises(ValueError, match="begun must have 2 entries"):
+    with pytest.raises(ValueError, match="partial must have 2 entries"):
         town.pool.sample(PROMPTS[:2], PARAMS, [0, 1], versions=(1, 1), partial=[[None]])
     assert_alike(town.sample(1), expected_of(1))
     assert not town.fields_of("engine_lost")
@@ -347,14 +347,13 @@ def test_closing_ends_those_who_wait(towns: Callable[..., Town]) -> None:
         wait()
     with pytest.raises(RuntimeError, match="closed"):
         town.publish(2)
-    assert not set(town.pool._engines._threads) & set(threading.enumerate())
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("engine")]
 
 
-def test_somebody_who_cannot_hear_events_ends_the_pool_and_not_only_its_thread(towns: Callable[..., Town]) -> None:
+def test_a_failing_event_handler_ends_the_pool_and_not_only_its_thread(towns: Callable[..., Town]) -> None:
     def fail(kind: str, **fields: Any) -> None:
         raise OSError("the disk is full")
 
     town = towns(1, on_event=fail)
-    town.wait_until(lambda: town.pool._engines._failure)
-    with pytest.raises(RuntimeError, match="nobody looks after the engines any more: the disk is full"):
+    with pytest.raises(RuntimeError, match="the supervision of engines failed: the disk is full"):
         town.publish(1)

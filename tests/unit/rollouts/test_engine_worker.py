@@ -14,11 +14,19 @@ from tiny import build_tokenizer, write_config, write_model
 
 from lockstep.backend.torch_backend import TorchBackend
 from lockstep.config import LoraConfig, ModelConfig, load_config
+from lockstep.inference.engine import build_engine_model, load_engine, stop_token_ids
 from lockstep.model.load import build_model
-from lockstep.rollouts.engines.colocated import ColocatedEngine
 from lockstep.rollouts.engines.publishing import Publication
-from lockstep.rollouts.engines.wire import pack_answers, pack_request, unpack_answers, unpack_request
-from lockstep.rollouts.engines.worker import EngineHandler, build_engine_model, settings_of, start
+from lockstep.rollouts.engines.worker import (
+    EngineHandler,
+    engine_settings,
+    pack_completions,
+    pack_request,
+    start,
+    unpack_completions,
+    unpack_request,
+)
+from lockstep.rollouts.source import ColocatedEngine
 from lockstep.types import Completion, Datum, LossSpec, OptimStep, PartialCompletion, SamplingParams, TextCompletion
 
 PROMPTS = [[10, 20, 30], [11], [12, 13, 14, 15]]
@@ -43,7 +51,7 @@ def answer(handler: EngineHandler) -> list[list[TextCompletion]]:
     while handler.has_work():
         handler.work()
     reply = future.result(timeout=0)
-    return unpack_answers(json.loads(json.dumps(reply.body)), reply.tensors)
+    return unpack_completions(json.loads(json.dumps(reply.body)), reply.tensors)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
@@ -63,7 +71,7 @@ def test_an_engine_gives_what_the_trainer_itself_would_to_the_last_bit(
     own = ColocatedEngine(backend.lend_model, build_tokenizer(), lambda mine: [mine])
     own.version = 7
     expected = own.sample(PROMPTS, PARAMS)
-    handler = start(json.loads(json.dumps(settings_of(config, precision=precision))))
+    handler = start(json.loads(json.dumps(engine_settings(config, precision=precision))))
     publish(handler, 7, backend.read_weights())
     assert answer(handler) == expected
     backend.close()
@@ -84,13 +92,13 @@ def test_a_template_of_the_run_decides_where_its_engines_stop(tmp_path: Path) ->
     (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m['content'] + '<|endoftext|>' }}{% endfor %}")
     changes = {"data": {"chat_template": str(tmp_path / "own.jinja")}}
     config = load_config(write_config(tmp_path, write_model(tmp_path / "model"), **changes))
-    engine = start(settings_of(config, precision="fp32"))._engine._engine
-    assert engine._end_tokens == {2, 0}
+    engine = load_engine(config.model, precision="fp32", chat_template=config.data.chat_template)
+    assert stop_token_ids(engine.model, engine.tokenizer) == {2, 0}
 
 
 def test_an_engine_without_weights_or_with_others_refuses(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
-    handler = start(settings_of(load_config(write_config(tmp_path, tmp_path / "model")), precision="fp32"))
+    handler = start(engine_settings(load_config(write_config(tmp_path, tmp_path / "model")), precision="fp32"))
     with pytest.raises(ValueError, match="this engine has no weights yet"):
         ask(handler)
     model = build_model(ModelConfig(path=str(tmp_path / "model")), None, "fp32", with_weights=True)
@@ -106,23 +114,23 @@ def test_an_engine_without_weights_or_with_others_refuses(tmp_path: Path) -> Non
 def test_a_ping_tells_how_far_answers_are_and_whether_there_is_progress(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("lockstep.inference.engine.ContinuousEngine.slice_s", 0.0)
     write_model(tmp_path / "model")
-    handler = start(settings_of(load_config(write_config(tmp_path, tmp_path / "model")), precision="fp32"))
+    handler = start(engine_settings(load_config(write_config(tmp_path, tmp_path / "model")), precision="fp32"))
     model = build_model(ModelConfig(path=str(tmp_path / "model")), None, "fp32", with_weights=True)
     publish(handler, 4, model.state_dict())
     ping = handler.immediate["ping"]
     future, before = ask(handler), ping({}, {})
     handler.work()
-    silent, told = ping({}, {}), ping({"news": True}, {})
-    assert silent["news"] == {}
-    assert silent["progress"] == told["progress"] == before["progress"] + 1
-    assert told["busy"]
-    heard = {(place, sample): tokens for place, sample, (tokens, _, _) in told["news"]["first"]}
+    silent, asked = ping({}, {}), ping({"partial": True}, {})
+    assert silent["partial"] == {}
+    assert silent["progress"] == asked["progress"] == before["progress"] + 1
+    assert asked["busy"]
+    heard = {(place, sample): tokens for place, sample, (tokens, _, _) in asked["partial"]["first"]}
     assert set(heard) == {(place, sample) for place in range(3) for sample in range(2)}
     while handler.has_work():
         handler.work()
-    answers = unpack_answers(future.result().body, future.result().tensors)
+    answers = unpack_completions(future.result().body, future.result().tensors)
     assert all(answers[place][sample].tokens[:1] == tuple(tokens) for (place, sample), tokens in heard.items())
-    assert ping({"news": True}, {})["news"] == {}
+    assert ping({"partial": True}, {})["partial"] == {}
 
 
 # --- messages -------------------------------------------------------------------------------------------------------
@@ -144,8 +152,8 @@ def completions(draw: Any, has_logprobs: bool) -> TextCompletion:
 @given(st.data(), st.booleans())
 def test_answers_come_as_they_were_sent(data: Any, has_logprobs: bool) -> None:
     answers = data.draw(st.lists(st.lists(completions(has_logprobs), max_size=3), max_size=3))
-    body, tensors = pack_answers(answers)
-    found = unpack_answers(json.loads(json.dumps(body)), tensors)
+    body, tensors = pack_completions(answers)
+    found = unpack_completions(json.loads(json.dumps(body)), tensors)
     if any(answers):
         assert found == answers
     else:
@@ -153,10 +161,10 @@ def test_answers_come_as_they_were_sent(data: Any, has_logprobs: bool) -> None:
 
 
 @given(st.lists(numbers, min_size=1, max_size=4), floats, st.booleans())
-def test_requests_come_as_they_were_sent(tokens: list[int], logprob: float, has_begun: bool) -> None:
+def test_requests_come_as_they_were_sent(tokens: list[int], logprob: float, has_partial: bool) -> None:
     params = SamplingParams(9, 0.5, 0.75, 3, ("a", "b"), 2, True, 4, 0.25, (7, 8))
-    begun = PartialCompletion(tuple(tokens), (logprob,) * len(tokens), tuple(tokens))
-    given = [[begun, None], [None, begun]] if has_begun else None
+    partial = PartialCompletion(tuple(tokens), (logprob,) * len(tokens), tuple(tokens))
+    given = [[partial, None], [None, partial]] if has_partial else None
     body = json.loads(json.dumps(pack_request([tokens, tokens[::-1]], params, [1, 2**70], given)))
     assert unpack_request(body) == ([tokens, tokens[::-1]], params, [1, 2**70], given)
 
@@ -164,6 +172,6 @@ def test_requests_come_as_they_were_sent(tokens: list[int], logprob: float, has_
 def test_lora_settings_travel_whole(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
     config = load_config(write_config(tmp_path, tmp_path / "model", lora={"rank": 3, "targets": ["q_proj"]}))
-    settings = json.loads(json.dumps(settings_of(config, precision="fp32")))
+    settings = json.loads(json.dumps(engine_settings(config, precision="fp32")))
     assert LoraConfig(**settings["lora"]) == config.lora
     assert ModelConfig(**settings["model"]) == config.model

@@ -54,7 +54,7 @@ def begin(model: Model, publication: Publication) -> None:
 
 def take(model: Model, publication: Publication, *numbers: int) -> None:
     for number in numbers:
-        model.receiver.take(publication.version, number, publication.buckets[number].clone())
+        model.receiver.receive(publication.version, number, publication.buckets[number].clone())
 
 
 def send(model: Model, publication: Publication) -> None:
@@ -99,7 +99,7 @@ def test_only_what_lies_in_several_buckets_is_copied() -> None:
     begin(model, publication)
     contents = [bucket.clone() for bucket in publication.buckets]
     for number, content in enumerate(contents):
-        model.receiver.take(0, number, content)
+        model.receiver.receive(0, number, content)
     model.receiver.commit(0)
     assert_has(model, 0, tensors)
     _, found = model.applied[-1]
@@ -136,13 +136,13 @@ def bucket_twice(model: Model, publication: Publication) -> None:
 def bucket_too_many(model: Model, publication: Publication) -> None:
     begin(model, publication)
     take(model, publication, *range(len(publication.buckets)))
-    model.receiver.take(publication.version, len(publication.buckets), torch.zeros(1, dtype=torch.uint8))
+    model.receiver.receive(publication.version, len(publication.buckets), torch.zeros(1, dtype=torch.uint8))
 
 
 def bucket_cut(model: Model, publication: Publication) -> None:
     begin(model, publication)
     for number, bucket in enumerate(publication.buckets):
-        model.receiver.take(publication.version, number, bucket[:-1] if number == 2 else bucket)
+        model.receiver.receive(publication.version, number, bucket[:-1] if number == 2 else bucket)
     model.receiver.commit(publication.version)
 
 
@@ -150,17 +150,19 @@ def bucket_longer(model: Model, publication: Publication) -> None:
     begin(model, publication)
     for number, bucket in enumerate(publication.buckets):
         longer = torch.cat([bucket, bucket])
-        model.receiver.take(publication.version, number, longer if number == len(publication.buckets) - 1 else bucket)
+        model.receiver.receive(
+            publication.version, number, longer if number == len(publication.buckets) - 1 else bucket
+        )
 
 
 def bucket_of_floats(model: Model, publication: Publication) -> None:
     begin(model, publication)
-    model.receiver.take(publication.version, 0, torch.zeros(100))
+    model.receiver.receive(publication.version, 0, torch.zeros(100))
 
 
 def bucket_of_another_version(model: Model, publication: Publication) -> None:
     begin(model, publication)
-    model.receiver.take(publication.version + 1, 0, publication.buckets[0])
+    model.receiver.receive(publication.version + 1, 0, publication.buckets[0])
 
 
 def commit_of_another_version(model: Model, publication: Publication) -> None:
@@ -205,18 +207,18 @@ def unknown_dtype(model: Model, publication: Publication) -> None:
 
 
 WRONG: list[tuple[Send, str]] = [
-    (last_bucket_missing, r"version 5 has 2,1\d\d bytes, and 2,100 came"),
-    (bucket_left_out, "bucket 3 of version 5 came where 2 was due"),
-    (bucket_twice, "bucket 1 of version 5 came where 2 was due"),
-    (bucket_too_many, "has 1 values of torch.uint8, and 0 bytes are left"),
-    (bucket_cut, r"version 5 has 2,1\d\d bytes, and 2,1\d\d came"),
-    (bucket_longer, "bytes are left to come"),
+    (last_bucket_missing, r"version 5 has 2,1\d\d bytes, and 2,100 arrived"),
+    (bucket_left_out, "bucket 3 of version 5 arrived where 2 was expected"),
+    (bucket_twice, "bucket 1 of version 5 arrived where 2 was expected"),
+    (bucket_too_many, "has 1 values of torch.uint8, and 0 bytes are still expected"),
+    (bucket_cut, r"version 5 has 2,1\d\d bytes, and 2,1\d\d arrived"),
+    (bucket_longer, "bytes are still expected"),
     (bucket_of_floats, "has 100 values of torch.float32"),
-    (bucket_of_another_version, "version 5 was begun, and this is of version 6"),
-    (commit_of_another_version, "version 5 was begun, and this is of version 6"),
-    (bucket_without_begin, "version 5 was not begun"),
-    (commit_without_begin, "version 5 was not begun"),
-    (commit_twice, "version 5 was not begun, or has been given up"),
+    (bucket_of_another_version, "version 5 is being received, not version 6"),
+    (commit_of_another_version, "version 5 is being received, not version 6"),
+    (bucket_without_begin, "version 5 has no open transaction"),
+    (commit_without_begin, "version 5 has no open transaction"),
+    (commit_twice, "version 5 has no open transaction"),
     (older_version, "version 1 is older than 2, which is served"),
     (same_version_with_other_weights, "version 2 is served already, with other weights"),
     (name_twice, "a name is announced twice"),
@@ -262,7 +264,7 @@ def test_a_new_begin_throws_the_old_away() -> None:
     take(model, given_up, 0, 1)
     send(model, Publication.of(2, new, 100))
     assert_has(model, 2, new)
-    with pytest.raises(WeightsRejected, match="was not begun"):
+    with pytest.raises(WeightsRejected, match="has no open transaction"):
         take(model, given_up, 2)
 
 
@@ -283,7 +285,7 @@ def test_what_the_model_refuses_is_not_served() -> None:
         publication = Publication.of(version, tensors, 5000)
         receiver.begin(publication.manifest)
         for number, bucket in enumerate(publication.buckets):
-            receiver.take(version, number, bucket)
+            receiver.receive(version, number, bucket)
         receiver.commit(version)
 
     other = build_model(seed=1).state_dict()
@@ -315,7 +317,7 @@ def test_only_whole_verified_versions_are_ever_served_and_they_never_go_back(see
             elif draw.random() < 0.5:
                 content = publication.buckets[number].clone()
                 content[draw.randrange(len(content))] ^= draw.choice([0, 0, 1])
-                model.receiver.take(publication.version, number, content)
+                model.receiver.receive(publication.version, number, content)
             else:
                 model.receiver.commit(publication.version)
         except WeightsRejected:

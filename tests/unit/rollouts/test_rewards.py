@@ -12,11 +12,16 @@ import pytest
 
 from lockstep.config import ConfigError
 from lockstep.rollouts.environments.calculator import Calculator, calculate
-from lockstep.rollouts.rewards.builtin import BUILTIN
-from lockstep.rollouts.rewards.loading import load_environment, load_reward
+from lockstep.rollouts.rewards import Attempt, Outcome, Turn
 from lockstep.rollouts.rewards.pool import RewardPool
-from lockstep.rollouts.rewards.reward import Attempt, Outcome, Turn
-from lockstep.rollouts.rewards.scoring import Judging, NamedReward, Scorer
+from lockstep.rollouts.rewards.scoring import (
+    BUILTIN,
+    LoadedRewards,
+    NamedReward,
+    RewardSpec,
+    load_environment,
+    load_reward,
+)
 
 MODULE = textwrap.dedent(
     """
@@ -107,7 +112,7 @@ def test_built_in_rewards(name, options, text, row, expected):
 
 
 def test_every_built_in_reward_is_tried_above():
-    assert set(BUILTIN) == {"exact", "numeric", "regex", "format", "length"}
+    assert set(BUILTIN) == {"exact", "numeric", "regex", "format", "length", "reasoning_gym"}
 
 
 @pytest.mark.parametrize(
@@ -134,7 +139,7 @@ def test_what_cannot_be_loaded_says_why(name, options, words):
 
 
 def score(rewards: list[NamedReward], text: str, row: dict | None = None) -> Outcome:
-    return Scorer(Judging(rewards)).score(Attempt(row or {}, [text]))
+    return LoadedRewards(RewardSpec(rewards)).score(Attempt(row or {}, [text]))
 
 
 def test_several_rewards_are_added_with_their_weights(own_module):
@@ -153,8 +158,8 @@ def test_several_rewards_are_added_with_their_weights(own_module):
     ("function", "text", "problem"),
     [
         ("fails", "x", "failed: KeyError: 'nothing here'"),
-        ("moody", "nan", "is nan, which is no number"),
-        ("moody", "words", "failed: TypeError: it returned 'very good', which is no number"),
+        ("moody", "nan", "is nan, which is not a finite number"),
+        ("moody", "words", "failed: TypeError: it returned 'very good', which is not a number"),
     ],
 )
 def test_a_reward_that_fails_taints_the_answer(own_module, function, text, problem):
@@ -198,7 +203,7 @@ def test_the_calculator_answers_requests_and_is_silent_otherwise():
 
 
 def test_an_episode_is_played_again_from_its_start(own_module):
-    scorer = Scorer(Judging([NamedReward("environment")], f"{own_module}:Guess"))
+    scorer = LoadedRewards(RewardSpec([NamedReward("environment")], f"{own_module}:Guess"))
     row = {"answer": "7"}
     assert scorer.play(Attempt(row, ["3"])) == Turn(message="no")
     assert scorer.play(Attempt(row, ["3", "5"])) == Turn(message="no")
@@ -218,7 +223,7 @@ def test_an_unknown_environment_names_the_known_ones():
 
 def test_answers_come_in_order_and_one_that_hangs_dies_or_fails_is_tainted_alone(own_module, monkeypatch):
     monkeypatch.setenv("LOCKSTEP_TEST_MARK", own_module)
-    pool = RewardPool(Judging([NamedReward(f"{own_module}:moody")]), 2, timeout_s=3)
+    pool = RewardPool(RewardSpec([NamedReward(f"{own_module}:moody")]), 2, timeout_s=3)
     texts = ["a", "hang", "bb", "die", "ccc", "nan", "stubborn", "dddd"]
     started = time.monotonic()
     try:
@@ -247,7 +252,7 @@ def processes_with(mark: str) -> list[str]:
 
 
 def test_what_a_reward_prints_does_not_get_among_the_answers(own_module):
-    pool = RewardPool(Judging([NamedReward(f"{own_module}:polite")]), 1, timeout_s=20)
+    pool = RewardPool(RewardSpec([NamedReward(f"{own_module}:polite")]), 1, timeout_s=20)
     try:
         found = pool.score([Attempt({}, [text]) for text in ("please", "now", "please")])
     finally:
@@ -256,7 +261,7 @@ def test_what_a_reward_prints_does_not_get_among_the_answers(own_module):
 
 
 def test_episodes_are_played_in_processes_too(own_module):
-    pool = RewardPool(Judging([NamedReward("environment")], f"{own_module}:Guess"), 1, timeout_s=20)
+    pool = RewardPool(RewardSpec([NamedReward("environment")], f"{own_module}:Guess"), 1, timeout_s=20)
     try:
         assert pool.play([Attempt({"answer": "7"}, ["3"])]) == [Turn(message="no")]
         assert pool.score([Attempt({"answer": "7"}, ["7"])])[0].reward == 1
@@ -266,7 +271,7 @@ def test_episodes_are_played_in_processes_too(own_module):
 
 def test_a_reward_that_cannot_be_loaded_shows_before_anything_is_sampled(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    pool = RewardPool(Judging([NamedReward("no_such_module_at_all:f")]), 1, timeout_s=5)
+    pool = RewardPool(RewardSpec([NamedReward("no_such_module_at_all:f")]), 1, timeout_s=5)
     with pytest.raises(ConfigError, match="no_such_module_at_all cannot be imported"):
         pool.start()
     pool.close()
@@ -292,5 +297,5 @@ def test_tasks_of_reasoning_gym_give_rows_and_score_them():
         make_rows("reasoning_gym:nonsense", {}, seed=0)
     with pytest.raises(ConfigError, match="does not take these options"):
         make_rows("reasoning_gym:chain_sum", {"colour": 1}, seed=0)
-    with pytest.raises(ValueError, match="of no task"):
+    with pytest.raises(ValueError, match="has no 'task'"):
         reward("x", {"prompt": "?"})

@@ -72,6 +72,10 @@ class ThreadEngine:
             self._inbox.put((method, dict(body or {}), dict(tensors or {}), future))
         return future
 
+    @property
+    def num_pending(self) -> int:
+        return len(self._pending)
+
     def is_alive(self) -> bool:
         return not self.is_ended
 

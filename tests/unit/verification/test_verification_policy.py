@@ -51,11 +51,11 @@ def test_groups_have_all_that_a_loop_looks_at(tmp_path: Path, tiny_model: Path) 
     config = configure(tmp_path, tiny_model, {"environment": "calculator"})
     prompts = Prompts([PromptRow(f"a:{i}", tuple(range(10 + i)), {}) for i in range(40)])
     groups = as_groups(list(SyntheticGroups(prompts, config)))
-    answers = [answer for group in groups for answer in group.answers]
+    answers = [answer for group in groups for answer in group.rollouts]
     assert [group.prompt.origin for group in groups] == [f"a:{i}" for i in range(40)]
-    assert {answer.is_cut for answer in answers} == {True, False}
+    assert {answer.truncated for answer in answers} == {True, False}
     assert {answer.outcome.problem for answer in answers} == {None, "made up"}
-    assert any(not all(answer.own) for answer in answers)
+    assert any(not all(answer.sampled) for answer in answers)
     assert all(answer.own[0] and answer.own[-1] for answer in answers)
     assert all((logprob < 0) == own for a in answers for logprob, own in zip(a.logprobs, a.own, strict=True))
     assert any(len(set(group.rewards)) > 1 for group in groups)
@@ -64,7 +64,7 @@ def test_groups_have_all_that_a_loop_looks_at(tmp_path: Path, tiny_model: Path) 
 def test_without_an_environment_all_words_are_the_models(tmp_path: Path, tiny_model: Path) -> None:
     prompts = Prompts([PromptRow("a:1", tuple(range(30)), {})])
     (group,) = as_groups(list(SyntheticGroups(prompts, configure(tmp_path, tiny_model))))
-    assert all(all(answer.own) for answer in group.answers)
+    assert all(all(answer.sampled) for answer in group.rollouts)
 
 
 # --- the plain loop -------------------------------------------------------------------------------------------------
@@ -125,10 +125,10 @@ def test_every_update_of_a_loop_is_recorded(tmp_path: Path, tiny_model: Path) ->
     first, *others = learn_groups(config, record(config, model), rows)
     assert len(others) == 3  # two passes, in two parts each
     assert len(first.logprobs) == sum(
-        len(a.tokens) for g in as_groups(rows) for a in g.answers if not a.outcome.problem
+        len(a.tokens) for g in as_groups(rows) for a in g.rollouts if not a.outcome.problem
     )
     assert [update.logprobs for update in others] == [[], [], []]
-    assert first.metrics["moved"] > 0
+    assert first.metrics["policy_shift"] > 0
     assert any(not torch.equal(first.weights[name], before[name]) for name in before)
     norm = torch.stack([g.square().sum() for g in first.gradients.values()]).sum().sqrt()
     assert first.norm == pytest.approx(float(norm))

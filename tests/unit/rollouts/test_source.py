@@ -1,4 +1,4 @@
-"""The parts of a run that samples: prompts from files and tasks, rewards checked before the start and shared by all."""
+"""Prompts from files and tasks, and rewards that are checked before the start and shared by all ranks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import pytest
 import tiny
 
 from lockstep.config import ConfigError, RunConfig, load_config
-from lockstep.rollouts.parts import SharedJudge, describe_prompts, make_judge, read_prompt_data
-from lockstep.rollouts.rewards.reward import Attempt, Outcome
+from lockstep.rollouts.rewards import Attempt, Outcome
+from lockstep.rollouts.source import SharedScorer, on_all_ranks, open_rewards, read_prompt_data
+from lockstep.train import grpo
 
 
 def config_of(folder: Path, algorithm: dict[str, Any] | None = None, **changes: Any) -> RunConfig:
@@ -28,7 +29,7 @@ def test_what_would_be_sampled_can_be_said_before(tmp_path):
     write_prompts(tmp_path, [f"question {i}" for i in range(9)] + ["far too long " * 20])
     algorithm = {"group_size": 5, "num_updates": 2, "minibatches": 2, "reward": {"exact": 1.0, "regex": 0.5}}
     algorithm["reward"] = [{"name": "exact"}, {"name": "regex", "weight": 0.5, "options": {"pattern": "x"}}]
-    found = describe_prompts(config_of(tmp_path, algorithm), tiny.build_tokenizer())
+    found = grpo.describe(config_of(tmp_path, algorithm), tiny.build_tokenizer())
     assert (found["steps"], found["prompts"], found["answers"], found["updates"]) == (3, 4, 20, 4)
     assert found["rewards"] == "exact x 1, regex x 0.5"
     assert found["reference"] == "none: kl_coefficient is 0"
@@ -82,7 +83,7 @@ def test_rewards_are_computed_once_and_given_to_all():
         sent.append(value)
         return sent[0]
 
-    first, second = SharedJudge(pool, broadcast), SharedJudge(None, broadcast)  # type: ignore[arg-type]
+    first, second = SharedScorer(pool, broadcast), SharedScorer(None, broadcast)  # type: ignore[arg-type]
     attempts = [Attempt({}, ["x"])]
     assert first.score(attempts) == second.score(attempts) == [Outcome(1.0)]
     assert pool.calls == 1
@@ -90,9 +91,8 @@ def test_rewards_are_computed_once_and_given_to_all():
 
 
 def test_what_goes_wrong_where_rewards_are_computed_is_raised_everywhere():
-    class Broken:
-        def start(self) -> None:
-            raise ConfigError("no such module")
+    def start() -> None:
+        raise ConfigError("no such module")
 
     sent: list[Any] = []
 
@@ -100,35 +100,31 @@ def test_what_goes_wrong_where_rewards_are_computed_is_raised_everywhere():
         sent.append(value)
         return sent[0]
 
-    for judge in (SharedJudge(Broken(), broadcast), SharedJudge(None, broadcast)):  # type: ignore[arg-type]
+    for compute in (start, None):
         with pytest.raises(ConfigError, match="no such module"):
-            judge.start()
+            on_all_ranks(broadcast, compute)
 
 
-def test_a_judge_starts_its_processes_only_where_it_computes(tmp_path):
-    config = config_of(tmp_path)
-    judge = make_judge(config.algorithm, computes=True, share=lambda value: value)
+def test_rewards_of_a_configuration_are_computed(tmp_path):
+    pool = open_rewards(config_of(tmp_path).algorithm)
     try:
-        judge.start()
-        assert judge.score([Attempt({"answer": "x"}, ["x"])])[0].reward == 1
+        pool.start()
+        assert pool.score([Attempt({"answer": "x"}, ["x"])])[0].reward == 1
     finally:
-        judge.close()
-    other = make_judge(config.algorithm, computes=False, share=lambda value: (True, []))
-    assert other.score([]) == []
-    other.close()
+        pool.close()
 
 
 def test_rewards_of_many_threads_do_not_mix(tmp_path):
-    judge = make_judge(config_of(tmp_path).algorithm, computes=True, share=lambda value: value)
+    pool = open_rewards(config_of(tmp_path).algorithm)
     try:
-        judge.start()
+        pool.start()
 
         def score(number: int) -> list[float]:
             attempts = [Attempt({"answer": str(number)}, [str(n)]) for n in range(8)]
-            return [outcome.reward for outcome in judge.pool.score(attempts)]
+            return [outcome.reward for outcome in pool.score(attempts)]
 
         with ThreadPoolExecutor(8) as threads:
             found = list(threads.map(score, range(8)))
     finally:
-        judge.close()
+        pool.close()
     assert found == [[float(n == number) for n in range(8)] for number in range(8)]

@@ -30,7 +30,7 @@ MAX_TOKENS = 60
 _EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-class _Stopped(Exception):
+class CommandFailed(Exception):
     """A command of the demo failed; it has printed why."""
 
     def __init__(self, exit_code: int) -> None:
@@ -61,7 +61,7 @@ def run_demo(directory: Path | None, procs: int = 2) -> int:
         raise ValueError(f"{run.path} already holds a run: choose another --dir")
     try:
         before, after = _show(console, run, config, prompts, procs)
-    except _Stopped as stopped:
+    except CommandFailed as stopped:
         return stopped.exit_code
     console.print(_compare(before, after))
     learned = _summarise(console, run, before, after, time.monotonic() - started)
@@ -89,12 +89,12 @@ def _show(
     folder.mkdir(parents=True, exist_ok=True)
     sampling = ["--prompts", str(prompts), "--max-tokens", str(MAX_TOKENS)]
     _title(console, "2/4", "what it answers now")
-    _command(console, ["generate", str(model), *sampling, "--out", str(folder / "before.jsonl")])
+    run_command(console, ["generate", str(model), *sampling, "--out", str(folder / "before.jsonl")])
     _title(console, "3/4", f"a few minutes of training on {procs} process{'es' if procs > 1 else ''}")
     settings = [f"model={model}", "name=demo", f"launch.device={_choose_device(procs)}"]
-    _command(console, ["train", str(config), *settings, "--procs", str(procs), "--run-dir", str(run.path)])
+    run_command(console, ["train", str(config), *settings, "--procs", str(procs), "--run-dir", str(run.path)])
     _title(console, "4/4", "what it answers after training")
-    _command(console, ["generate", str(run.path), *sampling, "--out", str(folder / "after.jsonl")])
+    run_command(console, ["generate", str(run.path), *sampling, "--out", str(folder / "after.jsonl")])
     return _read_answers(folder / "before.jsonl"), _read_answers(folder / "after.jsonl")
 
 
@@ -108,7 +108,7 @@ def _choose_device(procs: int) -> str:
     return "auto" if torch.cuda.device_count() >= procs else "cpu"
 
 
-def _command(console: Console, arguments: Sequence[str]) -> None:
+def run_command(console: Console, arguments: Sequence[str]) -> None:
     """Run one of our own commands on this terminal; it receives the signals sent to us until it ends."""
     from lockstep.processes.tree import catch_signals
 
@@ -125,7 +125,7 @@ def _command(console: Console, arguments: Sequence[str]) -> None:
             except subprocess.TimeoutExpired:
                 continue
     if process.returncode != 0:
-        raise _Stopped(process.returncode if process.returncode > 0 else 128 - process.returncode)
+        raise CommandFailed(process.returncode if process.returncode > 0 else 128 - process.returncode)
 
 
 def _read_answers(path: Path) -> list[dict[str, Any]]:

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from lockstep.rundir import RunDir
 
 T = TypeVar("T")
-# What a line about validation leaves out: the rest are scores. Rewards and log-probs are in the file, and in plots.
+# Keys of a validation record that are no scores; rewards and log-probs are in the file and in plots.
 _NO_SCORES = {"step", "split", "time", "loss", "rows", "time_s"}
 _NO_SCORES |= {"chosen_reward", "rejected_reward", "chosen_logprob", "rejected_logprob"}
-# Of a run that samples: key, label, how it is written.
-_OF_SAMPLES = (
+# Metrics of a run that samples: (key, label, format).
+_SAMPLE_METRICS = (
     ("reward", "reward", ".3f"),
     ("completion_length", "length", ".0f"),
     ("entropy", "entropy", ".2f"),
@@ -40,6 +40,13 @@ _OF_SAMPLES = (
     ("staleness", "staleness", ".2g"),
     ("reward_failed", "rewards failed", ".0f"),
 )
+# Metrics of any step: (key, label, format).
+_STEP_METRICS = (
+    ("margin", "margin", ".3f"),
+    ("accuracy", "accuracy", ".0%"),
+    ("learning_rate", "lr", ".2e"),
+    ("grad_norm", "grad", ".3g"),
+)
 PLAIN_INTERVAL_S = 2.0
 _PHASES_OF_A_STEP = ("sampling", "training", "publishing", "evaluating", "checkpointing")
 POLL_INTERVAL_S = 0.2
@@ -47,7 +54,7 @@ STATE_STYLES = {"completed": "green", "failed": "red", "cancelled": "yellow", "r
 
 
 def make_console(stderr: bool = False) -> Console:
-    """Lines in a file or pipe are not folded."""
+    """Lines are not wrapped where the output is a file or a pipe."""
     console = Console(stderr=stderr)
     return console if console.is_terminal else Console(stderr=stderr, width=200, no_color=True)
 
@@ -66,7 +73,7 @@ def track_progress(items: Iterable[T], label: str, total: int) -> Iterator[T]:
 
 @contextlib.contextmanager
 def data_progress() -> Iterator[Callable[[Any], None]]:
-    """A bar on stderr for `compile_data`: give it what this yields as `on_progress`."""
+    """A progress bar on stderr; yields the `on_progress` of `compile_data`."""
     console = make_console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[rows]:,} rows"))
     bar = Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)
@@ -82,7 +89,7 @@ def data_progress() -> Iterator[Callable[[Any], None]]:
 
 
 def quieten_libraries() -> None:
-    """Keep the progress bars and hints of transformers and torch out of what a command prints."""
+    """Keep progress bars and hints of transformers and torch out of a command's output."""
     import warnings
 
     from transformers.utils import logging
@@ -93,7 +100,7 @@ def quieten_libraries() -> None:
 
 
 class JsonlTail:
-    """New whole lines of a growing JSONL file, from where the file ended when the tail was made."""
+    """New complete lines of a growing JSONL file, from its end at the time of construction."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -111,7 +118,7 @@ class JsonlTail:
         for line in whole.splitlines():
             try:
                 record = json.loads(line)
-            except ValueError:  # half a line that a killed writer left and the next one closed
+            except ValueError:  # a partial line of a killed writer, ended by the next one
                 continue
             if isinstance(record, dict):
                 records.append(record)
@@ -119,7 +126,7 @@ class JsonlTail:
 
 
 class RunDisplay:
-    """Follows one run. Make it before the run starts: it shows only what is written from then on."""
+    """Follows one run. Construct it before the run starts: it shows only what is written afterwards."""
 
     def __init__(self, run: RunDir, console: Console) -> None:
         self.run = run
@@ -127,8 +134,8 @@ class RunDisplay:
         self.status: dict[str, Any] = {}
         self._metrics = JsonlTail(run.path / "metrics.jsonl")
         self._events = JsonlTail(run.path / "events.jsonl")
-        self._train: dict[str, Any] = {}  # the latest record
-        self._new: list[dict[str, Any]] = []  # those of the latest refresh
+        self._train: Mapping[str, Any] = {}  # the latest record
+        self._new: list[Mapping[str, Any]] = []  # those of the latest refresh
         self._validation_loss: float | None = None
         self._best = float(run.status().get("best_validation_loss") or "inf")
         self._step_times: deque[float] = deque(maxlen=20)
@@ -139,30 +146,32 @@ class RunDisplay:
         self._spinner = Spinner("dots")
 
     def follow(self, is_running: Callable[[], bool]) -> None:
-        """Show the run until `is_running` says no."""
+        """Show the run until `is_running` returns False."""
         if not self.console.is_terminal:
             while is_running():
-                self._print_plain()
+                self.print_plain()
                 time.sleep(POLL_INTERVAL_S)
-            self._print_plain(final=True)
+            self.print_plain(final=True)
             return
-        with Live(get_renderable=self._render, console=self.console, refresh_per_second=8, transient=True) as live:
+        with Live(get_renderable=self.render, console=self.console, refresh_per_second=8, transient=True) as live:
             running = True
             while running:
                 running = is_running()
-                for _, line in self._refresh():
+                for _, line in self.refresh():
                     live.console.print(line, highlight=False)
                 if running:
                     time.sleep(POLL_INTERVAL_S)
 
-    def _refresh(self) -> list[tuple[int, Text]]:
-        """Read what is new; return the lines that stay on the screen, each with its step."""
+    def refresh(self) -> list[tuple[int, Text]]:
+        """Read new records; return the lines that stay on the screen, each with its step."""
+        from lockstep.rundir import MetricRecord
+
         self.status = self.run.status()
         lines = []
         self._new = []
-        for record in self._metrics.read():
+        for record in map(MetricRecord, self._metrics.read()):
             if record.get("split", "train") == "validation":
-                lines.append((int(record["step"]), self._evaluation_line(record)))
+                lines.append((int(record["step"]), self.validation_line(record)))
             else:
                 self._train = record
                 self._new.append(record)
@@ -174,11 +183,11 @@ class RunDisplay:
                 lines.append((int(event.get("step") or 0), line))
         return lines
 
-    def _print_plain(self, final: bool = False) -> None:
+    def print_plain(self, final: bool = False) -> None:
         from lockstep.rundir import FINISHED_STATES
 
         first = not self._train
-        lines = self._refresh()
+        lines = self.refresh()
         phase = str(self.status.get("phase") or "")
         is_new = phase != self._phase and not (self._train and phase in _PHASES_OF_A_STEP)
         if phase and is_new and self.status.get("state") not in FINISHED_STATES:
@@ -196,23 +205,23 @@ class RunDisplay:
         for _, line in sorted(lines, key=lambda entry: entry[0]):
             self.console.print(line, highlight=False, soft_wrap=True)
 
-    def _evaluation_line(self, record: Mapping[str, Any]) -> Text:
-        """Of a loss the lowest is the best, of a reward the highest."""
+    def validation_line(self, record: Mapping[str, Any]) -> Text:
+        """The best loss is the lowest, the best reward the highest."""
         if record.get("loss") is None:
-            found, name, shown = -float(record["reward"]), "held-out reward ", f"{record['reward']:.4f}"
+            value, name, shown = -float(record["reward"]), "held-out reward ", f"{record['reward']:.4f}"
         else:
-            found = self._validation_loss = float(record["loss"])
-            name, shown = "validation loss ", f"{found:.4f}"
+            value = self._validation_loss = float(record["loss"])
+            name, shown = "validation loss ", f"{value:.4f}"
         line = Text.assemble(_step_label(record), (name, "bold"), shown)
-        if found < self._best and self._best != float("inf"):
+        if value < self._best and self._best != float("inf"):
             line.append("  best so far", style="green")
-        self._best = min(self._best, found)
+        self._best = min(self._best, value)
         scores = {k: v for k, v in record.items() if k not in {*_NO_SCORES, "reward"} and isinstance(v, float)}
         line.append("".join(f"  {name} {value:.3f}" for name, value in scores.items()), style="dim")
         return line
 
     def _facts(self, train: Mapping[str, Any], plain: bool = False) -> list[tuple[str, str]]:
-        """(label, value) of what is known about a step."""
+        """(label, value) of everything known about a step."""
         status = self.status
         total, left = status.get("total_steps"), self._seconds_left()
         facts = [("step", f"{train['step']}" + (f"/{total}" if total else ""))] if plain else []
@@ -222,14 +231,7 @@ class RunDisplay:
         if validation is not None and not plain:
             facts.append(("validation", f"{validation:.4f}"))
         facts += _sample_facts(train)
-        if train.get("margin") is not None:
-            facts.append(("margin", f"{train['margin']:.3f}"))
-        if train.get("accuracy") is not None:
-            facts.append(("accuracy", f"{train['accuracy']:.0%}"))
-        if train.get("learning_rate") is not None:
-            facts.append(("lr", f"{train['learning_rate']:.2e}"))
-        if train.get("grad_norm") is not None:
-            facts.append(("grad", f"{train['grad_norm']:.3g}"))
+        facts += [(label, format(train[key], form)) for key, label, form in _STEP_METRICS if train.get(key) is not None]
         if train.get("tokens_per_s"):
             facts.append(("", f"{format_count(train['tokens_per_s'])} tokens/s"))
         if train.get("memory_gib"):
@@ -246,7 +248,7 @@ class RunDisplay:
             return None
         return max(total - step, 0) * sum(self._step_times) / len(self._step_times)
 
-    def _render(self) -> RenderableType:
+    def render(self) -> RenderableType:
         phase = str(self.status.get("phase") or "")
         if not self._train:
             elapsed = format_duration(time.monotonic() - self._started)
@@ -273,12 +275,12 @@ class RunDisplay:
 
 
 def _sample_facts(train: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The entropy is estimated where it was not computed; what went wrong is shown where something did."""
-    found: dict[str, str] = {}
-    for key, label, form in _OF_SAMPLES:
+    """The entropy is estimated where it was not computed; failed rewards are shown only where there are any."""
+    facts: dict[str, str] = {}
+    for key, label, form in _SAMPLE_METRICS:
         if train.get(key) is not None and (train[key] or key != "reward_failed"):
-            found.setdefault(label, format(train[key], form))
-    return list(found.items())
+            facts.setdefault(label, format(train[key], form))
+    return list(facts.items())
 
 
 def _fold(parts: Sequence[Text], width: int, gap: str = "   ") -> list[Text]:
@@ -293,21 +295,21 @@ def _fold(parts: Sequence[Text], width: int, gap: str = "   ") -> list[Text]:
 
 
 def _event_line(event: Mapping[str, Any]) -> Text | None:
-    kind, step = event.get("event"), _step_label(event)
-    if kind == "warning":
-        return Text.assemble(step, ("warning: ", "bold yellow"), str(event.get("message", "")))
-    if kind == "checkpoint":
-        return Text.assemble(step, "checkpoint saved")
-    if kind == "checkpoint_damaged":
-        return Text.assemble(
-            step, ("checkpoint damaged: ", "bold yellow"), str(event.get("problem", "")), ", passed over"
-        )
-    if kind == "resumed":
-        return Text.assemble(step, "resumed")
-    if kind == "reference":
-        return Text.assemble(("reference ", "bold"), f"{event.get('kind')}: {event.get('why')}")
-    if kind == "early_stop":
-        return Text.assemble(step, "stopped early: the validation loss no longer improves")
+    step = _step_label(event)
+    match event.get("event"):
+        case "warning":
+            return Text.assemble(step, ("warning: ", "bold yellow"), str(event.get("message", "")))
+        case "checkpoint":
+            return Text.assemble(step, "checkpoint saved")
+        case "checkpoint_damaged":
+            problem = str(event.get("problem", ""))
+            return Text.assemble(step, ("checkpoint damaged: ", "bold yellow"), problem, ", skipped")
+        case "resumed":
+            return Text.assemble(step, "resumed")
+        case "reference":
+            return Text.assemble(("reference ", "bold"), f"{event.get('kind')}: {event.get('why')}")
+        case "early_stop":
+            return Text.assemble(step, "stopped early: the validation loss no longer improves")
     return None
 
 
@@ -338,7 +340,7 @@ def _source_name(path: str) -> str:
 
 
 def print_summary(console: Console, run: RunDir) -> None:
-    """What a finished run came to, and what to do next."""
+    """The results of a finished run, and what to do next."""
     status = run.status()
     state = str(status.get("state"))
     console.print(f"[bold {STATE_STYLES.get(state, 'default')}]{state}[/]", highlight=False)

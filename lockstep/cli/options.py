@@ -34,7 +34,7 @@ Temperature = Annotated[float, typer.Option(help="0 always takes the most likely
 
 
 def load_settings(config: str | None, overrides: Sequence[str] | None, procs: int | None = None) -> RunConfig:
-    """CONFIG may be left out, and is then lockstep.yaml; the first override then stands in its place."""
+    """Without CONFIG it is lockstep.yaml, and `config` may hold the first override."""
     from lockstep.config import ConfigError, check_config, load_config
     from lockstep.config.data import PARTS
 

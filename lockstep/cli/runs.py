@@ -96,9 +96,9 @@ def _print_samples(console: Console, rows: list[dict[str, Any]], total: int) -> 
         notes = f"  ({parts}){advantage}" + ("  truncated" if row.get("truncated", row.get("cut")) else "")
         console.print(Text.assemble((head, "bold"), (notes, "dim")), soft_wrap=True)
         expected = "" if row["reference"] is None else f"   [{row['reference']}]"
-        console.print(Text.assemble(("  asked  ", "dim"), str(row["prompt"]), (expected, "dim")), soft_wrap=True)
+        console.print(Text.assemble(("  prompt  ", "dim"), str(row["prompt"]), (expected, "dim")), soft_wrap=True)
         for turn in row["turns"]:
-            console.print(Text.assemble(("  said   ", "dim"), turn), soft_wrap=True)
+            console.print(Text.assemble(("  answer  ", "dim"), turn), soft_wrap=True)
         if row["problem"]:
             console.print(Text.assemble(("  problem  ", "red"), row["problem"]), soft_wrap=True)
     console.print(Text(f"{len(rows)} of {total} answers", style="dim"))

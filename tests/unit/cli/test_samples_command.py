@@ -53,16 +53,16 @@ def ask(run: RunDir, *options: str) -> str:
 def test_the_latest_step_is_shown_with_what_each_answer_earned(run):
     text = ask(run)
     assert "step 10  t.jsonl:1  sample 1  reward 0.200  (numeric 0.2)  advantage +0.50" in text
-    assert "asked  question 1   [4]" in text
-    assert "said   first" in text
-    assert "said   second" in text
+    assert "prompt  question 1   [4]" in text
+    assert "answer  first" in text
+    assert "answer  second" in text
     assert "reward failed" in text
     assert "problem  reward numeric failed: KeyError" in text
     assert "4 of 4 answers" in text
     assert "step 9 " not in text
 
 
-def test_a_step_the_best_and_the_worst_can_be_asked_for(run):
+def test_a_step_the_best_and_the_worst_can_be_selected(run):
     assert "step 9  t.jsonl:1" in ask(run, "--step", "9")
     best, worst = (
         [json.loads(line)["reward"] for line in ask(run, choice, "--json").splitlines()]
@@ -105,7 +105,7 @@ def test_the_display_shows_rewards_and_how_sampler_and_trainer_agree(run):
     }
     run.log_metrics({"step": 1, "split": "train", "loss": 0.1, "step_time_s": 1.0, "reward_failed": 2.0, **facts})
     run.log_metrics({"step": 1, "split": "validation", "reward": 0.75, "rows": 4, "time_s": 1.0})
-    display._print_plain(final=True)
+    display.print_plain(final=True)
     text = text_of(console)
     assert "step 0  held-out reward 0.2500  reward_format 0.500" in text
     assert "held-out reward 0.7500  best so far" in text
@@ -118,7 +118,7 @@ def test_an_entropy_that_was_computed_takes_the_place_of_the_estimate(run):
     run.log_metrics(
         {"step": 1, "split": "train", "loss": 0.1, "entropy": 2.5, "entropy_estimate": 1.5, "reward_failed": 0.0}
     )
-    display._print_plain(final=True)
+    display.print_plain(final=True)
     text = text_of(console)
     assert "entropy 2.50" in text
     assert "1.50" not in text

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from lockstep.config import parse_config
-from lockstep.reports.curves import PANELS, _read_runs, _smooth, plot_runs
+from lockstep.reports.curves import PANELS, moving_average, plot_runs, read_runs
 from lockstep.rundir import RunDir
 
 PAIR_KEYS = {"margin", "accuracy", "chosen_reward", "rejected_reward"}
@@ -71,14 +71,14 @@ def test_the_best_of_a_score_is_its_highest_and_of_a_loss_its_lowest() -> None:
 def test_numbers_that_are_none_or_not_finite_are_left_out(tmp_path: Path) -> None:
     path = make_run(tmp_path / "a", 3, validation=False)
     RunDir(path, owner=True).log_metrics({"step": 4, "split": "train", "loss": math.nan, "grad_norm": None})
-    (curves,) = _read_runs([path])
+    (curves,) = read_runs([path])
     assert curves.points(PANELS[0])[0] == [1, 2, 3]
     assert len(plot_runs([path], tmp_path)) == 2
 
 
 def test_same_names_are_told_apart_by_folder(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / "x" / "run", 2), make_run(tmp_path / "y" / "run", 2)]
-    assert [curves.label for curves in _read_runs(runs)] == [str(run) for run in runs]
+    assert [curves.label for curves in read_runs(runs)] == [str(run) for run in runs]
 
 
 def test_a_run_without_metrics_is_named(tmp_path: Path) -> None:
@@ -87,6 +87,6 @@ def test_a_run_without_metrics_is_named(tmp_path: Path) -> None:
         plot_runs([tmp_path / "empty"], tmp_path)
 
 
-def test_smoothing_keeps_constants_and_length() -> None:
-    assert _smooth([2.0] * 50) == [2.0] * 50
-    assert len(_smooth(list(range(100)))) == 100
+def testmoving_averageing_keeps_constants_and_length() -> None:
+    assert moving_average([2.0] * 50) == [2.0] * 50
+    assert len(moving_average(list(range(100)))) == 100

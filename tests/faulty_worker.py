@@ -242,10 +242,10 @@ def answers_see_each_other() -> None:
 
 
 def reference_follows_on_one_rank_only() -> None:
-    from lockstep.backend.reference import Copy
+    from lockstep.backend.reference import ParameterCopy
 
     if int(os.environ["RANK"]) == 1:
-        Copy.mix = lambda self, plan: None  # type: ignore[method-assign]
+        ParameterCopy.mix = lambda self, plan: None  # type: ignore[method-assign]
 
 
 def every_rank_its_own_kl() -> None:
@@ -288,9 +288,9 @@ def temperature_forgotten() -> None:
 
 def reference_is_the_policy() -> None:
     """The copy is never put into its place."""
-    from lockstep.backend.reference import Copy
+    from lockstep.backend.reference import ParameterCopy
 
-    Copy._exchange = lambda self: None  # type: ignore[method-assign]
+    ParameterCopy._exchange = lambda self: None  # type: ignore[method-assign]
 
 
 POLICY_FAULTS: dict[str, Callable[[], None]] = {

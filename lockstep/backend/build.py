@@ -49,10 +49,10 @@ def build_policy(
     parallel: ParallelConfig,
     logits_gib: float = 2.5,
 ) -> Built:
-    """Rank 0's weights win. `logits_gib`: memory for logits, at most; with less of it the head takes more passes."""
+    """Rank 0's weights are used. `logits_gib`: the most memory for logits; with less the head takes more passes."""
     dtype = compute_dtype or next(model.parameters()).dtype
     policy = Policy(model, **_head_memory(model, group.device, dtype, logits_gib))
-    # Taken before anything is split: the whole tensors are what every rank gets its part of.
+    # Before anything is split: every rank gets its part of the whole tensors.
     weights = _full_weights(policy) if group.rank == 0 else None
     if group.degrees.tensor > 1:
         split_tensors(policy, group)
@@ -63,7 +63,7 @@ def build_policy(
             layer.forward = _recomputed(layer.forward, selective=activation_checkpointing == "selective")
         if compile_layers:
             layer.forward = torch.compile(layer.forward, dynamic=True)
-    # Its products are added to in place: neither split layers nor kept results bear that.
+    # Adds to products in place: wrong for split layers and for kept activations.
     if not compile_layers and group.degrees.tensor == 1 and activation_checkpointing != "selective":
         speed_up_eager(model)
     policy.use_variable_length(group.device, dtype)
@@ -90,7 +90,7 @@ def build_policy(
 
 
 def _head_memory(model: nn.Module, device: torch.device, dtype: torch.dtype, gib: float) -> dict[str, int]:
-    """Large products keep a GPU busy; a CPU is quickest where a chunk stays in its caches."""
+    """Large products keep a GPU busy; a CPU is fastest if a chunk fits into its caches."""
     granted = int(gib * 2**30)
     fits = granted // (causal_lm(model).config.get_text_config().vocab_size * dtype.itemsize)
     return {"chunk_tokens": min(8192 if device.type == "cuda" else 512, max(fits, 128)), "kept_bytes": granted}
@@ -120,7 +120,7 @@ def split_tensors(policy: Policy, group: ProcessGroup) -> None:
 
 
 def split_tokens(policy: Policy, group: ProcessGroup) -> None:
-    """From now on each of the context ranks computes a part of every micro-batch's tokens."""
+    """Each rank of the context axis computes a part of every micro-batch's tokens from here on."""
     assert group.mesh is not None
     if not policy.packs:
         name = type(causal_lm(policy.model)).__name__
@@ -162,9 +162,9 @@ def _check_heads(policy: Policy, degree: int) -> None:
 
 
 def settle_dtypes(model: nn.Module, compute: torch.dtype) -> None:
-    """What is trained is held in float32 or wider, what is frozen in the dtype of the computation. In place.
+    """Trained parameters in float32 or wider, frozen ones in the dtype of the computation. In place.
 
-    A model that its owner loaded in bf16 would otherwise be stepped in bf16, where small updates vanish.
+    A model loaded in bf16 would otherwise be stepped in bf16, where small updates vanish.
     """
     wide = torch.promote_types(compute, torch.float32)
     for parameter in model.parameters():
@@ -180,8 +180,8 @@ def _recomputed(forward: Callable[..., Any], *, selective: bool) -> Callable[...
     return functools.partial(checkpoint, forward, use_reentrant=False, **contexts)
 
 
-# What is dear to compute again: matrix products and attention.
-_DEAR = {
+# Expensive to recompute: matrix products and attention.
+_EXPENSIVE = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -192,7 +192,7 @@ _DEAR = {
 
 
 def _keep(_context: Any, operation: Any, *_arguments: Any, **_options: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in _DEAR else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operation in _EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _full_weights(module: nn.Module) -> dict[str, Tensor]:
@@ -221,6 +221,6 @@ def _distribute_weights(module: nn.Module, weights: dict[str, Tensor] | None, gr
         dist.broadcast(full, src=0)
         if isinstance(target, DTensor):
             part = distribute_tensor(full.to(target.dtype), target.device_mesh, target.placements, src_data_rank=None)
-            target.to_local().copy_(part.to_local())  # to the CPU, where parameters are kept there
+            target.to_local().copy_(part.to_local())  # also where parameters are offloaded
         elif target is not None:
             target.copy_(full)

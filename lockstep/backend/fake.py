@@ -1,7 +1,7 @@
-"""A TrainingBackend without a model, for tests of loops: one number learns to be near the tokens it is shown.
+"""A TrainingBackend without a model, for tests of loops: one number learns to be near the tokens of its batches.
 
-Deterministic and pure Python. It remembers every call, and can be told to give a loss that is not a number or to
-fail at a step. Its reference is a second number. Must not know torch.
+Deterministic and pure Python. It records every call, and can return a loss that is not finite or fail at a given step.
+Its reference is a second number.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _STATE = "state.json"
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """One call, `step` optimizer steps after the start. `read` is the loop looking at a step's loss."""
+    """One call, `step` optimizer steps after the start. The call "read" is the loop reading a step's loss."""
 
     name: str
     step: int
@@ -37,8 +37,7 @@ class RecordedCall:
 class FakeBackend:
     """The log-prob of token t is -(weight - t % 7)^2 / 2; the optimizer is SGD with momentum `beta1`.
 
-    Of the losses of preferences it knows the plainest: sigmoid on pairs, and that of kto without its weights. Of policy
-    gradients it knows the clipped one.
+    Of the preference losses it has sigmoid on pairs and kto without weights, of policy gradients the clipped one.
 
     `failures` maps (method, steps made before the call) to what it raises; save_state puts it into its future.
     `nonfinite_at` are steps, counted from 1, whose loss and gradient are nan because of the first row.
@@ -61,23 +60,23 @@ class FakeBackend:
         return [call for call in self.calls if call.name == name]
 
     def forward(self, batch: Sequence[Datum], *, reference: bool = False) -> list[Logprobs]:
-        self._note(RecordedCall("forward", self.step, tuple(batch), reference=reference))
+        self._record(RecordedCall("forward", self.step, tuple(batch), reference=reference))
         weight = self.reference if reference else self.weight
         return [[_logprobs(weight, c.tokens, c.weights) for c in datum.completions] for datum in batch]
 
     def forward_backward(self, batch: Sequence[Datum], loss: LossSpec) -> LossResult:
-        self._note(RecordedCall("forward_backward", self.step, tuple(batch), loss))
-        found = [self._LOSSES[loss.kind](self, datum, loss) for datum in batch]
-        metrics = {name: sum(m[name] for _, _, m in found) for name in found[0][2]}
-        values = LossValues(loss.scale * sum(value for value, _, _ in found), metrics)
-        self._gradient += loss.scale * sum(slope for _, slope, _ in found)
+        self._record(RecordedCall("forward_backward", self.step, tuple(batch), loss))
+        losses = [self._LOSSES[loss.kind](self, datum, loss) for datum in batch]
+        metrics = {name: sum(m[name] for _, _, m in losses) for name in losses[0][2]}
+        values = LossValues(loss.scale * sum(value for value, _, _ in losses), metrics)
+        self._gradient += loss.scale * sum(gradient for _, gradient, _ in losses)
         if self.step + 1 in self._nonfinite_at:
             values = LossValues(math.nan, metrics, nonfinite_origins=(batch[0].origin,))
             self._gradient = math.nan
         seen = RecordedCall("read", self.step)
 
         def read() -> LossValues:
-            self._note(seen)
+            self._record(seen)
             return values
 
         num_tokens = sum(len(datum.prompt) + sum(len(c.tokens) for c in datum.completions) for datum in batch)
@@ -85,7 +84,7 @@ class FakeBackend:
         return LossResult(read, num_tokens=num_tokens, num_supervised=num_supervised, deferred=self._deferred)
 
     def optim_step(self, step: OptimStep) -> OptimResult:
-        self._note(RecordedCall("optim_step", self.step, argument=step))
+        self._record(RecordedCall("optim_step", self.step, argument=step))
         norm, self._gradient = self._gradient, 0.0
         if math.isfinite(norm):
             limit = step.max_grad_norm or math.inf
@@ -95,13 +94,13 @@ class FakeBackend:
         return OptimResult(lambda: abs(norm), deferred=self._deferred)
 
     def mix_reference(self, share: float) -> None:
-        self._note(RecordedCall("mix_reference", self.step, argument=share))
+        self._record(RecordedCall("mix_reference", self.step, argument=share))
         self.reference = share * self.weight + (1 - share) * self.reference
 
     def save_state(self, path: Path) -> Future[None]:
         written: Future[None] = Future()
         try:
-            self._note(RecordedCall("save_state", self.step, argument=path))
+            self._record(RecordedCall("save_state", self.step, argument=path))
             names = ("weight", "momentum", "step", "reference")
             state = {name: getattr(self, name) for name in names}
             (path / _STATE).write_text(json.dumps(state))
@@ -111,34 +110,34 @@ class FakeBackend:
         return written
 
     def load_state(self, path: Path, *, with_optimizer: bool) -> None:
-        self._note(RecordedCall("load_state", self.step, argument=path))
+        self._record(RecordedCall("load_state", self.step, argument=path))
         state = json.loads((path / _STATE).read_text())
         self.weight, self.reference = state["weight"], state["reference"]
         if with_optimizer:
             self.momentum, self.step = state["momentum"], state["step"]
 
     def export_weights(self, path: Path) -> None:
-        self._note(RecordedCall("export_weights", self.step, argument=path))
+        self._record(RecordedCall("export_weights", self.step, argument=path))
         path.mkdir(parents=True, exist_ok=True)
         (path / "weights.json").write_text(json.dumps({"weight": self.weight}))
 
     def read_weights(self) -> dict[str, float]:
-        self._note(RecordedCall("read_weights", self.step))
+        self._record(RecordedCall("read_weights", self.step))
         return {"weight": self.weight}
 
     def close(self) -> None:
-        self._note(RecordedCall("close", self.step))
+        self._record(RecordedCall("close", self.step))
 
-    def _note(self, call: RecordedCall) -> None:
+    def _record(self, call: RecordedCall) -> None:
         self.calls.append(call)
         if (call.name, call.step) in self._failures:
             raise self._failures[(call.name, call.step)]
 
-    # --- losses of one datum: (value, its slope in the weight, metrics) ---------------------------------------------
+    # --- losses of one datum: (value, its gradient with respect to the weight, metrics) ----------------------------
 
     def _cross_entropy(self, datum: Datum, loss: LossSpec) -> tuple[float, float, dict[str, float]]:
         sums = [self._sum(completion) for completion in datum.completions]
-        return -sum(value for value, _ in sums), -sum(slope for _, slope in sums), {}
+        return -sum(value for value, _ in sums), -sum(gradient for _, gradient in sums), {}
 
     def _preference(self, datum: Datum, loss: LossSpec) -> tuple[float, float, dict[str, float]]:
         beta = loss.options["beta"]
@@ -155,20 +154,20 @@ class FakeBackend:
     def _kto(self, datum: Datum, loss: LossSpec) -> tuple[float, float, dict[str, float]]:
         beta, kl = loss.options["beta"], loss.options["kl"]
         (completion,) = datum.completions
-        value, slope = self._sum(completion)
+        value, gradient = self._sum(completion)
         ratio = value - self._reference_sum(completion)
-        wanted = float(completion.values["label"][0])
-        sign = 1 if wanted else -1
+        desirable = float(completion.values["label"][0])
+        sign = 1 if desirable else -1
         right = _sigmoid(sign * beta * (ratio - kl))
         reward = beta * ratio
-        metrics = {"chosen_reward": wanted * reward, "rejected_reward": (1 - wanted) * reward, "kl": kl}
-        metrics |= {"chosen_logprob": wanted * value, "rejected_logprob": (1 - wanted) * value}
-        metrics |= {"num_chosen": wanted, "num_rejected": 1 - wanted}
-        return 1 - right, -sign * beta * right * (1 - right) * slope, metrics
+        metrics = {"chosen_reward": desirable * reward, "rejected_reward": (1 - desirable) * reward, "kl": kl}
+        metrics |= {"chosen_logprob": desirable * value, "rejected_logprob": (1 - desirable) * value}
+        metrics |= {"num_chosen": desirable, "num_rejected": 1 - desirable}
+        return 1 - right, -sign * beta * right * (1 - right) * gradient, metrics
 
     def _policy_gradient(self, datum: Datum, loss: LossSpec) -> tuple[float, float, dict[str, float]]:
         low, high = 1 - loss.options["clip_low"], 1 + loss.options["clip_high"]
-        value = slope = 0.0
+        value = gradient = 0.0
         on_policy = loss.options.get("on_policy", False)
         names = (
             "ratio",
@@ -192,12 +191,12 @@ class FakeBackend:
                 limit = high if advantage > 0 else low
                 is_clipped = ratio > high if advantage > 0 else ratio < low
                 value -= weight * advantage * (limit if is_clipped else ratio)
-                slope += 0.0 if is_clipped else weight * advantage * ratio * (self.weight - token % 7)
+                gradient += 0.0 if is_clipped else weight * advantage * ratio * (self.weight - token % 7)
                 if weight:
                     metrics["ratio"] += ratio
                     metrics["policy_shift"] += ratio - 1 - (logprob - old)
                     metrics["clipped_high" if advantage > 0 else "clipped_low"] += is_clipped
-        return value, slope, metrics
+        return value, gradient, metrics
 
     _LOSSES: ClassVar = {
         "cross_entropy": _cross_entropy,
@@ -207,7 +206,7 @@ class FakeBackend:
     }
 
     def _sum(self, completion: Completion) -> tuple[float, float]:
-        """The weighted log-prob of an answer, and its slope in the weight."""
+        """The weighted log-prob of an answer, and its gradient with respect to the weight."""
         pairs = [(float(w), self.weight - t % 7) for t, w in zip(completion.tokens, completion.weights, strict=True)]
         return -sum(w * d * d / 2 for w, d in pairs), -sum(w * d for w, d in pairs)
 

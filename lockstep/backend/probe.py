@@ -1,7 +1,7 @@
-"""Is the fast path the same function as the model? Asked of the real model, once, before the first step.
+"""Checks, before the first step, that the fast path computes the same function as the model. All ranks.
 
-Two small forward passes find a head whose logits are changed in a way we do not know, and a model whose
-documents see each other when packed. All ranks call it together.
+Small forward passes find logits that are changed after the head in an unknown way, and packed documents that attend to
+each other.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def check_policy(
             warnings.append(f"{name} does not keep packed documents apart: documents are computed one by one, slower")
         if policy.shares_prompts and not _follows_shared_prompts(policy, device, _ROUNDING[precision]):
             policy.shares_prompts = False
-            warnings.append(f"{name} does not let answers share a prompt: prompts are computed once an answer, slower")
+            warnings.append(f"{name} does not let answers share a prompt: it is computed once per answer, slower")
         probe = _pack([_tokens(policy, 7, 12)], device)
         fast, plain = policy(probe).double(), policy(probe, own=True)
     if not bool(torch.isfinite(plain).all()):
@@ -56,7 +56,7 @@ def check_stages(
     device: torch.device,
     precision: str,
 ) -> list[str]:
-    """The same questions to the stages of this rank, each on its own, with made-up hidden states."""
+    """The same checks of each stage of this rank on its own, with synthetic hidden states."""
     rounding = _ROUNDING[precision]
     size = causal_lm(policy.model).config.get_text_config().hidden_size
     dtype = DTYPES[precision]
@@ -82,7 +82,7 @@ def check_stages(
 
 
 def _check_head(policy: Policy, packed: PackedTokens, hidden: Tensor, rounding: float) -> None:
-    """Ours against the model's own, both from the last hidden states."""
+    """Our head against the model's own, both from the last hidden states."""
     fast = policy.apply_head(hidden, packed, None).double()
     logits = head_alone(policy)(
         inputs_embeds=hidden[None], use_cache=False, packed_layout=PackedLayout(packed.lengths)
@@ -97,8 +97,8 @@ def _check_head(policy: Policy, packed: PackedTokens, hidden: Tensor, rounding: 
 def _isolates(policy: Policy, device: torch.device, rounding: float) -> bool:
     """The second document's log-probs must not depend on the first document.
 
-    Between two firsts of one length the arithmetic is the same, so nearly nothing may change; alone it may round
-    differently.
+    With two first documents of one length the arithmetic is the same, so almost nothing may change; alone, rounding
+    may differ.
     """
     second = _tokens(policy, 3, 9)
     try:

@@ -1,7 +1,6 @@
-"""The model that a policy is compared with, kept in the cheapest way: the policy without its adapter, or a copy of
-what is trained, laid out over ranks as the policy is.
+"""The reference model: the policy without its adapters, or a copy of the trained parameters, sharded as they are.
 
-While a reference is in place, the policy's module computes as the reference. Must not know losses or batches.
+While a reference is in place, the policy's module computes as the reference.
 """
 
 from __future__ import annotations
@@ -15,18 +14,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 
-class Reference(Protocol):
+class ReferenceModel(Protocol):
     def in_place(self) -> contextlib.AbstractContextManager[None]: ...
 
     def mix(self, share: float) -> None: ...
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint must hold, once it has been mixed."""
+        """What a checkpoint must hold after `mix`."""
         ...
 
 
 class AdapterOff:
-    """The base model, which an adapter leaves as it was."""
+    """The base model, which training of an adapter does not change."""
 
     def __init__(self, model: nn.Module) -> None:
         from peft.tuners.tuners_utils import BaseTunerLayer
@@ -37,7 +36,7 @@ class AdapterOff:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        # The flag alone: PEFT's own switch also changes requires_grad, which sharded parameters do not bear.
+        # Only the flag: PEFT's own method also changes requires_grad, which breaks sharded parameters.
         for layer in self._layers:
             layer._disable_adapters = True
         try:
@@ -53,8 +52,8 @@ class AdapterOff:
         return {}
 
 
-class Copy:
-    """What is trained, as it was when this was made: whole, or each rank's own part of it."""
+class ParameterCopy:
+    """The trained parameters at the time of construction: whole, or this rank's part."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = parameters
@@ -81,7 +80,7 @@ class Copy:
         for name, parameter in self._parameters.items():
             kept = self._kept[name]
             if isinstance(parameter, DTensor):
-                # Contents, not storage: FSDP2 gathers from the storage it knows.
+                # Contents, not storage: FSDP2 gathers from its own storage.
                 ours, theirs = _local(parameter.detach()), _local(kept)
                 before = ours.clone()
                 ours.copy_(theirs)
@@ -94,11 +93,11 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def make_reference(kind: str, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Reference | None:
+def make_reference(kind: str, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> ReferenceModel | None:
     if kind == "none":
         return None
     if kind == "adapter_off":
         return AdapterOff(model)
     if kind == "copy":
-        return Copy(parameters)
+        return ParameterCopy(parameters)
     raise ValueError(f"unknown reference {kind!r}: none, adapter_off or copy")

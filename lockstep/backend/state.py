@@ -1,7 +1,6 @@
-"""What a run needs to go on: trained parameters, optimizer state, and the random generator of every rank.
+"""The tensors of a checkpoint: trained parameters, optimizer state, and the random generator of every rank.
 
-Written with torch's distributed checkpoint under the model's own parameter names, so that another layout
-can read it. Must not know the run directory: it is given a folder.
+Written with torch's distributed checkpoint under the model's own parameter names: another layout can read it.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def save(
     def write() -> None:
         try:
             dcp.save(snapshot, checkpoint_id=path, process_group=group.background, no_dist=group.num_ranks == 1)
-        except BaseException as error:  # torch's CheckpointException is no Exception, and would pass by who waits
+        except BaseException as error:  # torch's CheckpointException is no Exception: the waiting thread would miss it
             failure = RuntimeError("the checkpoint could not be written")
             failure.__cause__ = error
             done.set_exception(failure)
@@ -67,9 +66,9 @@ def load(
     group: ProcessGroup,
     numbers: Mapping[str, Tensor] | None = None,
 ) -> set[str]:
-    """Read in place. Random generators come back if the layout is the one they were saved with. All ranks.
+    """Read in place; random generators only if the layout is the one they were saved with. All ranks.
 
-    `numbers` come back where they were saved. Returns the names of what was read.
+    `numbers` are read if they were saved. Returns the names of what was read.
     """
     if optimizer is not None:
         _prepare_moments(parameters, optimizer)
@@ -97,9 +96,8 @@ def load(
 def gather(model: nn.Module, group: ProcessGroup, dtypes: Mapping[str, torch.dtype] | None = None) -> dict[str, Tensor]:
     """Every tensor of the model's state dict, whole, on rank 0's CPU; other ranks get nothing. All ranks.
 
-    `dtypes`: of those that are to be converted, on the device that they come from.
-    In the model's own order, also where rank 0 has only some of its layers. Tied parameters are gathered once and stay
-    one tensor, by which the writer knows that they are tied.
+    `dtypes`: of those to be converted, on their own device. In the model's own order, also where rank 0 has some of
+    its layers. Tied parameters are gathered once and stay one tensor: that is how the writer recognises them.
     """
     mine = model.state_dict(keep_vars=True)
     whole: dict[str, Tensor] = {}
@@ -120,7 +118,7 @@ def _converted(tensor: Tensor, name: str, dtypes: Mapping[str, torch.dtype] | No
 
 
 class _Home(NamedTuple):
-    """Of one tensor: who on the pipeline axis gives it, the first of its names there, and what it is when whole."""
+    """Of one tensor: who on the pipeline axis sends it, its first name there, and its whole shape and dtype."""
 
     place: int
     first_name: str
@@ -138,9 +136,9 @@ def _find_homes(model: nn.Module, mine: Mapping[str, Tensor], group: ProcessGrou
     if group.degrees.pipeline == 1:
         return homes
     for part in group.gather_objects(homes):
-        # A tied tensor that the first and the last stage have: the first gives it.
+        # A tied tensor is on the first and the last stage: the first sends it.
         homes |= {name: home for name, home in part.items() if name not in homes or home.place < homes[name].place}
-    # Modules of other stages are stood in for, so each has its place on rank 0 too.
+    # Modules of other stages have placeholders, so that rank 0 knows the order of all.
     places = {name: number for number, (name, _) in enumerate(model.named_modules())}
 
     def place_of(name: str) -> int:
@@ -153,13 +151,13 @@ def _find_homes(model: nn.Module, mine: Mapping[str, Tensor], group: ProcessGrou
 
 
 def _pass_to_first_place(tensor: Tensor | None, home: _Home, group: ProcessGroup) -> Tensor | None:
-    """From the rank that stands at `home` to rank 0, where both are alike on the other axes. All ranks."""
+    """From the rank at `home` to rank 0, where both have the same place on the other axes. All ranks."""
     assert group.mesh is not None
     axis = group.mesh.get_group("pipeline")
     if dist.get_global_rank(axis, 0) != 0:
         return tensor
     if tensor is not None:
-        # From the device, also where parameters are kept in the memory of the CPU: both sides must agree.
+        # From the device, also where parameters are offloaded: both sides must agree.
         dist.send(tensor.detach().to(group.device).contiguous(), group=axis, group_dst=0)
     elif group.rank == 0:
         tensor = torch.empty(home.shape, dtype=home.dtype, device=group.device)
@@ -183,13 +181,13 @@ def _collect(
 
 
 def _random_names(group: ProcessGroup) -> tuple[str, str]:
-    """(host's, device's). The layout is part of them: a rank of another one computes something else."""
+    """(host's, device's). With the layout in the name: the same rank of another one computes something else."""
     layout = "x".join(str(getattr(group.degrees, axis)) for axis in AXES)
     return f"rng.{layout}.{group.rank}", f"rng_cuda.{layout}.{group.rank}"
 
 
 def _prepare_moments(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-    """Lay out what AdamW creates at its first step, so that there is something to read into."""
+    """Create what AdamW creates at its first step, to read into."""
     fused = bool(optimizer.defaults.get("fused"))
     for p in parameters.values():
         step = torch.zeros((), dtype=torch.float32, device=p.device if fused else "cpu")

@@ -1,7 +1,4 @@
-"""Where a run stands, and the checkpoints that carry it.
-
-Every rank runs this alike; only the run directory's owner commits. Must not know models or tensors.
-"""
+"""The progress of a run and its checkpoints. Every rank runs this; only the run directory's owner commits."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from lockstep.types import TrainingBackend
 
 @dataclass
 class Progress:
-    """What the loop itself must remember: written beside the tensors of each checkpoint."""
+    """The loop's own state, written beside the tensors of each checkpoint."""
 
     step: int = 0
     cursor: int = 0
@@ -56,7 +53,7 @@ class Checkpoints:
         timeout_s: float,
         last_step: int | None = None,
     ) -> None:
-        """`last_step` is of the checkpoint that the run resumed from: it is not written again."""
+        """`last_step`: of the checkpoint that the run resumed from, which is not written again."""
         self._run, self._backend, self._config = run, backend, config
         self._data_digest, self._timeout_s = data_digest, timeout_s
         self._committer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-commit")
@@ -64,9 +61,9 @@ class Checkpoints:
         self._last_step = last_step
 
     def save(self, progress: Progress, add: Callable[[Path], None] | None = None) -> None:
-        """Snapshot now; written and committed behind the training loop. All ranks.
+        """Snapshot now; written and committed in the background. All ranks.
 
-        `add` writes files of its own into the checkpoint, on the run directory's owner.
+        `add` writes more files into the checkpoint, on the run directory's owner.
         """
         if progress.step == self._last_step:
             return
@@ -86,7 +83,7 @@ class Checkpoints:
             self.wait()
 
     def poll(self) -> None:
-        """Raise what a background write ran into, if it has ended. Never waits."""
+        """Raise the error of a background write that has failed. Never waits."""
         if self._pending is not None and self._pending.done():
             self.wait()
 
@@ -123,15 +120,15 @@ class Checkpoints:
 
 
 def _root_cause(error: BaseException) -> str:
-    """The operating system's own words, wherever the writer wrapped them."""
+    """The operating system's message, however deep the writer wrapped it."""
     seen: list[BaseException] = []
     while error not in seen:
         seen.append(error)
         failures = getattr(error, "failures", None)  # torch's CheckpointException: {rank: (exception, stack)}
         inner = next(iter(failures.values()))[0] if failures else error.__cause__ or error.__context__
         error = inner or error
-    wanted = next((e for e in seen if isinstance(e, OSError) and e.strerror), None)
-    if wanted is not None:
-        return str(wanted.strerror)
+    os_error = next((e for e in seen if isinstance(e, OSError) and e.strerror), None)
+    if os_error is not None:
+        return str(os_error.strerror)
     text = str(seen[-1]).strip().split("\n")[0]
     return "No space left on device" if "No space left" in str(seen[-1]) else text or type(seen[-1]).__name__

@@ -202,7 +202,7 @@ class MetricsLog:
     def train(self, step: int, progress: Progress, record: dict[str, Any], *, last: bool) -> None:
         record, busy_s = take_seconds(record)
         self._write(step, "train", record)
-        for slow in self._stragglers.note(step, busy_s):
+        for slow in self._stragglers.add(step, busy_s):
             self._run.log_event("warning", step=step, **slow.as_event())
         # At most once a second; the last step always.
         if last or time.monotonic() - self._status_at > 1.0:
@@ -231,20 +231,20 @@ class MetricsLog:
                     self._writer.add_scalar(f"{split}/{name}", value, step)
 
 
-BUSY = "busy_s/"  # how the metrics of a step name these seconds: this, then peers/rank
-WINDOW = 20  # steps that are logged
-SLOW = 1.25  # times the median of its peers
-QUIET_STEPS = 100  # after a rank was named
+BUSY = "busy_s/"  # prefix of these seconds in a step's metrics: busy_s/peers/rank
+WINDOW = 20  # logged steps
+SLOW_RATIO = 1.25  # times the median of its peers
+QUIET_STEPS = 100  # without another warning after a rank was reported
 
 Seconds = dict[str, dict[int, float]]
-"""Peers -> rank -> seconds. Peers do the same work: only they can be compared."""
+"""Peers -> rank -> seconds. Peers have the same work: only they can be compared."""
 
 
 @dataclass(frozen=True)
 class Straggler:
     rank: int
     times: float
-    """Its seconds over the median of its peers', since it is slow."""
+    """Its seconds over the median of its peers', since `since_step`."""
     since_step: int
 
     def as_event(self) -> dict[str, Any]:
@@ -257,63 +257,63 @@ class Straggler:
 
 
 def take_seconds(record: Mapping[str, Any]) -> tuple[dict[str, Any], Seconds]:
-    """A step's record without every rank's seconds, which would be most of it, and the seconds."""
+    """(a step's record without every rank's seconds, which would be most of it; the seconds)."""
     rest: dict[str, Any] = {}
-    found: Seconds = {}
+    seconds: Seconds = {}
     for name, value in record.items():
         if name.startswith(BUSY):
             peers, _, rank = name.removeprefix(BUSY).partition("/")
-            found.setdefault(peers, {})[int(rank)] = float(value)
+            seconds.setdefault(peers, {})[int(rank)] = float(value)
         else:
             rest[name] = value
-    return rest, found
+    return rest, seconds
 
 
 class StragglerWatch:
     def __init__(self) -> None:
         self._window: deque[tuple[int, dict[int, tuple[float, float]]]] = deque(maxlen=WINDOW)
-        self._named_at: dict[int, int] = {}
+        self._reported_at: dict[int, int] = {}
 
-    def note(self, step: int, seconds: Seconds) -> list[Straggler]:
-        """One more step; who is slow and was not named lately."""
+    def add(self, step: int, seconds: Seconds) -> list[Straggler]:
+        """One more step; returns ranks that are slow and were not reported in the last `QUIET_STEPS`."""
         compared = {rank: pair for ranks in seconds.values() for rank, pair in compare_peers(ranks).items()}
         self._window.append((step, compared))
         if len(self._window) < WINDOW:
             return []
-        found = []
+        stragglers = []
         for rank in sorted(compared):
             pairs = [ranks[rank] for _, ranks in self._window if rank in ranks]
-            is_quiet = step - self._named_at.get(rank, -QUIET_STEPS) < QUIET_STEPS
+            is_quiet = step - self._reported_at.get(rank, -QUIET_STEPS) < QUIET_STEPS
             if is_quiet or len(pairs) < WINDOW or not is_slow(pairs):
                 continue
             first = find_onset(pairs)
             own, others = (sum(side) for side in zip(*pairs[first:], strict=True))
-            found.append(Straggler(rank, own / max(others, 1e-9), self._window[first][0]))
-            self._named_at[rank] = step
-        return found
+            stragglers.append(Straggler(rank, own / max(others, 1e-9), self._window[first][0]))
+            self._reported_at[rank] = step
+        return stragglers
 
 
 def compare_peers(seconds: Mapping[int, float]) -> dict[int, tuple[float, float]]:
-    """Rank -> its seconds and the median of the others'. Nothing for one that has no peers."""
+    """Rank -> its seconds and the median of the others'. Empty without peers."""
     if len(seconds) < 2:
         return {}
-    # The higher of the middle two, where there are two: one fast rank makes nobody slow.
+    # The higher of the middle two, where there are two: one fast rank must not make another look slow.
     ordered, middle = sorted(seconds.values()), (len(seconds) - 1) // 2
     return {rank: (own, ordered[middle + (own <= ordered[middle])]) for rank, own in seconds.items()}
 
 
 def is_slow(pairs: Sequence[tuple[float, float]]) -> bool:
-    """Over all steps together, and in most of them: one very slow step is a hiccup."""
+    """Over all steps together, and in most of them: one very slow step does not count."""
     own, others = (sum(side) for side in zip(*pairs, strict=True))
-    return own > SLOW * others and 2 * sum(mine > SLOW * theirs for mine, theirs in pairs) > len(pairs)
+    return own > SLOW_RATIO * others and 2 * sum(mine > SLOW_RATIO * theirs for mine, theirs in pairs) > len(pairs)
 
 
 def find_onset(pairs: Sequence[tuple[float, float]]) -> int:
-    """The step from which the rank is most clearly slow: from there to the end, the excess adds up to most."""
+    """The index from which the rank is slow: where the excess, summed from there to the end, is largest."""
     best, first, excess = 0.0, len(pairs) - 1, 0.0
     for place in reversed(range(len(pairs))):
         own, others = pairs[place]
-        excess += own - SLOW * others
+        excess += own - SLOW_RATIO * others
         if excess > best:
             best, first = excess, place
     return first

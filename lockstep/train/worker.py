@@ -1,7 +1,6 @@
 """The entry of every rank: `python -m lockstep.train.worker RUN_DIR`, alone or under torchrun.
 
-Sends this rank's output to its own log file, and turns whatever goes wrong into one recorded sentence.
-The only part of launch that calls up, into train.run.
+Redirects this rank's output to its own log file, and records any failure as one sentence.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from typing import TextIO
 
 from lockstep.rundir import RunDir
 
-# How gloo, the rendezvous store and NCCL say that a deadline has passed, and that a peer is gone.
+# What gloo, the rendezvous store and NCCL report when a deadline has passed, and when a peer is gone.
 _TIMED_OUT = re.compile(r"[Tt]imed out (?:waiting|after) (\d+) ?ms|ran for (\d+) milliseconds before timing out")
 _LOST = ("Connection reset by peer", "Connection closed by peer", "Broken pipe", "Connection refused")
-# Ranks that wait on one that hangs reach their deadline within moments of each other: time for all of them to say so.
-_WORD_S = 2.0
+# Ranks that wait on one that hangs reach their deadline almost together: time for all of them to record it.
+_GRACE_S = 2.0
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -57,11 +56,11 @@ def _report(run: RunDir, rank: int, error: BaseException, terminal: TextIO) -> N
     waited_s = _waited_s(error) if num_ranks > 1 else None
     message = _sentence(error)
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        run.sweep()  # room for the words below
+        run.sweep()  # space for the status below
         message += "; " + run.describe_last_checkpoint()
     if waited_s is not None:
         message = f"rank {rank} waited {waited_s:.0f} s on the other ranks"
-    elif num_ranks > 1 and any(words in str(error) for words in _LOST):
+    elif num_ranks > 1 and any(text in str(error) for text in _LOST):
         peer = f"rank {1 - rank}" if num_ranks == 2 else "another rank"
         message = f"rank {rank} lost its connection to {peer}, which ended first"
     run.record_failure(rank, message, code, at=failed_at)
@@ -75,12 +74,12 @@ def _report(run: RunDir, rank: int, error: BaseException, terminal: TextIO) -> N
 
 
 def _exit_code(error: BaseException) -> int:
-    """2 for what the user can put right: the library raises ValueError for that alone. Some errors have their own."""
+    """2 for what the user can fix, which is always a ValueError. Some errors have their own."""
     return getattr(error, "exit_code", 2 if isinstance(error, ValueError) else 1)
 
 
 def _redirect_output(path: Path) -> TextIO:
-    """Everything this process writes, also from C++, goes to its log. Returns what was standard error before."""
+    """Sends everything this process writes, also from C++, to its log. Returns the former standard error."""
     path.parent.mkdir(parents=True, exist_ok=True)
     terminal = os.fdopen(os.dup(2), "w")
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -103,24 +102,24 @@ def _sentence(error: BaseException) -> str:
 
 def _waited_s(error: BaseException) -> float | None:
     """How long, if the error is that a deadline passed."""
-    found = _TIMED_OUT.search(str(error))
-    return float(next(filter(None, found.groups()))) / 1000 if found else None
+    match = _TIMED_OUT.search(str(error))
+    return float(next(filter(None, match.groups()))) / 1000 if match else None
 
 
 def _describe_silent(run: RunDir, others: set[int]) -> str:
-    """Who was waited on: a rank that waits says so in its failure file, one that hangs does not."""
-    deadline = time.monotonic() + _WORD_S
+    """The ranks that were waited on: one that waits has a failure file, one that hangs does not."""
+    deadline = time.monotonic() + _GRACE_S
     while (silent := others - {failure["rank"] for failure in run.failures()}) and time.monotonic() < deadline:
         time.sleep(0.05)
     if not silent:
-        return " and they on it: they no longer do the same"
+        return " and they on it: they are no longer in step"
     names = ", ".join(str(rank) for rank in sorted(silent))
-    remedy = "see what holds it up, or raise launch.timeout_s if it is only slow"
+    remedy = "see what blocks it, or raise launch.timeout_s if it is only slow"
     return f", and got no sign of life from rank {names}: {remedy}"
 
 
 def _leave_now(code: int) -> None:
-    """Without waiting for threads or collectives: the others must learn at once that this rank is gone."""
+    """Without waiting for threads or collectives: the others must notice at once that this rank is gone."""
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()

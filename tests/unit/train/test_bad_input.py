@@ -311,7 +311,7 @@ def test_a_rank_that_hangs_is_named_when_the_deadline_has_passed(
     (failure,) = run.failures()
     assert failure["message"] == (
         f"rank {waiting} waited 5 s on the other ranks, and got no sign of life from rank {stopped}: "
-        "see what holds it up, or raise launch.timeout_s if it is only slow"
+        "see what blocks it, or raise launch.timeout_s if it is only slow"
     )
 
 

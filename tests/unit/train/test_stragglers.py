@@ -27,7 +27,7 @@ def watch(steps: Sequence[Sequence[float]], first: int = 1, peers: str = "0") ->
     state = StragglerWatch()
     found = []
     for step, seconds in enumerate(steps, start=first):
-        found += [(step, slow) for slow in state.note(step, {peers: dict(enumerate(seconds))})]
+        found += [(step, slow) for slow in state.add(step, {peers: dict(enumerate(seconds))})]
     return found
 
 
@@ -80,18 +80,18 @@ def test_two_slow_ranks_are_both_named():
 def test_only_peers_are_compared():
     state = StragglerWatch()
     for step in range(1, 60):
-        assert not state.note(step, {"0": {0: 1.0, 1: 1.0}, "1": {2: 3.0, 3: 3.0}, "2": {4: 9.0}})
+        assert not state.add(step, {"0": {0: 1.0, 1: 1.0}, "1": {2: 3.0, 3: 3.0}, "2": {4: 9.0}})
     found = []
     for step in range(60, 90):
-        found += state.note(step, {"0": {0: 1.0, 1: 1.0}, "1": {2: 3.0, 3: 5.0}, "2": {4: 9.0}})
+        found += state.add(step, {"0": {0: 1.0, 1: 1.0}, "1": {2: 3.0, 3: 5.0}, "2": {4: 9.0}})
     assert [(slow.rank, slow.since_step) for slow in found] == [(3, 60)]
 
 
 def test_steps_without_seconds_name_nobody():
     state = StragglerWatch()
     for step in range(50):
-        assert not state.note(step, {})
-    assert not state.note(50, {"0": {0: 1.0, 1: 9.0}})
+        assert not state.add(step, {})
+    assert not state.add(50, {"0": {0: 1.0, 1: 9.0}})
 
 
 @given(st.lists(st.floats(0, 100), min_size=2, max_size=9))

@@ -1,4 +1,4 @@
-"""What every layer shares: what is trained on, what is asked of a backend or a sampler, what comes back. No torch.
+"""What every layer shares: data, losses and steps, results, and the protocols of backends and samplers. No torch.
 
 Token sequences are any `Sequence` of numbers (lists, tuples, numpy arrays); a backend turns them into tensors.
 """
@@ -266,7 +266,7 @@ class TextCompletion:
     """`tokens` is what was sampled, up to and with the token that ended the turn or completed a stop text; `text` has
     neither. `finish_reason` length: the answer was cut.
 
-    `logprobs`, where asked for: the model's log-prob of each token at the temperature it was sampled with (at 1 for
+    `logprobs`, where requested: the model's log-prob of each token at the temperature it was sampled with (at 1 for
     temperature 0), before top_k, top_p and min_p. `version` is that of the weights, the newest of them; `versions`
     has one for each token, and is empty where all are the same.
     """
@@ -318,7 +318,7 @@ class Sampler(Protocol):
         """`num_samples` completions of each prompt, in the order of the prompts.
 
         With a seed, a sample is decided by the seed, the prompt, its key and its number among the samples of the
-        prompt, never by what else is in its batch. `keys`: one integer per prompt, its place by default.
+        prompt, never by what else is in its batch. `keys`: one integer per prompt, its index by default.
         A `partial` completion is continued; what is returned has it from its beginning.
         """
         ...

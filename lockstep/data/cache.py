@@ -50,7 +50,7 @@ def fingerprint(
 ) -> str:
     """One key for all files of a split, each with the settings it is read with."""
     inputs = {
-        "code": _own_code(),
+        "code": digest_code(),
         "libraries": {name: metadata.version(name) for name in _LIBRARIES},
         "tokenizer": tokenizer_digest,
         "template": None if template is None else template.source,
@@ -98,7 +98,7 @@ def _digest_converter(converter: str | None) -> str | None:
 
 
 @cache
-def _own_code() -> str:
+def digest_code() -> str:
     """Of the code that compiles rows: after a change nothing that older code compiled is opened."""
     digest = hashlib.sha256()
     package = Path(__file__).parent

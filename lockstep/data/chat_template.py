@@ -242,7 +242,7 @@ class Tracer:
         self._template = environment.from_string(_mark_loops(tree, environment))
 
     def run(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> Trace:
-        """Raises whatever the template raises."""
+        """Errors of the template are raised as they are."""
         owned = [_Owned(_with_reasoning_names(message), owner) for owner, message in enumerate(messages)]
         return _read_markers(self._template.render({**variables, "messages": owned}))
 
@@ -303,7 +303,7 @@ def _with_reasoning_names(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Owned(dict[str, Any]):
-    """A message that knows its number, in whatever loop of the template it appears."""
+    """A message with its number, which any loop of the template can read."""
 
     __slots__ = ("owner",)
 

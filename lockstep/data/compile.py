@@ -225,7 +225,7 @@ def compile_split(
         stack.callback(writer.close)
         skipped = _SkippedRows(folder / SKIPPED_FILE, allowed=config.on_bad_row == "skip")
         stack.callback(skipped.close)
-        compile_chunks = _choose_way(stack, compiling, config.procs, sum(sizes), timeout_s)
+        compile_chunks = _choose_mapper(stack, compiling, config.procs, sum(sizes), timeout_s)
         reports = [FileReport(file.file.name, "", "") for file in files]
         at_file, num_bytes = 0, 0
         for chunk in compile_chunks(opened.chunks()):
@@ -253,7 +253,7 @@ def choose_procs(setting: int | Literal["auto"], num_bytes: int) -> int:
     return min(num_cores(), ceil(num_bytes / _BYTES_PER_PROCESS))
 
 
-def _choose_way(
+def _choose_mapper(
     stack: ExitStack, compiling: Compiling, setting: int | Literal["auto"], num_bytes: int, timeout_s: float
 ) -> Callable[[Iterator[Chunk]], Iterator[CompiledChunk]]:
     procs = choose_procs(setting, num_bytes)
@@ -263,7 +263,7 @@ def _choose_way(
             stack.callback(pool.close)
             return lambda chunks: compile_in_pool(pool, chunks)
         except (pickle.PicklingError, TypeError, AttributeError):
-            pass  # a tokenizer that only this process has
+            pass  # a tokenizer that cannot be pickled
     compile_one = compiling.prepare()
     return lambda chunks: map(compile_one, chunks)
 
@@ -282,12 +282,12 @@ def _describe_failure(error: WorkerError, pool: WorkerPool) -> str:
     alone = "data.procs 1 compiles without processes"
     if isinstance(error, WorkerTimedOut):
         waited = f"has given no answer for {pool.timeout_s:g} s"
-        return f"{waited}: if a converter of yours waits for something, let it not; {alone}"
+        return f"{waited}: check that your converter does not wait for anything; {alone}"
     if isinstance(error, WorkerFailed):
         return f"failed: {error.kind}: {error.reason}"
     code = error.exit_code if isinstance(error, WorkerDied) else None
     if code == -signal.SIGKILL:
-        return "was killed, most likely for want of memory: use fewer data.procs, or free some memory"
+        return "was killed, most likely because memory ran out: use fewer data.procs, or free some memory"
     if code is not None and code < 0:
         return f"ended by {signal.Signals(-code).name}: {alone}"
     return f"ended with code {code}; what it wrote is above: {alone}"

@@ -19,7 +19,7 @@ from lockstep.types import Datum
 
 Lengths = npt.NDArray[np.int64]
 _MAX_BARS = 14
-# Tokens before the one in question that are decoded with it: enough for any tokenizer to place its spaces.
+# Tokens before the one in question that are decoded with it: enough for any tokenizer to get its spaces right.
 _WINDOW = 6
 _MAX_TOKENS_PER_CHARACTER = 4
 

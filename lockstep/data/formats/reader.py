@@ -123,20 +123,10 @@ class ColumnText:
             raise DataError(
                 f"{row.origin}: {column!r} is null and data.{self.setting} needs it: fill it or remove the row"
             )
-        if isinstance(value, str):
-            return value
-        return _to_json(row, column, value)
-
-
-def _to_json(row: Row, column: str, value: Any) -> str:
-    try:
-        return json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError) as error:
-        raise DataError(f"{row.origin}: {column!r} cannot be written as JSON: {error}") from error
-
-
-def fill_templates(row: Row, texts: Mapping[str, ColumnText]) -> Row:
-    return Row(row.origin, {name: text.fill(row) for name, text in texts.items()})
+        try:
+            return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        except (TypeError, ValueError) as error:
+            raise DataError(f"{row.origin}: {column!r} cannot be written as JSON: {error}") from error
 
 
 Kind = Literal["answers", "pairs", "labelled"]
@@ -212,7 +202,8 @@ class RowReader:
         if converted is None:
             return None
         if self.format == "template":
-            return read_exchange(fill_templates(converted, self._texts), _TEMPLATES, self._rules)
+            texts = {name: text.fill(converted) for name, text in self._texts.items()}
+            return read_exchange(Row(row.origin, texts), _TEMPLATES, self._rules)
         prepared = Row(row.origin, rename_keys(converted.fields, self._columns))
         if not _fits(self.format, prepared.fields, self._rules.names):
             raise self._mismatch(prepared)

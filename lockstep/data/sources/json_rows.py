@@ -165,8 +165,8 @@ class _Window:
     def _explain(self, error: json.JSONDecodeError, origin: str) -> str:
         if _stops_early(error):
             return f"{origin}: the file is cut off in the middle of this row: copy or write it again"
-        place = self._file.origin(self.line + self._text.count("\n", self._at, error.pos))
-        return f"{place}: not valid JSON ({error.msg} at {self._near(error.pos)}): fix the file"
+        origin = self._file.origin(self.line + self._text.count("\n", self._at, error.pos))
+        return f"{origin}: not valid JSON ({error.msg} at {self._near(error.pos)}): fix the file"
 
     def _near(self, at: int) -> str:
         """A few characters: a line number alone does not help where the whole file is one line."""

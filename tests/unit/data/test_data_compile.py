@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 from pathlib import Path
@@ -186,9 +187,27 @@ def test_whatever_changes_tokens_makes_a_new_entry(
     write_lines(Path(path), exchanges(3))
     compiled(train=path)
     assert len(list(cache.iterdir())) == made + 2
-    monkeypatch.setattr(fingerprint, "_own_code", lambda: "another compiler")
+    monkeypatch.setattr(fingerprint, "digest_code", lambda: "another compiler")
     compiled(train=path)
     assert len(list(cache.iterdir())) == made + 3
+
+
+def test_modules_that_do_not_compile_are_not_part_of_the_key() -> None:
+    package = Path(fingerprint.__file__).parent
+    reached, to_do = set[Path](), [package / "compile.py"]
+    while to_do:
+        path = to_do.pop()
+        if path in reached or not path.is_file():
+            continue
+        reached.add(path)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lockstep.data."):
+                inner = package.joinpath(*str(node.module).split(".")[2:])
+                to_do += [inner.with_suffix(".py"), *((inner / alias.name).with_suffix(".py") for alias in node.names)]
+    assert {"columns.py", "encoder.py", "conversation.py", "rows.py"} <= {path.name for path in reached}
+    for name in fingerprint.NOT_COMPILING:
+        assert (package / name).is_file()
+        assert package / name not in reached, f"{name} can change compiled rows"
 
 
 def test_a_file_that_changes_while_it_is_read_is_an_error(

@@ -40,7 +40,7 @@ class Faulty:
 @pytest.mark.parametrize(
     ("chunk", "words"),
     [
-        ("die", "was killed, most likely for want of memory: use fewer data.procs"),
+        ("die", "was killed, most likely because memory ran out: use fewer data.procs"),
         ("exit", "ended with code 3"),
         ("fail", "failed: KeyError: 'no such thing'"),
         ("hang", "has given no answer for 0.5 s"),

@@ -220,7 +220,7 @@ def is_running(run_dir: str | Path) -> bool:
 
 
 def launched_processes(launch_id: str) -> list[int]:
-    """Every process of a launch that is alive on this machine, whoever started it: the id is inherited."""
+    """Every process of a launch on this machine, also those that ranks have started: the id is inherited."""
     return find_processes((LAUNCH_ID_VARIABLE, _OLD_LAUNCH_ID_VARIABLE), launch_id)
 
 

@@ -82,12 +82,12 @@ def read_environment(pid: int) -> dict[str, str]:
 def find_processes(variables: Iterable[str], value: str) -> list[int]:
     """Those started with `value` in one of these environment variables, which children inherit."""
     entries = {f"{name}={value}".encode() for name in variables}
-    found = []
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # ended meanwhile, or another user's
             if entries.intersection((folder / "environ").read_bytes().split(b"\0")) and start_time(int(folder.name)):
-                found.append(int(folder.name))
-    return found
+                pids.append(int(folder.name))
+    return pids
 
 
 def child_processes(pid: int) -> list[int]:

@@ -108,10 +108,10 @@ class ServiceOptions:
 
     @property
     def place(self) -> str:
-        return next((word for word in self._words() if word in SPAWN), "local")
+        return next((word for word in self._backend_parts() if word in SPAWN), "local")
 
     def layout(self) -> ParallelConfig:
-        named = [word for word in self._words() if word in LAYOUTS]
+        named = [word for word in self._backend_parts() if word in LAYOUTS]
         if self.parallel is None:
             return ParallelConfig.model_validate(LAYOUTS[named[0] if named else "ddp"])
         if named:
@@ -123,18 +123,18 @@ class ServiceOptions:
             raise ValueError(f"parallel.backend {parallel.backend} is not for a service: use torch")
         return parallel
 
-    def _words(self) -> list[str]:
-        words = self.backend.split("+")
-        for word in words:
+    def _backend_parts(self) -> list[str]:
+        parts = self.backend.split("+")
+        for word in parts:
             if word not in SPAWN and word not in LAYOUTS:
                 raise ValueError(
                     f"backend {self.backend!r}: {word!r} is unknown; a backend is one of {', '.join(SPAWN)}, "
                     f"one of {', '.join(LAYOUTS)}, or both with a + between them"
                 )
         for kind in (SPAWN, LAYOUTS):
-            if len([word for word in words if word in kind]) > 1:
+            if len([word for word in parts if word in kind]) > 1:
                 raise ValueError(f"backend {self.backend!r} names more than one of {', '.join(kind)}")
-        return words
+        return parts
 
     def _settings(self, model: ModelConfig, folder: Path | None) -> dict[str, Any]:
         lora = self.lora

@@ -16,7 +16,8 @@ import pytest
 
 from lockstep.config import parse_config
 from lockstep.launch import LocalLauncher, Resources, RunHandle
-from lockstep.launch.local import LAUNCH_ID_VARIABLE, is_running, launched_processes, read_handle
+from lockstep.launch.local import HANDLE_FILE, LAUNCH_ID_VARIABLE, is_running, launched_processes, read_handle
+from lockstep.processes.tree import start_time
 from lockstep.rundir import RunDir
 
 # What it does is the name of the run.
@@ -115,6 +116,25 @@ def test_stop_ends_even_who_ignores_sigterm(launcher: LocalLauncher, tmp_path: P
     launcher.stop(handle)
     assert launcher.poll(handle).state == run.status()["state"] == "cancelled"
     assert launched_processes(handle.launch_id) == []
+
+
+def test_a_run_of_the_first_release_is_found_and_stopped(launcher: LocalLauncher, tmp_path: Path) -> None:
+    """It called the launch id a mark, in the handle and in the environment."""
+    run = make_run(tmp_path, "hangs")
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    process = subprocess.Popen(command, env={**os.environ, "LOCKSTEP_LAUNCH_MARK": "old-launch"})
+    try:
+        wait_for(lambda: launched_processes("old-launch") == [process.pid])
+        old = {"launcher": "local", "run_dir": str(run.path), "pid": process.pid, "started": start_time(process.pid)}
+        (run.path / HANDLE_FILE).write_text(json.dumps({**old, "mark": "old-launch"}))
+        handle = read_handle(run.path)
+        assert handle == RunHandle(**old, launch_id="old-launch")
+        assert launcher.poll(handle).state == "running"
+        launcher.stop(handle)
+        assert process.wait(60) == -signal.SIGTERM
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_a_handle_survives_a_restart(launcher: LocalLauncher, tmp_path: Path) -> None:

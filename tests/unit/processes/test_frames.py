@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import socket
 import struct
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -22,6 +24,7 @@ from lockstep.processes.frames import (
     pack_message,
     pack_result,
     read_frame,
+    read_result,
     read_tensors,
     receive_into,
     restore,
@@ -188,3 +191,20 @@ def test_a_request_is_read_from_its_frame() -> None:
     request = Request.from_frame(unpack(joined(pack_message(sent, {"w": torch.ones(2)}))))
     assert (request.number, request.method, request.body) == (3, "learn", {"rows": [1, 2]})
     assert torch.equal(request.tensors["w"], torch.ones(2))
+
+
+def test_bytes_in_a_body_travel_raw_beside_tensors() -> None:
+    blob = bytes(range(256)) * 3
+    sent = {"number": 3, "method": "run", "body": {"item": blob, "none": b"", "n": 1}}
+    request = Request.from_frame(unpack(joined(pack_message(sent, {"w": torch.ones(2)}))))
+    assert (bytes(request.body["item"]), bytes(request.body["none"]), request.body["n"]) == (blob, b"", 1)
+    assert torch.equal(request.tensors["w"], torch.ones(2))
+    result = read_result(unpack(joined(pack_result(3, Reply({"result": blob})))), "worker", "run")
+    assert isinstance(result, Reply)
+    assert bytes(result.body["result"]) == blob
+
+
+def test_a_process_connects_without_torch_and_numpy() -> None:
+    program = "import sys, lockstep.processes.child; print(*{'torch', 'numpy'} & set(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == ""

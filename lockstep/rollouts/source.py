@@ -25,8 +25,14 @@ from lockstep.rollouts.environments.reasoning import is_task, make_rows
 from lockstep.rollouts.episode import EpisodeRunner, Group
 from lockstep.rollouts.orchestrator import Engines, Orchestrator, PromptStream
 from lockstep.rollouts.rewards import Attempt, Outcome, Scorer, Turn
-from lockstep.rollouts.rewards.pool import RewardPool
-from lockstep.rollouts.rewards.scoring import ENVIRONMENT, NamedReward, RewardSpec, load_environment, load_reward
+from lockstep.rollouts.rewards.scoring import (
+    ENVIRONMENT,
+    NamedReward,
+    RewardPool,
+    RewardSpec,
+    load_environment,
+    load_reward,
+)
 from lockstep.rundir import RunDir
 from lockstep.types import Metrics, PartialCompletions, Prompt, SamplingParams, TextCompletion
 

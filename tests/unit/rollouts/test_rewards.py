@@ -13,11 +13,11 @@ import pytest
 from lockstep.config import ConfigError
 from lockstep.rollouts.environments.calculator import Calculator, calculate
 from lockstep.rollouts.rewards import Attempt, Outcome, Turn
-from lockstep.rollouts.rewards.pool import RewardPool
 from lockstep.rollouts.rewards.scoring import (
     BUILTIN,
     LoadedRewards,
     NamedReward,
+    RewardPool,
     RewardSpec,
     load_environment,
     load_reward,

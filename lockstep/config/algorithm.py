@@ -260,21 +260,21 @@ class KtoConfig(_ReferencedConfig):
         return self
 
 
-def expand_algorithm(given: Any) -> Any:
+def expand_algorithm(section: Any) -> Any:
     """`dpo` is short for `{kind: dpo}`, kind simpo for dpo with that loss; without a kind it is sft."""
-    if isinstance(given, str):
-        given = {"kind": given}
-    if not isinstance(given, Mapping):
-        return given
-    given = rename_keys(given)
-    kind = given.get("kind", "sft")
+    if isinstance(section, str):
+        section = {"kind": section}
+    if not isinstance(section, Mapping):
+        return section
+    section = rename_keys(section)
+    kind = section.get("kind", "sft")
     if isinstance(kind, str) and kind in SHORT_KINDS:
         short = SHORT_KINDS[kind]
-        if "loss" in short and given.get("loss", short["loss"]) != short["loss"]:
-            raise ValueError(f"algorithm.loss is {given['loss']}, and kind {kind} already names one: use kind dpo")
-        given, kind = {**short, **given}, short["kind"]
-    rewards = {"reward": as_rewards(given["reward"])} if kind == "grpo" and "reward" in given else {}
-    return {**given, **rewards, "kind": kind}
+        if "loss" in short and section.get("loss", short["loss"]) != short["loss"]:
+            raise ValueError(f"algorithm.loss is {section['loss']}, and kind {kind} already names one: use kind dpo")
+        section, kind = {**short, **section}, short["kind"]
+    rewards = {"reward": as_rewards(section["reward"])} if kind == "grpo" and "reward" in section else {}
+    return {**section, **rewards, "kind": kind}
 
 
 AlgorithmConfig = Annotated[

@@ -127,8 +127,8 @@ class GrpoConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _current_names(cls, given: Any) -> Any:
-        return rename_keys(given)
+    def _current_names(cls, section: Any) -> Any:
+        return rename_keys(section)
 
     @property
     def updates(self) -> int:

@@ -79,12 +79,12 @@ class ParallelConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _expand_strategy(cls, given: Any) -> Any:
+    def _expand_strategy(cls, section: Any) -> Any:
         """`shard: grad_op` is short for what it means."""
-        if not isinstance(given, dict) or not isinstance(given.get("shard"), str):
-            return given
-        name = _OLDER_NAMES.get(given["shard"], given["shard"])
-        return {**given, **_STRATEGIES[name]} if name in _STRATEGIES else given
+        if not isinstance(section, dict) or not isinstance(section.get("shard"), str):
+            return section
+        name = _OLDER_NAMES.get(section["shard"], section["shard"])
+        return {**section, **_STRATEGIES[name]} if name in _STRATEGIES else section
 
     @model_validator(mode="after")
     def _consistent(self) -> ParallelConfig:

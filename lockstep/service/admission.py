@@ -119,16 +119,16 @@ def digest_of(request: JobRequest) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _read(given: dict[str, Any] | str) -> tuple[dict[str, Any], str | None]:
+def _read(request: dict[str, Any] | str) -> tuple[dict[str, Any], str | None]:
     """The sections, and the text if that is what was sent."""
-    size = len(given) if isinstance(given, str) else len(json.dumps(given, default=str))
+    size = len(request) if isinstance(request, str) else len(json.dumps(request, default=str))
     if size > _MAX_CHARACTERS:
         raise TooLarge(f"{_SOURCE} has {size:,} characters, and {_MAX_CHARACTERS:,} are allowed")
-    if not isinstance(given, str):
-        return copy.deepcopy(given), None
-    _refuse_costly_yaml(given)
+    if not isinstance(request, str):
+        return copy.deepcopy(request), None
+    _refuse_costly_yaml(request)
     try:
-        tree = yaml.safe_load(given)
+        tree = yaml.safe_load(request)
     except RecursionError:
         raise ConfigError(f"{_SOURCE} is nested too deeply") from None
     except yaml.MarkedYAMLError as error:
@@ -138,7 +138,7 @@ def _read(given: dict[str, Any] | str) -> tuple[dict[str, Any], str | None]:
         raise ConfigError(f"{_SOURCE}: not valid YAML: {str(error).splitlines()[0]}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{_SOURCE}: expected sections (model:, data:, ...)")
-    return tree, given
+    return tree, request
 
 
 def _refuse_costly_yaml(text: str) -> None:

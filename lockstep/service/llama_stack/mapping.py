@@ -144,13 +144,13 @@ class _Draft:
     warnings: list[str] = field(default_factory=list)
 
     def overridden(self, section: str) -> Mapping[str, Any]:
-        given = self.overrides.get(section)
-        return given if isinstance(given, Mapping) else {}
+        settings = self.overrides.get(section)
+        return settings if isinstance(settings, Mapping) else {}
 
     @property
     def max_length(self) -> int:
-        given = self.overridden("data").get("max_length", MAX_LENGTH)
-        return given if isinstance(given, int) else MAX_LENGTH  # what is no number is refused with the configuration
+        length = self.overridden("data").get("max_length", MAX_LENGTH)
+        return length if isinstance(length, int) else MAX_LENGTH  # what is no number is refused with the configuration
 
     def put(self, section: str, **settings: Any) -> None:
         self.tree.setdefault(section, {}).update(settings)
@@ -201,46 +201,46 @@ def _finish(
     return MappedJob(draft.tree, tuple(draft.warnings), epoch_steps, **job)
 
 
-def _map_adapter(draft: _Draft, given: LoraFinetuningConfig | QATFinetuningConfig | None) -> None:
-    if given is None:
+def _map_adapter(draft: _Draft, lora: LoraFinetuningConfig | QATFinetuningConfig | None) -> None:
+    if lora is None:
         return
-    if isinstance(given, QATFinetuningConfig):
+    if isinstance(lora, QATFinetuningConfig):
         raise RequestError("algorithm_config.type: QAT is not available: use LoRA, or leave algorithm_config out")
-    if given.quantize_base:
+    if lora.quantize_base:
         raise RequestError("algorithm_config.quantize_base: a quantised base is not available: set it to false")
-    if given.apply_lora_to_output:
+    if lora.apply_lora_to_output:
         raise RequestError(
             "algorithm_config.apply_lora_to_output: the output layer gets no adapter here: set it to false"
         )
-    targets = [_MODULE_NAMES.get(name, name) for name in given.lora_attn_modules]
-    targets += [name for name in _MLP_MODULES if given.apply_lora_to_mlp]
+    targets = [_MODULE_NAMES.get(name, name) for name in lora.lora_attn_modules]
+    targets += [name for name in _MLP_MODULES if lora.apply_lora_to_mlp]
     if not targets:
         raise RequestError(
             "algorithm_config.lora_attn_modules: no module gets an adapter: name some, or set apply_lora_to_mlp"
         )
-    adapter = {"rank": given.rank, "alpha": given.alpha, "targets": list(dict.fromkeys(targets))}
-    draft.tree["lora"] = {**adapter, "dora": bool(given.use_dora)}
+    adapter = {"rank": lora.rank, "alpha": lora.alpha, "targets": list(dict.fromkeys(targets))}
+    draft.tree["lora"] = {**adapter, "dora": bool(lora.use_dora)}
 
 
-def _map_dpo(draft: _Draft, given: DPOAlignmentConfig) -> None:
-    if given.loss_type == "kto_pair":
+def _map_dpo(draft: _Draft, dpo: DPOAlignmentConfig) -> None:
+    if dpo.loss_type == "kto_pair":
         raise RequestError("algorithm_config.loss_type: kto_pair is not available for pairs: use sigmoid, hinge or ipo")
-    settings: Tree = {"kind": "dpo", "loss": given.loss_type or "sigmoid"}
-    if given.beta is not None:
-        settings["beta"] = given.beta
-        if given.reward_scale not in (None, given.beta):
-            draft.warn(f"algorithm_config.reward_scale {given.reward_scale} is not used: beta {given.beta} says it")
-    elif given.reward_scale is not None:
-        if given.reward_scale <= 0:
+    settings: Tree = {"kind": "dpo", "loss": dpo.loss_type or "sigmoid"}
+    if dpo.beta is not None:
+        settings["beta"] = dpo.beta
+        if dpo.reward_scale not in (None, dpo.beta):
+            draft.warn(f"algorithm_config.reward_scale {dpo.reward_scale} is not used: beta {dpo.beta} says it")
+    elif dpo.reward_scale is not None:
+        if dpo.reward_scale <= 0:
             raise RequestError(
-                f"algorithm_config.reward_scale: {given.reward_scale} is used as DPO's beta and must be above 0: "
+                f"algorithm_config.reward_scale: {dpo.reward_scale} is used as DPO's beta and must be above 0: "
                 "0.1 is usual"
             )
-        settings["beta"] = given.reward_scale
-        draft.warn(f"algorithm_config.reward_scale {given.reward_scale} is used as DPO's beta")
+        settings["beta"] = dpo.reward_scale
+        draft.warn(f"algorithm_config.reward_scale {dpo.reward_scale} is used as DPO's beta")
     for name in ("reward_clip", "epsilon", "gamma"):
-        if getattr(given, name) is not None:
-            draft.warn(f"algorithm_config.{name} {getattr(given, name)} is not used: DPO has no such setting")
+        if getattr(dpo, name) is not None:
+            draft.warn(f"algorithm_config.{name} {getattr(dpo, name)} is not used: DPO has no such setting")
     draft.tree["algorithm"] = settings
 
 
@@ -253,36 +253,36 @@ def _map_precision(draft: _Draft, dtype: str | None) -> None:
 
 
 def _map_data(draft: _Draft, config: TrainingConfig, data: TrainingData, *, pairs: bool) -> None:
-    given = config.data_config
-    assert given is not None, "without it there is no TrainingData"
-    draft.put("data", train=data.train, shuffle=given.shuffle, max_length=draft.max_length)
+    data_config = config.data_config
+    assert data_config is not None, "without it there is no TrainingData"
+    draft.put("data", train=data.train, shuffle=data_config.shuffle, max_length=draft.max_length)
     if data.validation is not None:
         draft.put("data", validation=data.validation)
     if pairs:
-        if given.train_on_input:
+        if data_config.train_on_input:
             raise RequestError(
                 "training_config.data_config.train_on_input: DPO compares answers and learns no prompts: set it false"
             )
         return
     # An instruction has one answer, the last; in a dialogue every answer is learned.
-    answers = "last" if given.data_format == "instruct" else "assistant"
-    draft.put("data", train_on="all" if given.train_on_input else answers)
+    answers = "last" if data_config.data_format == "instruct" else "assistant"
+    draft.put("data", train_on="all" if data_config.train_on_input else answers)
 
 
 def _map_batch(draft: _Draft, config: TrainingConfig, *, pairs: bool) -> None:
-    given = config.data_config
-    assert given is not None
-    rows = given.batch_size * (config.gradient_accumulation_steps or 1)
-    if given.packed and pairs:
+    data_config = config.data_config
+    assert data_config is not None
+    rows = data_config.batch_size * (config.gradient_accumulation_steps or 1)
+    if data_config.packed and pairs:
         draft.warn(
             f"training_config.data_config.packed: pairs are always computed without padding, and a step takes {rows}"
         )
-    if given.packed and not pairs:
+    if data_config.packed and not pairs:
         draft.put("batch", tokens=rows * draft.max_length)
     else:
         draft.put("batch", samples=rows)
     # batch_size is what the caller's memory holds at once; here that never changes the numbers.
-    at_once = given.batch_size * draft.max_length * (2 if pairs else 1)
+    at_once = data_config.batch_size * draft.max_length * (2 if pairs else 1)
     draft.put("batch", micro_batch_tokens=max(draft.max_length, min(at_once, _MICRO_BATCH_TOKENS)))
     for size, other in (("samples", "tokens"), ("tokens", "samples")):
         if draft.overridden("batch").get(size) is not None:
@@ -311,50 +311,55 @@ def _map_steps(draft: _Draft, config: TrainingConfig, data: TrainingData) -> int
     return epoch_steps
 
 
-def _map_optimizer(draft: _Draft, given: OptimizerConfig | None) -> None:
-    if given is None:
+def _map_optimizer(draft: _Draft, optimizer: OptimizerConfig | None) -> None:
+    if optimizer is None:
         return
     place = "training_config.optimizer_config"
-    if given.optimizer_type == "sgd":
+    if optimizer.optimizer_type == "sgd":
         raise RequestError(f"{place}.optimizer_type: sgd is not available: use adamw")
-    if given.optimizer_type == "adam" and given.weight_decay:
+    if optimizer.optimizer_type == "adam" and optimizer.weight_decay:
         raise RequestError(
-            f"{place}.optimizer_type: adam would add weight_decay {given.weight_decay} to the gradient; here it "
+            f"{place}.optimizer_type: adam would add weight_decay {optimizer.weight_decay} to the gradient; here it "
             "shrinks the weights: use adamw, or set weight_decay to 0"
         )
-    draft.put("optim", learning_rate=given.lr, weight_decay=given.weight_decay, warmup_steps=given.num_warmup_steps)
+    draft.put(
+        "optim",
+        learning_rate=optimizer.lr,
+        weight_decay=optimizer.weight_decay,
+        warmup_steps=optimizer.num_warmup_steps,
+    )
 
 
-def _map_efficiency(draft: _Draft, given: EfficiencyConfig | None) -> None:
-    if given is None:
+def _map_efficiency(draft: _Draft, efficiency: EfficiencyConfig | None) -> None:
+    if efficiency is None:
         return
-    if given.enable_activation_checkpointing:
+    if efficiency.enable_activation_checkpointing:
         draft.put("model", activation_checkpointing="full")
-    if given.enable_activation_offloading:
+    if efficiency.enable_activation_offloading:
         draft.put("model", activation_offload=True)
     place = "training_config.efficiency_config"
-    if given.fsdp_cpu_offload:
+    if efficiency.fsdp_cpu_offload:
         draft.put("parallel", offload=True)
         if draft.overridden("launch").get("procs", 1) == 1:
             draft.warn(f"{place}.fsdp_cpu_offload does nothing with one process: raise launch.procs in provider_config")
-    if given.memory_efficient_fsdp_wrap:
+    if efficiency.memory_efficient_fsdp_wrap:
         draft.warn(
             f"{place}.memory_efficient_fsdp_wrap is not used: layers are split one by one, embedding and head together"
         )
 
 
-def _map_logging(draft: _Draft, given: Mapping[str, Any]) -> None:
-    for name, value in given.items():
+def _map_logging(draft: _Draft, settings: Mapping[str, Any]) -> None:
+    for name, value in settings.items():
         if name in _LOGGING_NAMES:
             draft.put("logging", **{_LOGGING_NAMES[name]: value})
         else:
             draft.warn(f"logger_config.{name} is not used: known are {', '.join(_LOGGING_NAMES)}")
 
 
-def _read_job_settings(given: Any) -> dict[str, int]:
-    if not isinstance(given, Mapping) or given.keys() - set(_JOB_SETTINGS):
+def _read_job_settings(settings: Any) -> dict[str, int]:
+    if not isinstance(settings, Mapping) or settings.keys() - set(_JOB_SETTINGS):
         raise RequestError(f"provider_config.job: give a mapping with {' or '.join(_JOB_SETTINGS)}")
-    for name, value in given.items():
+    for name, value in settings.items():
         if not isinstance(value, int) or isinstance(value, bool):
             raise RequestError(f"provider_config.job.{name}: {value!r} is not a whole number")
-    return dict(given)
+    return dict(settings)

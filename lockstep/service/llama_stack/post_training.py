@@ -167,18 +167,18 @@ class PostTraining:
     # --- rows ---------------------------------------------------------------------------------------------------------
 
     def _find_data(self, config: TrainingConfig, caller: Caller) -> TrainingData:
-        given = config.data_config
-        if given is None:
+        data_config = config.data_config
+        if data_config is None:
             raise RequestError("training_config.data_config is missing: it names the rows to train on")
-        train = self._find_rows(given.dataset_id, "dataset_id", given.data_format, caller)
-        if not given.validation_dataset_id:
+        train = self._find_rows(data_config.dataset_id, "dataset_id", data_config.data_format, caller)
+        if not data_config.validation_dataset_id:
             return TrainingData(_DATASET + train.name, train.rows)
         validation = self._find_rows(
-            given.validation_dataset_id,
+            data_config.validation_dataset_id,
             "validation_dataset_id",
-            given.data_format,
+            data_config.data_format,
             caller,
-            limit=given.batch_size * config.max_validation_steps if config.max_validation_steps else None,
+            limit=data_config.batch_size * config.max_validation_steps if config.max_validation_steps else None,
         )
         return TrainingData(_DATASET + train.name, train.rows, _DATASET + validation.name)
 

@@ -1,7 +1,7 @@
-"""Log-probs of a reference, computed once and kept on disk by what they were made from; mapped into memory.
+"""Where the log-probs of a reference come from: the choice, and a store on disk of those that are computed once.
 
-An entry is a folder that appears whole, by a rename, with manifest.json written last. It is verified when it is opened.
-Must not know models, nor who computes.
+An entry of the store is a folder that appears whole, by a rename, with manifest.json written last. It is verified when
+it is opened.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Identity = Mapping[str, Any]
 
 
 class DamagedEntry(Exception):
-    """An entry that must not be used; the message says why."""
+    """An entry of the store that must not be used; the message says why."""
 
 
 class ReferenceLogprobs:
@@ -57,7 +57,7 @@ class ReferenceStore:
         self._folder = folder
 
     def open(self, identity: Identity, rows: Any) -> ReferenceLogprobs | None:
-        """None where there is no entry; raises DamagedEntry where there is one that cannot be trusted."""
+        """None where there is no entry; raises DamagedEntry for one that does not verify."""
         path = self._path(identity)
         if not path.exists():
             return None
@@ -77,30 +77,30 @@ class ReferenceStore:
             raise DamagedEntry(str(error) or type(error).__name__) from error
         return ReferenceLogprobs(mapped, _starts(sizes))
 
-    def write(self, identity: Identity, rows: Any, found: Iterable[Sequence[Logprobs]]) -> None:
-        """`found` gives the log-probs of all rows, batch by batch. Takes the place of an entry that is damaged."""
+    def write(self, identity: Identity, rows: Any, batches: Iterable[Sequence[Logprobs]]) -> None:
+        """`batches`: the log-probs of all rows. Replaces a damaged entry."""
         try:
-            self._write(identity, rows, found)
+            self._write(identity, rows, batches)
         except OSError as error:
             raise ValueError(
                 f"log-probs of the reference cannot be written to {self._folder} ({error.strerror or error}): free "
                 "some space, set data.cache_dir to another folder, or algorithm.reference to copy"
             ) from error
 
-    def _write(self, identity: Identity, rows: Any, found: Iterable[Sequence[Logprobs]]) -> None:
+    def _write(self, identity: Identity, rows: Any, batches: Iterable[Sequence[Logprobs]]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._sweep()
         path = self._path(identity)
         made = Path(tempfile.mkdtemp(prefix=f"{path.name}.making-", dir=self._folder))
         try:
-            manifest = _write_values(made / "values.bin", identity["dtype"], found)
+            manifest = _write_values(made / "values.bin", identity["dtype"], batches)
             sizes = token_counts(rows)
             assert (manifest["num_rows"], manifest["num_values"]) == (len(sizes), int(sizes.sum()))
             with (made / "manifest.json").open("w", encoding="utf-8") as file:
                 json.dump({**manifest, "identity": _plain(identity), "dtype": identity["dtype"]}, file)
                 file.flush()
                 os.fsync(file.fileno())
-            if path.exists():  # damaged, or written meanwhile by another run: aside first, so that none is seen half
+            if path.exists():  # damaged, or written meanwhile by another run: moved aside, never seen half written
                 os.rename(path, made.with_name(f"{made.name}-old"))
             os.rename(made, path)
         finally:
@@ -119,18 +119,18 @@ class ReferenceStore:
 
 
 def describe_files(path: Path) -> dict[str, str]:
-    """What decides the log-probs of a model folder or GGUF file: names and digests, not where it lies."""
-    decides = (".safetensors", ".gguf", ".py")
-    files = [path] if path.is_file() else [f for f in path.iterdir() if f.suffix in decides or f.name == "config.json"]
-    found = {}
+    """Names and digests of the files that determine a model's log-probs, independent of their location."""
+    suffixes = (".safetensors", ".gguf", ".py")
+    files = [path] if path.is_file() else [f for f in path.iterdir() if f.suffix in suffixes or f.name == "config.json"]
+    digests = {}
     for file in sorted(files):
         with file.open("rb") as stream:
-            found[file.name] = hashlib.file_digest(stream, "sha256").hexdigest()
-    return found
+            digests[file.name] = hashlib.file_digest(stream, "sha256").hexdigest()
+    return digests
 
 
 def token_counts(rows: Any) -> npt.NDArray[np.int64]:
-    """Completion tokens of each row; compiled rows know them without being read."""
+    """Completion tokens of each row; compiled rows have them as a column."""
     if hasattr(rows, "column"):
         return cast(npt.NDArray[np.int64], rows.column("pieces")[:, 1:].sum(axis=1, dtype=np.int64))
     return np.array([sum(len(c.tokens) for c in datum.completions) for datum in rows], dtype=np.int64)
@@ -144,10 +144,10 @@ def _plain(identity: Identity) -> Any:
     return json.loads(json.dumps(dict(identity), sort_keys=True))
 
 
-def _write_values(path: Path, dtype: str, found: Iterable[Sequence[Logprobs]]) -> dict[str, Any]:
+def _write_values(path: Path, dtype: str, batches: Iterable[Sequence[Logprobs]]) -> dict[str, Any]:
     digest, num_rows, num_values = hashlib.sha256(), 0, 0
     with path.open("wb") as file:
-        for batch in found:
+        for batch in batches:
             values = np.array([value for row in batch for completion in row for value in completion], dtype=dtype)
             if not np.isfinite(values).all():
                 raise ValueError("the reference gives log-probs that are not finite: its weights hold nan or inf")
@@ -161,7 +161,7 @@ def _write_values(path: Path, dtype: str, found: Iterable[Sequence[Logprobs]]) -
 
 
 class WithReference(Sequence[Datum]):
-    """Rows whose completions bring the reference's log-probs with them."""
+    """Rows whose completions carry the reference's log-probs."""
 
     def __init__(self, rows: Any, logprobs: ReferenceLogprobs) -> None:
         assert len(rows) == len(logprobs), "log-probs of other rows"
@@ -205,7 +205,7 @@ Forward = Callable[[Sequence[Datum]], list[Logprobs]]
 
 @dataclass(frozen=True)
 class ReferenceChoice:
-    """`why` is half a sentence for people."""
+    """Where the reference's log-probs come from. Made once; `why` completes a sentence for the user."""
 
     kind: ReferenceKind
     why: str
@@ -263,19 +263,17 @@ def _choose_for_full(
 
 
 @dataclass(frozen=True)
-class Precomputing:
-    """What making log-probs ahead needs of its surroundings.
-
-    `model` describes the reference's weights, as plain JSON. `writes`: whether this process writes to its machine's
-    disk. `agree`: every process's answer to a question. `tell` and `warn` are for people.
+class PrecomputeSettings:
+    """`model` describes the reference's weights, as plain JSON. `writes`: whether this process writes to its machine's
+    disk. `gather`: every rank's value, on all ranks. `report` and `warn` inform the user.
     """
 
     folder: Path
     model: Any
     precision: str
     writes: bool
-    agree: Callable[[bool], Sequence[bool]]
-    tell: Callable[[str], None]
+    gather: Callable[[bool], Sequence[bool]]
+    report: Callable[[str], None]
     warn: Callable[[str], None]
 
     def identity(self, rows: Any) -> dict[str, Any]:
@@ -291,39 +289,39 @@ class Precomputing:
         try:
             return ReferenceStore(self.folder).open(self.identity(rows), rows)
         except DamagedEntry as error:
-            self.warn(f"kept log-probs of the reference cannot be used ({error}): they are computed again")
+            self.warn(f"stored log-probs of the reference cannot be used ({error}): they are computed again")
             return None
 
 
-def has_all(ahead: Precomputing, parts: Sequence[Any]) -> bool:
-    """Whether every process finds all of them on its disk. All ranks."""
-    return all(ahead.agree(all(ahead.find(rows) is not None for rows in parts if len(rows))))
+def has_all(settings: PrecomputeSettings, splits: Sequence[Any]) -> bool:
+    """Whether every rank finds all of them on its disk. All ranks."""
+    return all(settings.gather(all(settings.find(rows) is not None for rows in splits if len(rows))))
 
 
-def add_reference(rows: Any, name: str, forward: Forward | None, ahead: Precomputing) -> Sequence[Datum]:
+def add_reference(rows: Any, name: str, forward: Forward | None, settings: PrecomputeSettings) -> Sequence[Datum]:
     """The rows with their reference's log-probs: those on disk, or computed now by all ranks together. All ranks."""
     if len(rows) == 0:
         return rows
-    found = ahead.find(rows)
-    if not all(ahead.agree(found is not None)):
-        assert forward is not None, "nobody to compute what is not on disk"
-        computed = _compute(rows, name, forward, ahead.tell)
-        if ahead.writes:
-            ReferenceStore(ahead.folder).write(ahead.identity(rows), rows, computed)
+    stored = settings.find(rows)
+    if not all(settings.gather(stored is not None)):
+        assert forward is not None, "no model to compute what is not on disk"
+        computed = _compute(rows, name, forward, settings.report)
+        if settings.writes:
+            ReferenceStore(settings.folder).write(settings.identity(rows), rows, computed)
         else:
             for _ in computed:
-                pass  # all ranks compute together, one of each machine keeps it
-        ahead.agree(True)  # what is written can be opened from here on
-        found = ahead.find(rows)
-    if found is None:
+                pass  # all ranks compute together, one on each machine writes
+        settings.gather(True)  # a barrier: entries can be opened from here on
+        stored = settings.find(rows)
+    if stored is None:
         raise ValueError(
-            f"the log-probs of the reference cannot be read from {ahead.folder}: set data.cache_dir to a folder that "
-            "every process of this machine can read and write, or algorithm.reference to copy"
+            f"the log-probs of the reference cannot be read from {settings.folder}: set data.cache_dir to a folder "
+            "that every process of this machine can read and write, or algorithm.reference to copy"
         )
-    return WithReference(rows, found)
+    return WithReference(rows, stored)
 
 
-def _compute(rows: Any, name: str, forward: Forward, tell: Callable[[str], None]) -> Iterator[list[Logprobs]]:
+def _compute(rows: Any, name: str, forward: Forward, report: Callable[[str], None]) -> Iterator[list[Logprobs]]:
     for start in range(0, len(rows), _ROWS_AT_ONCE):
-        tell(f"reference of {name}: {start:,} of {len(rows):,} rows")
+        report(f"reference of {name}: {start:,} of {len(rows):,} rows")
         yield forward(rows[start : start + _ROWS_AT_ONCE])

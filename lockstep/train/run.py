@@ -1,7 +1,6 @@
-"""Composes a run from its directory: data, model, backend, loop, export. The one place that names them all.
+"""Composes a run from its directory: data, reference, backend, loop, export. Every rank calls `run`.
 
-Called by the worker entry on every rank. Tokenising happens before the processes meet, so that no rank
-waits on another's tokenizer inside a collective.
+Rows are tokenised before the ranks join: none waits for another's tokenizer inside a collective.
 """
 
 from __future__ import annotations
@@ -51,7 +50,8 @@ from lockstep.train.preference_data import (
     rows_to_learn,
 )
 from lockstep.train.reference import (
-    Precomputing,
+    Forward,
+    PrecomputeSettings,
     ReferenceChoice,
     add_reference,
     describe_files,
@@ -66,11 +66,11 @@ if TYPE_CHECKING:
     from lockstep.backend.deepspeed.backend import DeepSpeedBackend
 
 
-SAMPLES_KEPT = 4  # of the answers to validation rows, each time
+NUM_SAMPLES_KEPT = 4  # answers to validation rows that each evaluation writes to samples.jsonl
 
 
 def run(run_dir: Path) -> None:
-    """Train until the end, or from the newest sound checkpoint if there is one. Every rank."""
+    """Train to the end, from the newest intact checkpoint if there is one. All ranks."""
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     run = RunDir(run_dir, owner=rank == 0)
     config = run.config()
@@ -107,7 +107,7 @@ def run(run_dir: Path) -> None:
             inputs = replace(inputs, answers=answer_scores(config, backend, data, tokenizer, run))
             progress = sft.train(inputs) if config.algorithm.kind == "sft" else dpo.train(inputs)
     except Diverged:
-        checkpoints.wait()  # one that is being written was made before, and is sound
+        checkpoints.wait()  # one still being written is of an earlier step, and intact
         raise
     exported = export(config, backend, run)
     checkpoints.close()
@@ -115,6 +115,9 @@ def run(run_dir: Path) -> None:
     if run.owner and config.checkpoint.export == "merged":
         exported = merge(run)
     run.write_status(state="completed", phase="done", export=exported, completed_at=time.time(), step=progress.step)
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
 
 
 def prepare_rows(
@@ -142,8 +145,177 @@ def prepare_data(config: RunConfig, tokenizer: Any, run: RunDir, num_ranks: int)
         (run.path / "skipped.jsonl").write_text("".join(rows), encoding="utf-8")
     check_data(config, data, num_ranks)
     if config.evaluation.metrics:
-        metrics.check_metrics(config.evaluation.metrics)  # a missing package shows before the model is loaded
+        metrics.check_metrics(config.evaluation.metrics)  # a missing package is reported before the model is loaded
     return data
+
+
+def check_data(config: RunConfig, data: CompiledData, num_ranks: int) -> None:
+    rows, per_step = rows_to_learn(config, data), config.batch.samples_per_step
+    if per_step is not None and per_step < num_ranks:
+        raise ConfigError(f"batch.samples {per_step} is less than the {num_ranks} ranks: some would never have a row")
+    if len(rows.train) < num_ranks:
+        raise ConfigError(f"{num_ranks} ranks for {len(rows.train)} training rows: use at most one rank per row")
+
+
+# --- the reference ----------------------------------------------------------------------------------------------------
+
+
+def check_reference_model(config: RunConfig, tokenizer: Any) -> None:
+    """A reference_model must have the same vocabulary, with the same ids."""
+    path = getattr(config.algorithm, "reference_model", None)
+    if path is None:
+        return
+    other = load_tokenizer(_reference_config(config).model).get_vocab()
+    own = tokenizer.get_vocab()
+    if own == other:
+        return
+    token = next((t for t in [*own, *other] if own.get(t) != other.get(t)), "")
+    raise ConfigError(
+        f"algorithm.reference_model {path} has another vocabulary than {config.model.path} ({len(other):,} and "
+        f"{len(own):,} tokens; {token!r} is {other.get(token, 'unknown')} there and {own.get(token, 'unknown')} here), "
+        "so its log-probs are of other tokens: use a model of the same family"
+    )
+
+
+def _reference_config(config: RunConfig) -> RunConfig:
+    """The run's configuration with the reference as its model."""
+    path = getattr(config.algorithm, "reference_model", None)
+    if path is None:
+        return config
+    model = config.model.model_copy(update={"path": path, "revision": None})
+    return config.model_copy(update={"model": model, "lora": None})
+
+
+def _precompute_settings(config: RunConfig, group: ProcessGroup, run: RunDir, precision: str) -> PrecomputeSettings:
+    model = _reference_config(config).model
+
+    def describe_weights() -> Any:
+        run.write_status(phase="reading the reference's files")
+        if Path(model.path).exists():
+            return describe_files(Path(model.path))
+        commit = getattr(load_hf_config(model), "_commit_hash", None)
+        return {"hub": model.path, "commit": commit or model.revision}
+
+    return PrecomputeSettings(
+        cache_folder(config.data.cache_dir) / "reference",
+        group.broadcast_object(describe_weights() if group.rank == 0 else None),
+        precision,
+        writes=int(os.environ.get("LOCAL_RANK", "0")) == 0,
+        gather=group.gather_objects,
+        report=lambda phase: run.write_status(phase=phase),
+        warn=lambda message: run.log_event("warning", message=message),
+    )
+
+
+def _precompute_with_other_model(
+    config: RunConfig, group: ProcessGroup, run: RunDir, rows: RowsToLearn, settings: PrecomputeSettings
+) -> RowsToLearn:
+    """The other model is freed before the policy is built: the two are never in memory together. All ranks."""
+    if has_all(settings, [rows.train, rows.validation]):
+        return _with_reference(rows, None, settings)
+    run.write_status(phase="loading the reference model")
+    other = _reference_config(config)
+    model = build_model(other.model, None, settings.precision, with_weights=group.rank == 0)
+    backend = _choose_backend(other, model, group, settings.precision, "none")
+    rows = _with_reference(rows, backend.forward, settings)
+    backend.policy.stop_packing()
+    del backend, model
+    gc.collect()
+    if group.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return rows
+
+
+def _with_reference(rows: RowsToLearn, forward: Forward | None, settings: PrecomputeSettings) -> RowsToLearn:
+    train = add_reference(rows.train, "train", forward, settings)
+    return RowsToLearn(train, add_reference(rows.validation, "validation", forward, settings))
+
+
+# --- the backend ------------------------------------------------------------------------------------------------------
+
+
+def build(
+    config: RunConfig, group: ProcessGroup, run: RunDir, rows: RowsToLearn, reference: ReferenceChoice
+) -> tuple[TorchBackend | DeepSpeedBackend, RowsToLearn]:
+    """The backend before its first step, and the rows, with the reference's log-probs if precomputed. All ranks."""
+    precision = agree_on_precision(config.model.precision, group)
+    run.write_status(phase="loading the model")
+    if reference.kind != "precomputed":
+        return make_backend(config, group, run, precision, reference.kind), rows
+    settings = _precompute_settings(config, group, run, precision)
+    if _reference_config(config) is not config:
+        rows = _precompute_with_other_model(config, group, run, rows, settings)
+        return make_backend(config, group, run, precision, "none"), rows
+    # Before a checkpoint is loaded the policy is the reference; under LoRA without its new adapters.
+    has_adapter = config.lora is not None
+    backend = make_backend(config, group, run, precision, "adapter_off" if has_adapter else "none")
+    forward = functools.partial(backend.forward, reference=has_adapter)
+    return backend, _with_reference(rows, forward, settings)
+
+
+def make_backend(
+    config: RunConfig, group: ProcessGroup, run: RunDir, precision: str, reference: str
+) -> TorchBackend | DeepSpeedBackend:
+    run.write_status(phase="loading the model", precision=precision, device=str(group.device))
+    torch.manual_seed(config.seed)  # new adapters start the same in every run and layout
+    model = build_model(config.model, config.lora, precision, with_weights=group.rank == 0)
+    backend = _choose_backend(config, model, group, precision, reference)
+    for message in backend.warnings:
+        run.log_event("warning", message=message)
+    trained = backend.parameters().values()
+    counts = {"trained": sum(p.numel() for p in trained), "all": sum(p.numel() for p in backend.policy.parameters())}
+    run.log_event("model", precision=precision, device=str(group.device), parameters=counts)
+    return backend
+
+
+def _choose_backend(
+    config: RunConfig, model: Any, group: ProcessGroup, precision: str, reference: str
+) -> TorchBackend | DeepSpeedBackend:
+    options: dict[str, Any] = {
+        "reference": reference,
+        "micro_batch_tokens": config.batch.micro_batch_tokens,
+        "precision": precision,
+        "activation_checkpointing": config.model.activation_checkpointing,
+        "activation_offload": config.model.activation_offload,
+        "compile": config.model.compile,
+        "logits_gib": config.model.logits_gib,
+        "temperature": getattr(config.algorithm, "temperature", 1.0),
+        "seed": config.seed,
+        "group": group,
+    }
+    parallel = config.parallel
+    if parallel.backend == "torch":
+        return TorchBackend(model, parallel=parallel, **options)
+    from lockstep.backend.deepspeed.backend import DeepSpeedBackend
+    from lockstep.backend.deepspeed.config import read_config
+
+    return DeepSpeedBackend(
+        model,
+        zero_stage=parallel.zero_stage,
+        offload=parallel.offload,
+        ds_config=read_config(Path(parallel.deepspeed_config)) if parallel.deepspeed_config else None,
+        max_grad_norm=config.optim.max_grad_norm,
+        **options,
+    )
+
+
+def resume(run: RunDir, backend: TorchBackend | DeepSpeedBackend, group: ProcessGroup, data_digest: str) -> Progress:
+    """Load the newest intact checkpoint, which rank 0 finds. All ranks."""
+    checkpoint = group.broadcast_object(run.latest_checkpoint() if group.rank == 0 else None)
+    if checkpoint is None:
+        return Progress()
+    if checkpoint.extra["data_digest"] != data_digest:
+        raise ConfigError(
+            f"the data is not what step {checkpoint.step} was trained on: rows or tokenizer have changed since. "
+            "Start a new run, or put the data back"
+        )
+    run.write_status(phase=f"resuming from step {checkpoint.step}")
+    backend.load_state(checkpoint.path, with_optimizer=True)
+    run.log_event("resumed", step=checkpoint.step)
+    return Progress(**checkpoint.extra["progress"])
+
+
+# --- during training --------------------------------------------------------------------------------------------------
 
 
 def compose_rollouts(
@@ -219,196 +391,38 @@ def colocated_engine(
 def answer_scores(
     config: RunConfig, backend: TorchBackend | DeepSpeedBackend, data: CompiledData, tokenizer: Any, run: RunDir
 ) -> AnswerScores | None:
-    """For evaluation.metrics: the first validation rows as questions to the model in training."""
-    wanted = config.evaluation
-    if not wanted.metrics or not data.validation:
+    """For evaluation.metrics: the first validation rows as prompts for the model in training."""
+    evaluation = config.evaluation
+    if not evaluation.metrics or not data.validation:
         return None
-    questions = [last_answer(datum) for datum in data.validation[: wanted.rows]]
+    rows = data.validation[: evaluation.rows]
+    questions = [last_answer(datum) for datum in rows]
+    prompts = [prompt for prompt, _ in questions]
     references = [tokenizer.decode(answer, skip_special_tokens=True) for _, answer in questions]
-    metrics.check_references(wanted.metrics, references, [datum.origin for datum in data.validation[: wanted.rows]])
+    metrics.check_references(evaluation.metrics, references, [datum.origin for datum in rows])
     if backend.group.degrees.pipeline > 1:
         raise ConfigError("evaluation.metrics needs the whole model on every rank: set parallel.pipeline to 1")
     engine = colocated_engine(backend, tokenizer)
 
     def score(answers: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-        found: dict[str, float] = {}
-        for name in wanted.metrics if run.owner else ():  # only the owner writes: the others need no encoder
-            settings = {"encoder": wanted.encoder} if name == "bertscore" and wanted.encoder else {}
-            found |= metrics.mean_scores(metrics.METRICS[name](answers, references, **settings))
-        return found
-
-    prompts = [prompt for prompt, _ in questions]
+        scores: dict[str, float] = {}
+        for name in evaluation.metrics if run.owner else ():  # only the owner writes them: the others need no encoder
+            settings = {"encoder": evaluation.encoder} if name == "bertscore" and evaluation.encoder else {}
+            scores |= metrics.mean_scores(metrics.METRICS[name](answers, references, **settings))
+        return scores
 
     def keep(step: int, answers: Sequence[str]) -> None:
-        for prompt, answer, reference in list(zip(prompts, answers, references))[:SAMPLES_KEPT]:
+        for prompt, answer, reference in list(zip(prompts, answers, references))[:NUM_SAMPLES_KEPT]:
             run.log_sample(step=step, prompt=tokenizer.decode(prompt), answer=answer, reference=reference)
 
-    return AnswerScores(prompts, references, engine.sample, score, wanted.max_tokens, keep)
+    return AnswerScores(prompts, references, engine.sample, score, evaluation.max_tokens, keep)
 
 
-def check_data(config: RunConfig, data: CompiledData, num_ranks: int) -> None:
-    rows, per_step = rows_to_learn(config, data), config.batch.samples_per_step
-    if per_step is not None and per_step < num_ranks:
-        raise ConfigError(f"batch.samples {per_step} is less than the {num_ranks} ranks: some would never have a row")
-    if len(rows.train) < num_ranks:
-        raise ConfigError(f"{num_ranks} ranks for {len(rows.train)} training rows: use at most one rank per row")
-
-
-def check_reference_model(config: RunConfig, tokenizer: Any) -> None:
-    """Another model as the reference must know the same tokens by the same numbers."""
-    path = getattr(config.algorithm, "reference_model", None)
-    if path is None:
-        return
-    other = load_tokenizer(_reference_config(config).model).get_vocab()
-    own = tokenizer.get_vocab()
-    if own == other:
-        return
-    token = next((t for t in [*own, *other] if own.get(t) != other.get(t)), "")
-    raise ConfigError(
-        f"algorithm.reference_model {path} has another vocabulary than {config.model.path} ({len(other):,} and "
-        f"{len(own):,} tokens; {token!r} is {other.get(token, 'unknown')} there and {own.get(token, 'unknown')} here), "
-        "so its log-probs are of other tokens: use a model of the same family"
-    )
-
-
-def _reference_config(config: RunConfig) -> RunConfig:
-    """The run as it would be with the reference in the place of the model."""
-    path = getattr(config.algorithm, "reference_model", None)
-    if path is None:
-        return config
-    model = config.model.model_copy(update={"path": path, "revision": None})
-    return config.model_copy(update={"model": model, "lora": None})
-
-
-def build(
-    config: RunConfig, group: ProcessGroup, run: RunDir, rows: RowsToLearn, reference: ReferenceChoice
-) -> tuple[TorchBackend | DeepSpeedBackend, RowsToLearn]:
-    """The backend as it is before the first step, and the rows with what it must know of the reference. All ranks."""
-    precision = agree_on_precision(config.model.precision, group)
-    run.write_status(phase="loading the model")
-    if reference.kind != "precomputed":
-        return make_backend(config, group, run, precision, reference.kind), rows
-    ahead = _precomputing(config, group, run, precision)
-    if _reference_config(config) is not config:
-        rows = _precompute_with_other_model(config, group, run, rows, ahead)
-        return make_backend(config, group, run, precision, "none"), rows
-    # Without a checkpoint loaded yet, the policy is the reference; under LoRA it is without its new adapters.
-    has_adapter = config.lora is not None
-    backend = make_backend(config, group, run, precision, "adapter_off" if has_adapter else "none")
-    forward = functools.partial(backend.forward, reference=has_adapter)
-    return backend, _with_reference(rows, forward, ahead)
-
-
-def _with_reference(rows: RowsToLearn, forward: Any, ahead: Precomputing) -> RowsToLearn:
-    train = add_reference(rows.train, "train", forward, ahead)
-    return RowsToLearn(train, add_reference(rows.validation, "validation", forward, ahead))
-
-
-def _precompute_with_other_model(
-    config: RunConfig, group: ProcessGroup, run: RunDir, rows: RowsToLearn, ahead: Precomputing
-) -> RowsToLearn:
-    """Built, asked and dropped before the policy is built: the two are never in memory together."""
-    if has_all(ahead, [rows.train, rows.validation]):
-        return _with_reference(rows, None, ahead)
-    run.write_status(phase="loading the reference model")
-    other = _reference_config(config)
-    model = build_model(other.model, None, ahead.precision, with_weights=group.rank == 0)
-    backend = _choose_backend(other, model, group, ahead.precision, "none")
-    rows = _with_reference(rows, backend.forward, ahead)
-    backend.policy.stop_packing()
-    del backend, model
-    gc.collect()
-    if group.device.type == "cuda":
-        torch.cuda.empty_cache()
-    return rows
-
-
-def _precomputing(config: RunConfig, group: ProcessGroup, run: RunDir, precision: str) -> Precomputing:
-    model = _reference_config(config).model
-
-    def describe_weights() -> Any:
-        run.write_status(phase="reading the reference's files")
-        if Path(model.path).exists():
-            return describe_files(Path(model.path))
-        commit = getattr(load_hf_config(model), "_commit_hash", None)
-        return {"hub": model.path, "commit": commit or model.revision}
-
-    return Precomputing(
-        cache_folder(config.data.cache_dir) / "reference",
-        group.broadcast_object(describe_weights() if group.rank == 0 else None),
-        precision,
-        writes=int(os.environ.get("LOCAL_RANK", "0")) == 0,
-        agree=group.gather_objects,
-        tell=lambda phase: run.write_status(phase=phase),
-        warn=lambda message: run.log_event("warning", message=message),
-    )
-
-
-def _choose_backend(
-    config: RunConfig, model: Any, group: ProcessGroup, precision: str, reference: str
-) -> TorchBackend | DeepSpeedBackend:
-    options: dict[str, Any] = {
-        "reference": reference,
-        "micro_batch_tokens": config.batch.micro_batch_tokens,
-        "precision": precision,
-        "activation_checkpointing": config.model.activation_checkpointing,
-        "activation_offload": config.model.activation_offload,
-        "compile": config.model.compile,
-        "logits_gib": config.model.logits_gib,
-        "temperature": getattr(config.algorithm, "temperature", 1.0),
-        "seed": config.seed,
-        "group": group,
-    }
-    parallel = config.parallel
-    if parallel.backend == "torch":
-        return TorchBackend(model, parallel=parallel, **options)
-    from lockstep.backend.deepspeed.backend import DeepSpeedBackend
-    from lockstep.backend.deepspeed.config import read_config
-
-    return DeepSpeedBackend(
-        model,
-        zero_stage=parallel.zero_stage,
-        offload=parallel.offload,
-        ds_config=read_config(Path(parallel.deepspeed_config)) if parallel.deepspeed_config else None,
-        max_grad_norm=config.optim.max_grad_norm,
-        **options,
-    )
-
-
-def make_backend(
-    config: RunConfig, group: ProcessGroup, run: RunDir, precision: str, reference: str
-) -> TorchBackend | DeepSpeedBackend:
-    run.write_status(phase="loading the model", precision=precision, device=str(group.device))
-    torch.manual_seed(config.seed)  # new adapters begin alike in every run and layout
-    model = build_model(config.model, config.lora, precision, with_weights=group.rank == 0)
-    backend = _choose_backend(config, model, group, precision, reference)
-    for message in backend.warnings:
-        run.log_event("warning", message=message)
-    trained = backend.parameters().values()
-    counts = {"trained": sum(p.numel() for p in trained), "all": sum(p.numel() for p in backend.policy.parameters())}
-    run.log_event("model", precision=precision, device=str(group.device), parameters=counts)
-    return backend
-
-
-def resume(run: RunDir, backend: TorchBackend | DeepSpeedBackend, group: ProcessGroup, data_digest: str) -> Progress:
-    """Rank 0 looks for the newest sound checkpoint; all load it."""
-    found = run.latest_checkpoint() if group.rank == 0 else None
-    found = group.broadcast_object(found)
-    if found is None:
-        return Progress()
-    if found.extra["data_digest"] != data_digest:
-        raise ConfigError(
-            f"the data is not what step {found.step} was trained on: rows or tokenizer have changed since. "
-            "Start a new run, or put the data back"
-        )
-    run.write_status(phase=f"resuming from step {found.step}")
-    backend.load_state(found.path, with_optimizer=True)
-    run.log_event("resumed", step=found.step)
-    return Progress(**found.extra["progress"])
+# --- after training ---------------------------------------------------------------------------------------------------
 
 
 def export(config: RunConfig, backend: TorchBackend | DeepSpeedBackend, run: RunDir) -> str | None:
-    """The adapter or the model as trained. Merging is done later, by one process alone. All ranks."""
+    """The adapter or the model as trained. `merge` comes later, on one rank. All ranks."""
     if config.checkpoint.export == "none":
         return None
     run.write_status(phase="exporting")
@@ -428,8 +442,11 @@ def merge(run: RunDir) -> str:
     return result["path"]
 
 
+# --- without training -------------------------------------------------------------------------------------------------
+
+
 def describe(config: RunConfig, on_progress: Callable[[Any], None] | None = None) -> dict[str, Any]:
-    """Everything that can be checked and said without training: the effective batch, steps, data, model."""
+    """What can be checked and reported without training: the effective batch, steps, data, model."""
     check_model_source(config.model)
     choose_device(config.launch.device)
     num_ranks = config.launch.procs

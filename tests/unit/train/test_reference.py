@@ -19,7 +19,7 @@ from lockstep.data.order import Batches
 from lockstep.train.preference_data import AsLabelled
 from lockstep.train.reference import (
     REFERENCE,
-    Precomputing,
+    PrecomputeSettings,
     ReferenceStore,
     add_reference,
     choose_reference,
@@ -96,12 +96,12 @@ class Place:
         self.backend = FakeBackend()
         self.told: list[str] = []
         self.warnings: list[str] = []
-        self.ahead = Precomputing(
+        self.settings = PrecomputeSettings(
             folder, model, precision, writes, lambda answer: [answer], self.told.append, self.warnings.append
         )
 
     def add(self, rows: Any) -> Sequence[Datum]:
-        return add_reference(rows, "train", self.backend.forward, self.ahead)
+        return add_reference(rows, "train", self.backend.forward, self.settings)
 
     @property
     def num_computed(self) -> int:
@@ -131,7 +131,7 @@ def test_they_are_computed_once(tmp_path):
     first, second = Place(tmp_path), Place(tmp_path)
     assert values_of(first.add(rows)) == values_of(second.add(rows))
     assert (first.num_computed, second.num_computed) == (300, 0)
-    assert has_all(second.ahead, [rows, Pairs()])
+    assert has_all(second.settings, [rows, Pairs()])
 
 
 @pytest.mark.parametrize("change", ["model", "precision", "rows"])
@@ -142,7 +142,7 @@ def test_those_of_another_model_precision_or_rows_are_never_used(change, tmp_pat
     place = Place(tmp_path, **settings[change])
     if change == "rows":
         rows.digest = "other pairs"  # type: ignore[misc]
-    assert not has_all(place.ahead, [rows])
+    assert not has_all(place.settings, [rows])
     place.add(rows)
     assert (place.num_computed, place.warnings) == (300, [])
 
@@ -196,7 +196,7 @@ def test_a_damaged_entry_is_computed_again_and_says_so(damage, words, tmp_path):
     assert values_of(place.add(rows)) == good
     assert place.num_computed == 300
     assert any(words in warning and "computed again" in warning for warning in place.warnings)
-    assert Place(tmp_path).ahead.find(rows) is not None
+    assert Place(tmp_path).settings.find(rows) is not None
 
 
 def test_a_killed_writer_leaves_nothing_that_is_used(tmp_path):
@@ -206,7 +206,7 @@ def test_a_killed_writer_leaves_nothing_that_is_used(tmp_path):
         place.add(rows)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "abc.making-1").mkdir()  # as a kill -9 leaves it
-    assert not has_all(Place(tmp_path).ahead, [rows])
+    assert not has_all(Place(tmp_path).settings, [rows])
 
 
 def test_what_a_killed_writer_left_is_removed_and_a_living_ones_is_not(tmp_path):
@@ -235,7 +235,7 @@ def test_it_is_computed_again_where_one_process_of_several_lacks_it(tmp_path):
     rows, place = make_pairs(10), Place(tmp_path)
     place.add(rows)
     answers = iter([[True, False], [True, True]])
-    lacking = Precomputing(tmp_path, "m", "fp32", True, lambda _: next(answers), print, print)
+    lacking = PrecomputeSettings(tmp_path, "m", "fp32", True, lambda _: next(answers), print, print)
     add_reference(rows, "train", place.backend.forward, lacking)
     assert place.num_computed == 20
 

@@ -47,6 +47,7 @@ _STEP_METRICS = (
     ("learning_rate", "lr", ".2e"),
     ("grad_norm", "grad", ".3g"),
 )
+LITERAL: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}  # of Console.print
 PLAIN_INTERVAL_S = 2.0
 _PHASES_OF_A_STEP = ("sampling", "training", "publishing", "evaluating", "checkpointing")
 POLL_INTERVAL_S = 0.2

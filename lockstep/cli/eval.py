@@ -14,16 +14,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.cli.display import borderless_table, make_console, quieten_libraries, track_progress
+from lockstep.cli.display import LITERAL, borderless_table, make_console, quieten_libraries, track_progress
 from lockstep.cli.options import Json, MaxTokens, Temperature, app
-
-_PLAIN: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
 
 
 @app.command("eval")
 def evaluate(
     sources: Annotated[
-        list[str] | None, typer.Argument(metavar="RUN|MODEL...", help="Run directories, model folders or Hub ids.")
+        list[str] | None, typer.Argument(metavar="RUN|MODEL", help="Run directories, model folders or Hub ids.")
     ] = None,
     data: Annotated[str | None, typer.Option(metavar="FILE", help="The rows: a file, folder, glob or Hub id.")] = None,
     split: Annotated[str | None, typer.Option(help="Use the run's own validation or test rows instead.")] = None,
@@ -97,10 +95,10 @@ def _new_folder(models: Sequence[str]) -> Path:
 
 def _show(console: Console, results: Mapping[str, Any], folder: Path) -> None:
     for warning in results["warnings"]:
-        console.print(Text.assemble(("warning: ", "bold yellow"), warning), **_PLAIN)
+        console.print(Text.assemble(("warning: ", "bold yellow"), warning), **LITERAL)
     console.print(_score_table(results))
-    console.print(f"{results['num_rows']:,} rows of {results['data']}", **_PLAIN)
-    console.print(f"answers to read in {folder / 'report.html'}", **_PLAIN)
+    console.print(f"{results['num_rows']:,} rows of {results['data']}", **LITERAL)
+    console.print(f"answers to read in {folder / 'report.html'}", **LITERAL)
 
 
 def _score_table(results: Mapping[str, Any]) -> Table:

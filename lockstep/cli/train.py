@@ -105,11 +105,10 @@ def _print_failure(run: RunDir, reason: str) -> None:
 
 
 def _print_result(run: RunDir, as_json: bool) -> None:
-    if not as_json:
-        return
     from lockstep.launch.start import result_of
 
-    typer.echo(json.dumps(result_of(run)))
+    if as_json:
+        typer.echo(json.dumps(result_of(run)))
 
 
 def _describe(settings: RunConfig, as_json: bool) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.cli.display import borderless_table, make_console, quieten_libraries
+from lockstep.cli.display import LITERAL, borderless_table, make_console, quieten_libraries
 from lockstep.cli.options import Config, Json, Overrides, app, load_settings
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ _ERRORS = {
     "after a step": "weights",
 }
 _ONLY_WITH_REWARDS = ("reference", "rewards")
-_PLAIN: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
 
 
 @app.command()
@@ -64,18 +63,18 @@ def verify_and_show(config: RunConfig, layouts: str | None, *, as_json: bool) ->
 def _show(console: Console, report: Report) -> None:
     for verdict in report.verdicts:
         for warning in verdict.warnings:
-            console.print(Text.assemble(("warning: ", "bold yellow"), f"{verdict.layout.name}: {warning}"), **_PLAIN)
+            console.print(Text.assemble(("warning: ", "bold yellow"), f"{verdict.layout.name}: {warning}"), **LITERAL)
     console.print(verdict_table(report))
     for verdict in report.verdicts:
         if verdict.problem:
-            console.print(Text.assemble(("FAIL ", "bold red"), f"{verdict.layout.name}: {verdict.problem}"), **_PLAIN)
+            console.print(Text.assemble(("FAIL ", "bold red"), f"{verdict.layout.name}: {verdict.problem}"), **LITERAL)
     for note in report.notes:
-        console.print(Text(f"· {note}", "dim"), **_PLAIN)
+        console.print(Text(f"· {note}", "dim"), **LITERAL)
     failed = sum(not verdict.passed for verdict in report.verdicts)
     if failed:
-        console.print(f"{failed} of {len(report.verdicts)} layouts do not make the step of the plain loop", **_PLAIN)
+        console.print(f"{failed} of {len(report.verdicts)} layouts do not make the step of the plain loop", **LITERAL)
     else:
-        console.print(f"{len(report.verdicts)} layouts, one step: all within {report.tolerance:g}", **_PLAIN)
+        console.print(f"{len(report.verdicts)} layouts, one step: all within {report.tolerance:g}", **LITERAL)
 
 
 def verdict_table(report: Report) -> Table:

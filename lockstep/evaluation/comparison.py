@@ -92,14 +92,8 @@ def _results(task: EvalTask, eval_models: Sequence[EvalModel], model_results: Se
             if result.margins and result.margins[number] is not None:
                 answer["scores"] = {**answer.get("scores", {}), "reward_margin": result.margins[number]}
             entries[eval_model.name] = answer
-        rows.append(
-            {
-                "origin": question.origin,
-                "question": question.content,
-                "reference": question.reference,
-                "models": entries,
-            }
-        )
+        row = {"origin": question.origin, "question": question.content, "reference": question.reference}
+        rows.append({**row, "models": entries})
     options = {key: value for key, value in asdict(task.options).items() if value is not None}
     return {
         "created_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

@@ -44,8 +44,8 @@ def rouge(answers: Sequence[str], references: Sequence[str]) -> list[Scores]:
     scorer = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
     rows = []
     for answer, reference in _paired(answers, references):
-        found = scorer.score(target=reference, prediction=answer)
-        rows.append({name: float(found[name].fmeasure) for name in ("rouge1", "rouge2", "rougeL")})
+        scores = scorer.score(target=reference, prediction=answer)
+        rows.append({name: float(scores[name].fmeasure) for name in ("rouge1", "rouge2", "rougeL")})
     return rows
 
 
@@ -67,8 +67,8 @@ def bertscore(
     if not written:
         return rows
     scorer = _bert_scorer(encoder, device)
-    found = scorer.score([pairs[i][0] for i in written], [pairs[i][1] for i in written], batch_size=batch_size)
-    for i, values in zip(written, zip(*(part.tolist() for part in found), strict=True), strict=True):
+    scores = scorer.score([pairs[i][0] for i in written], [pairs[i][1] for i in written], batch_size=batch_size)
+    for i, values in zip(written, zip(*(part.tolist() for part in scores), strict=True), strict=True):
         rows[i] = dict(zip(rows[i], values, strict=True))
     return rows
 

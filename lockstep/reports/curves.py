@@ -14,6 +14,8 @@ import matplotlib
 matplotlib.use("Agg")
 
 from matplotlib import pyplot
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
@@ -122,7 +124,7 @@ def read_runs(run_dirs: Sequence[Path]) -> list[Curves]:
     return runs
 
 
-def _draw(runs: Sequence[Curves]) -> Any:
+def _draw(runs: Sequence[Curves]) -> Figure:
     panels = [p for p in PANELS if any(run.points(p)[0] for run in runs)]
     columns = min(3, len(panels))
     rows = math.ceil(len(panels) / columns)
@@ -146,7 +148,7 @@ def _draw(runs: Sequence[Curves]) -> Any:
     return figure
 
 
-def _draw_panel(axis: Any, panel: Panel, runs: Sequence[Curves]) -> None:
+def _draw_panel(axis: Axes, panel: Panel, runs: Sequence[Curves]) -> None:
     drawn: list[float] = []
     for run in runs:
         steps, values = run.points(panel)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib import pyplot
+from matplotlib.axes import Axes
 
 from lockstep.reports.curves import COLOURS, STYLE
 from lockstep.reports.page import escape, format_bytes, format_count, inline_svg, page
@@ -175,7 +176,7 @@ def draw(sizes: Sequence[Size], picture: Path) -> list[str]:
         return [_draw_alone(panel, sizes) for panel in _PANELS]
 
 
-def _draw_alone(panel: Callable[[Any, Sequence[Size]], None], sizes: Sequence[Size]) -> str:
+def _draw_alone(panel: Callable[[Axes, Sequence[Size]], None], sizes: Sequence[Size]) -> str:
     figure, axis = pyplot.subplots(figsize=(4, 3.2), layout="constrained")
     svg = io.StringIO()
     try:
@@ -186,7 +187,7 @@ def _draw_alone(panel: Callable[[Any, Sequence[Size]], None], sizes: Sequence[Si
     return inline_svg(svg.getvalue())
 
 
-def _draw_speed(axis: Any, sizes: Sequence[Size]) -> None:
+def _draw_speed(axis: Axes, sizes: Sequence[Size]) -> None:
     procs, speeds = [size.procs for size in sizes], [size.tokens_per_s for size in sizes]
     axis.plot(procs, [speeds[0] * p / procs[0] for p in procs], color="#999999", linestyle="--", label="in proportion")
     axis.plot(procs, speeds, color=COLOURS[0], marker="o", label="measured")
@@ -199,15 +200,15 @@ def _draw_speed(axis: Any, sizes: Sequence[Size]) -> None:
     _rule_behind(axis)
 
 
-def _draw_efficiency(axis: Any, sizes: Sequence[Size]) -> None:
+def _draw_efficiency(axis: Axes, sizes: Sequence[Size]) -> None:
     _draw_bars(axis, sizes, "Efficiency (%)", [100 * size.efficiency for size in sizes])
 
 
-def _draw_memory(axis: Any, sizes: Sequence[Size]) -> None:
+def _draw_memory(axis: Axes, sizes: Sequence[Size]) -> None:
     _draw_bars(axis, sizes, "Peak memory of a rank (GiB)", [size.memory_gib for size in sizes])
 
 
-def _draw_bars(axis: Any, sizes: Sequence[Size], title: str, heights: Sequence[float]) -> None:
+def _draw_bars(axis: Axes, sizes: Sequence[Size], title: str, heights: Sequence[float]) -> None:
     bars = axis.bar([str(size.procs) for size in sizes], heights, color=COLOURS[0], width=0.6)
     axis.bar_label(bars, fmt="%.3g", padding=2)
     axis.set_title(title)
@@ -216,7 +217,7 @@ def _draw_bars(axis: Any, sizes: Sequence[Size], title: str, heights: Sequence[f
     _rule_behind(axis)
 
 
-def _draw_traffic(axis: Any, sizes: Sequence[Size]) -> None:
+def _draw_traffic(axis: Axes, sizes: Sequence[Size]) -> None:
     """Beside each other: what was sent, in a colour for each axis and kind, and the least, in outline."""
     names = sorted({(flow.axis, flow.kind) for size in sizes for flow in size.flows if flow.least_bytes})
     top = max(size.sent_bytes for size in sizes)
@@ -240,7 +241,7 @@ def _draw_traffic(axis: Any, sizes: Sequence[Size]) -> None:
     _rule_behind(axis)
 
 
-def _rule_behind(axis: Any) -> None:
+def _rule_behind(axis: Axes) -> None:
     axis.set_axisbelow(True)
     axis.grid(visible=False, axis="x")
 

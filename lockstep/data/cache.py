@@ -36,7 +36,7 @@ _SOURCE_SETTINGS = ("format", "columns", "roles", "input_template", "output_temp
 _DATA_SETTINGS = ("train_on", "max_length", "truncate", "on_bad_row", "template_options")
 _LIBRARIES = ("tokenizers", "transformers", "jinja2")
 # Modules of this room that only read compiled rows, or have nothing to do with them.
-NOT_COMPILING = ("inspect.py", "order.py", "packing.py", "prompts.py")
+NOT_COMPILING = ("answer_match.py", "inspect.py", "order.py", "packing.py", "prompts.py")
 _POLL_S = 0.2
 _REPORT_EVERY_S = 5.0
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)

@@ -13,19 +13,6 @@ from functools import cache
 from typing import Any, Literal
 
 from lockstep.config.data import SourceConfig
-from lockstep.data.formats.answers import (
-    ANSWER_KEYS,
-    Rules,
-    find_answer_keys,
-    find_context_key,
-    find_turns_key,
-    read_alpaca,
-    read_conversation,
-    read_exchange,
-    read_prompt_completion,
-    read_text,
-    unread_keys,
-)
 from lockstep.data.formats.conversation import (
     TURN_KEYS,
     Content,
@@ -37,7 +24,23 @@ from lockstep.data.formats.conversation import (
     rename_keys,
     turn_style,
 )
-from lockstep.data.formats.preference import find_label_key, find_prompt_key, read_labelled, read_pair
+from lockstep.data.formats.row_formats import (
+    ANSWER_KEYS,
+    Rules,
+    find_answer_keys,
+    find_context_key,
+    find_label_key,
+    find_prompt_key,
+    find_turns_key,
+    read_alpaca,
+    read_conversation,
+    read_exchange,
+    read_labelled,
+    read_pair,
+    read_prompt_completion,
+    read_text,
+    unread_keys,
+)
 from lockstep.data.sources.rows import DataError, Row
 
 Converter = Callable[[dict[str, Any]], dict[str, Any] | None]

@@ -1,9 +1,9 @@
-"""Answers per second of the local engine beside transformers' generate: same model, prompts, lengths and sampling.
+"""Completions per second of the local engine beside transformers' generate: same model, prompts, lengths and sampling.
 
     python benchmarks/generate.py [--model FOLDER] [--prompts 4 --samples 4 --tokens 32] [--repeats 3]
 
 On a CPU the model is SmolLM2-135M-Instruct in float32. On a GPU it has the shape of Qwen3-0.6B in bf16, with random
-weights, and the defaults are 8 prompts, 8 samples, 128 tokens. No answer ends early; the two take turns.
+weights, and the defaults are 8 prompts, 8 samples, 128 tokens. No completion ends early; the two alternate.
 """
 
 from __future__ import annotations

@@ -12,11 +12,13 @@ from typing import IO, Any, Protocol
 
 from lockstep.types import Prompt, SamplingParams, TextCompletion
 
+Message = dict[str, Any]
+Conversation = list[Message]
 _HELP = "/reset starts over, /exit or Ctrl-D ends, Ctrl-C stops an answer"
 
 
 class StreamingEngine(Protocol):
-    def encode(self, prompt: str | Sequence[Any]) -> list[int]: ...
+    def encode(self, prompt: str | Sequence[Message]) -> list[int]: ...
 
     def stream(self, prompt: Prompt, params: SamplingParams, on_text: Callable[[str], None]) -> TextCompletion: ...
 
@@ -95,9 +97,6 @@ def _say(text: str) -> None:
     sys.stderr.flush()
 
 
-Conversation = list[dict[str, Any]]
-
-
 @dataclass(frozen=True, slots=True)
 class TextPrompt:
     """Plain text or a conversation, with tools for the chat template. `origin` is for error messages."""
@@ -113,7 +112,7 @@ class TextEngine(Protocol):
     @property
     def has_template(self) -> bool: ...
 
-    def encode(self, prompt: str | Sequence[Any], tools: list[Any] | None = None) -> list[int]: ...
+    def encode(self, prompt: str | Sequence[Message], tools: list[Any] | None = None) -> list[int]: ...
 
     def sample(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, keys: Sequence[int] | None = None

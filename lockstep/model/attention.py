@@ -96,26 +96,9 @@ def packed_attention(
         raise ValueError(f"{type(module).__name__} is not causal")
     if packed_split is not None:
         query, key, value = packed_split.gather(query, key, value)
-        whole, _ = packed_attention(
-            module,
-            query,
-            key,
-            value,
-            None,
-            scaling=scaling,
-            dropout=dropout,
-            sliding_window=sliding_window,
-            packed_layout=packed_layout,
-            packed_boundaries=packed_boundaries,
-            packed_max_length=packed_max_length,
-            packed_equal_length=packed_equal_length,
-            packed_keys=packed_keys,
-            packed_key_boundaries=packed_key_boundaries,
-        )
-        return packed_split.scatter(whole), None
     if packed_equal_length is not None and sliding_window is None:
-        return _equal_length(query, key, value, scaling, dropout, packed_equal_length), None
-    if packed_boundaries is not None and packed_max_length is not None:
+        attended = _equal_length(query, key, value, scaling, dropout, packed_equal_length)
+    elif packed_boundaries is not None and packed_max_length is not None:
         if dropout:
             raise ValueError("attention dropout is not available in variable-length attention: set it to 0")
         keys = packed_boundaries if packed_key_boundaries is None else packed_key_boundaries
@@ -124,10 +107,11 @@ def packed_attention(
         attended = _variable_length(
             query, key, value, scaling, sliding_window, packed_boundaries, keys, packed_max_length
         )
-        return attended, None
-    if packed_layout is None:
+    elif packed_layout is not None:
+        attended = _segment_by_segment(query, key, value, scaling, dropout, sliding_window, packed_layout)
+    else:
         raise ValueError(f"{type(module).__name__} did not pass the document lengths to its attention")
-    return _segment_by_segment(query, key, value, scaling, dropout, sliding_window, packed_layout), None
+    return attended if packed_split is None else packed_split.scatter(attended), None
 
 
 def _segment_by_segment(

@@ -7,7 +7,7 @@ import ctypes
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lockstep.config import ConfigError, ModelConfig, RunConfig
+from lockstep.config import ConfigError, LoraConfig, ModelConfig, RunConfig
 from lockstep.model.lora import add_lora
 from lockstep.rundir import RunDir
 
@@ -157,7 +157,7 @@ def _load_adapter(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     return model, AutoTokenizer.from_pretrained(str(path)) if has_tokenizer else load_tokenizer(base)
 
 
-def build_model(config: ModelConfig, lora: Any, precision: str, *, with_weights: bool) -> Any:
+def build_model(config: ModelConfig, lora: LoraConfig | None, precision: str, *, with_weights: bool) -> Any:
     """The module that a run trains. Trainable parameters are float32 or wider; frozen ones are in `precision`."""
     compute = DTYPES[precision]
     held = compute if lora is not None or precision == "fp64" else torch.float32
@@ -181,7 +181,7 @@ def _wants_safetensors(config: ModelConfig) -> bool | None:
 
 
 @contextlib.contextmanager
-def _explaining(config: ModelConfig) -> Any:
+def _explaining(config: ModelConfig) -> Iterator[None]:
     """Turn what transformers raises about a missing or broken source into one sentence."""
     check_model_source(config)
     try:

@@ -40,7 +40,7 @@ class Ranks:
 
     def __init__(self, run: RunDir, num_ranks: int) -> None:
         self.run = run
-        port = _free_port()
+        port = free_port()
         self.processes: list[BaseProcess] = [
             _CONTEXT.Process(target=_be_rank, args=(str(run.path), rank, num_ranks, port), daemon=True)
             for rank in range(num_ranks)
@@ -106,7 +106,7 @@ def _be_rank(run_dir: str, rank: int, num_ranks: int, port: int) -> None:
     sys.exit(main([run_dir]))
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

@@ -108,7 +108,7 @@ class TorchBackend:
         self._reference = make_reference(reference, model, self.parameters())
         self._reference_mixed = False
         self._optimizer = loss_step.build_optimizer(self.parameters(), self.device)
-        self._traffic = Traffic(self.group, unseen=("tensor", "context") if compiles else ())
+        self.traffic = Traffic(self.group, unseen=("tensor", "context") if compiles else ())
         self._expected = expect_traffic(built, self.group, parallel, DTYPES[self.precision].itemsize)
         state.seed_rank(seed, self.group.data_rank)
 
@@ -129,7 +129,7 @@ class TorchBackend:
         if rank_batch.plan.num_targets == 0:
             raise ValueError(f"nothing to learn in this batch of {len(batch)} rows: every weight is zero")
         sums = torch.zeros(len(names), dtype=torch.float64, device=self.device)
-        with self._traffic.counting():
+        with self.traffic.counting():
             reference = self._reference_logprobs(rank_batch) if lacks_reference(loss, batch) else None
             num_parts = self.group.degrees.context
             micro_batches, pass_loss, known = loss_step.plan_passes(
@@ -147,7 +147,7 @@ class TorchBackend:
             else:
                 sums += loss_step.stack(known, names) * (self.group.rank == 0)  # every rank has them: counted once
             # Each rank's own numbers travel with the loss, without a message of their own.
-            totals = self.group.sum(torch.cat([sums, self._traffic.facts()]))
+            totals = self.group.sum(torch.cat([sums, self.traffic.facts()]))
         logprobs = [part for _, part in passes]
         numbers, traffic = read_later(totals), self._describe_traffic(rank_batch)
 
@@ -164,9 +164,9 @@ class TorchBackend:
     def optim_step(self, step: OptimStep) -> OptimResult:
         parameters = list(self.parameters().values())
         counted = parameters if self._pipelined is None else self._pipelined.own_parameters(parameters)
-        with self._traffic.counting():
+        with self.traffic.counting():
             norm = gradient_norm(counted, self.group) / self._loss_scale
-        self._traffic.end_step()
+        self.traffic.end_step()
         numbers = read_later(norm.reshape(1))
         if step.max_grad_norm is not None or self._loss_scale != 1.0:
             clip(parameters, norm, step.max_grad_norm or math.inf, scale=1 / self._loss_scale)
@@ -287,7 +287,7 @@ class TorchBackend:
 
     def _describe_traffic(self, rank_batch: RankBatch) -> Callable[[Sequence[float]], dict[str, float]]:
         """From every rank's facts to metrics of this step's traffic: as counted, and the least possible."""
-        counts, num_data_ranks, plan = self._traffic.current, self.group.degrees.data, rank_batch.plan
+        counts, num_data_ranks, plan = self.traffic.current, self.group.degrees.data, rank_batch.plan
         packs = [m.packed for m in rank_batch.micro_batches]
         num_tokens, num_targets = sum(len(p.tokens) for p in packs), sum(len(p.targets) for p in packs)
         least = {} if self._expected is None else self._expected.metrics(num_tokens, num_targets, len(packs))
@@ -295,7 +295,7 @@ class TorchBackend:
             least["cost_balance"] = plan.cost_balance
             least["token_balance"] = plan.max_rank_tokens * num_data_ranks / plan.num_tokens
         # Counts are read late: optim_step adds to them.
-        return lambda facts: {**self._traffic.read_facts(facts), **counts.as_metrics(), **least}
+        return lambda facts: {**self.traffic.read_facts(facts), **counts.as_metrics(), **least}
 
     @contextlib.contextmanager
     def _as_reference(self) -> Iterator[None]:

@@ -82,7 +82,7 @@ class NarrowCopies:
     def in_place(self, *, kept: bool = False) -> Iterator[None]:
         """Until backward is done, because recomputation reads parameters too.
 
-        `kept`: in the same memory every time, which CUDA graphs can stand on, and without a graph for gradients.
+        `kept`: at the same addresses every time, which CUDA graphs need, and without autograd.
         """
         try:
             fresh = self._keep() if kept else [_Narrowed.apply(self._dtype, *places) for places in self._units]
@@ -128,5 +128,5 @@ _Place = tuple[dict[str, Any], str]
 
 
 def _places_of_parameters(module: nn.Module) -> list[tuple[nn.Parameter, _Place]]:
-    """Every registry and name under which a parameter hangs."""
+    """Every module registry and name that holds a parameter."""
     return [(p, (m._parameters, name)) for m in module.modules() for name, p in m._parameters.items() if p is not None]

@@ -18,15 +18,15 @@ def discount_length(pairs: Sequence[Datum], ld_alpha: float) -> list[Datum]:
     """Tokens by which one answer of a pair is longer than the other count `ld_alpha` times."""
     if ld_alpha == 1:
         return list(pairs)
-    found = []
+    discounted = []
     for pair in pairs:
         weights = [np.array(completion.weights, dtype=np.float32) for completion in pair.completions]
         shared = min(int(np.count_nonzero(own)) for own in weights)
         for own in weights:
             own[np.flatnonzero(own)[shared:]] *= ld_alpha
         completions = [replace(c, weights=cast(Any, own)) for c, own in zip(pair.completions, weights, strict=True)]
-        found.append(replace(pair, completions=completions))
-    return found
+        discounted.append(replace(pair, completions=completions))
+    return discounted
 
 
 def count_supervised(completion: Completion) -> int:
@@ -39,35 +39,35 @@ def count_chosen_tokens(pairs: Sequence[Datum]) -> int:
 
 
 def count_padded_tokens(batch: Sequence[Datum]) -> int:
-    """What the batch would cost with the prompt repeated for each answer, and all padded to the longest."""
+    """Tokens of the batch with the prompt repeated for each answer, and all padded to the longest."""
     lengths = [len(datum.prompt) + len(c.tokens) for datum in batch for c in datum.completions]
     return len(lengths) * max(lengths)
 
 
 def mismatch(rows: Sequence[Datum], max_length: int) -> list[Datum]:
-    """Each prompt with the answer to another one of the batch, where there is another; a prompt loses its start to fit.
+    """Each prompt with the answer to another prompt of the batch, if there is one; a prompt loses its start to fit.
 
-    What the model makes of answers that do not belong tells how far it is from its reference altogether.
+    The log-ratio of such answers estimates the KL of the model from its reference.
     """
     prompts = [tuple(int(token) for token in row.prompt) for row in rows]
-    found = []
+    mismatched = []
     for i, row in enumerate(rows):
         others = (j % len(rows) for j in range(i + 1, i + len(rows)))
         partner = next((j for j in others if prompts[j] != prompts[i]), None)
         if partner is None:
             continue
         (answer,) = rows[partner].completions
-        room = max(max_length - len(answer.tokens), 1)
-        # Values such as a reference's log-probs belong to the answer behind its own prompt.
-        found.append(Datum(row.prompt[-room:], [Completion(answer.tokens, answer.weights)], row.origin))
-    return found
+        max_prompt = max(max_length - len(answer.tokens), 1)
+        # Without values such as a reference's log-probs: these are of the answer behind its own prompt.
+        mismatched.append(Datum(row.prompt[-max_prompt:], [Completion(answer.tokens, answer.weights)], row.origin))
+    return mismatched
 
 
 class AsLabelled(Sequence[Datum]):
     """Every pair as two rows: the preferred answer with label 1, the other with label 0."""
 
     def __init__(self, pairs: Any) -> None:
-        """`pairs` are compiled rows: they also know their digest and the lengths of their pieces."""
+        """`pairs` are compiled rows, with a digest and columns."""
         self._pairs = pairs
 
     def __len__(self) -> int:
@@ -121,17 +121,17 @@ _LEARNS = {"sft": "learns answers", "dpo": "learns from pairs", "kto": "learns f
 
 @dataclass(frozen=True)
 class RowsToLearn:
-    """What the loop is given. Kto takes pairs as well: each as two labelled rows."""
+    """Rows as the loop takes them. Kto takes pairs as well: each as two labelled rows."""
 
     train: Any
     validation: Any
 
 
 def rows_to_learn(config: RunConfig, data: CompiledData) -> RowsToLearn:
-    """Raises where the data holds rows of another sort than the algorithm learns from."""
+    """Raises if the data holds rows of another kind than the algorithm learns from."""
     kind = config.algorithm.kind
     if kind == "grpo":
-        raise ConfigError("grpo samples its answers itself: its data has no rows that could be looked at like this")
+        raise ConfigError("grpo samples its answers itself: its data has no rows of answers")
     if data.kind not in _WANTED[kind]:
         raise ConfigError(
             f"data.train holds {_NAMES[data.kind]}, and algorithm.kind {kind} {_LEARNS[kind]}: "
@@ -143,13 +143,13 @@ def rows_to_learn(config: RunConfig, data: CompiledData) -> RowsToLearn:
 
 
 def row_warnings(config: RunConfig, data: CompiledData) -> list[str]:
-    """A sentence for each thing about these rows that this algorithm makes worth knowing."""
-    found = []
+    """Warnings about these rows that depend on the algorithm."""
+    warnings = []
     budget = config.batch.micro_batch_tokens * config.parallel.context
     if data.kind == "pairs" and config.algorithm.kind == "dpo":
         totals = data.train.column("pieces").sum(axis=1, dtype=np.int64)
         if count := int((totals > budget).sum()):
-            found.append(
+            warnings.append(
                 f"{count:,} of {len(totals):,} pairs have more than {budget:,} tokens with both answers, so a step "
                 f"with one of them takes a second forward pass: raise batch.micro_batch_tokens to {totals.max():,} if "
                 "there is memory"
@@ -159,25 +159,25 @@ def row_warnings(config: RunConfig, data: CompiledData) -> list[str]:
         good = int((labels == 1).sum())
         if good in (0, len(labels)):
             which = "good" if good else "bad"
-            found.append(f"every training row has a label that says {which}: kto learns more from both sorts")
-    return found
+            warnings.append(f"every training row is labelled {which}: kto learns more from both kinds")
+    return warnings
 
 
 def computed_lengths(batch: Sequence[Datum], budget_tokens: int) -> list[int]:
-    """Tokens of what is computed as one: a prompt with all its answers, or with each where they do not fit."""
-    found = []
+    """Tokens of each document: a prompt with all its answers, or with each of them where they do not fit."""
+    lengths = []
     for datum in batch:
         answers = [len(completion.tokens) for completion in datum.completions]
         together = len(datum.prompt) + sum(answers)
-        found += [together] if together <= budget_tokens else [len(datum.prompt) + size for size in answers]
-    return found
+        lengths += [together] if together <= budget_tokens else [len(datum.prompt) + size for size in answers]
+    return lengths
 
 
 _SUMS_OVER_PAIRS = ("chosen_reward", "rejected_reward", "margin", "accuracy", "chosen_logprob", "rejected_logprob")
 
 
 def mean_scores(sums: Metrics, num_rows: int) -> Metrics:
-    """What losses of preferences give as sums over rows, as means; everything else as it is."""
+    """Metrics of preference losses, which are sums over rows, as means; other metrics unchanged."""
     if "num_chosen" in sums:
         return _mean_over_labels(sums, num_rows)
     is_sum = {name: name in _SUMS_OVER_PAIRS or name.startswith("loss_") for name in sums}
@@ -186,18 +186,18 @@ def mean_scores(sums: Metrics, num_rows: int) -> Metrics:
 
 def _mean_over_labels(sums: Metrics, num_rows: int) -> Metrics:
     """Each side over its own rows; a side that a batch does not have is left out."""
-    found = {
+    means = {
         name: value for name, value in sums.items() if name not in (*_SUMS_OVER_PAIRS, "num_chosen", "num_rejected")
     }
-    found["kl"] = sums["kl"] / num_rows
+    means["kl"] = sums["kl"] / num_rows
     for side in ("chosen", "rejected"):
         count = sums[f"num_{side}"]
         for what in ("reward", "logprob"):
             if count:
-                found[f"{side}_{what}"] = sums[f"{side}_{what}"] / count
-    if "chosen_reward" in found and "rejected_reward" in found:
-        found["margin"] = found["chosen_reward"] - found["rejected_reward"]
-    return found
+                means[f"{side}_{what}"] = sums[f"{side}_{what}"] / count
+    if "chosen_reward" in means and "rejected_reward" in means:
+        means["margin"] = means["chosen_reward"] - means["rejected_reward"]
+    return means
 
 
 _PAIR_OPTIONS = (

@@ -95,7 +95,7 @@ def everything(model: Any, group: ProcessGroup) -> dict[str, torch.Tensor]:
 
 def start(num_ranks: int, body: Callable[..., None], *arguments: Any) -> None:
     torch.multiprocessing.start_processes(
-        _enter, (num_ranks, ranks._free_port(), body, arguments), nprocs=num_ranks, start_method="forkserver"
+        _enter, (num_ranks, ranks.free_port(), body, arguments), nprocs=num_ranks, start_method="forkserver"
     )
 
 

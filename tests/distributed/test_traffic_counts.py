@@ -90,7 +90,7 @@ def _measure_step(family: str, lora: bool, budget: int, parallel: ParallelConfig
         backend.forward_backward(batch, loss)
         backend.optim_step(STEP)
     with DispatcherCount() as seen:
-        result, counts = backend.forward_backward(batch, loss), backend._traffic.current
+        result, counts = backend.forward_backward(batch, loss), backend.traffic.current
         backend.optim_step(STEP)
     backend.forward_backward(batch, loss)  # of the next step: not counted to this one
     return {"metrics": result.metrics, "calls": dict(counts.num_calls), "seen": dict(seen.num_calls)}

@@ -206,4 +206,4 @@ def test_pairs_that_need_a_second_pass_and_labels_of_one_sort_are_warned_of(plac
     )
     data = {"train": str(place / "labelled.jsonl"), "max_length": 128}
     (warning,) = describe(settings(place, tmp_path, {"kind": "kto"}, data=data))["warnings"]
-    assert warning == "every training row has a label that says good: kto learns more from both sorts"
+    assert warning == "every training row is labelled good: kto learns more from both kinds"

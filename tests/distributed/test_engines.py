@@ -50,7 +50,7 @@ class Crew:
             "precision": "fp32",
             "device": "cpu",
             "batch_size": 8,
-            "tokenizer": {"chat_template": "auto"},
+            "chat_template": "auto",
         }
         settings: dict[str, Any] = {"check_interval_s": 0.5, "deadline_s": 2.0, "start_timeout_s": PATIENCE_S}
         settings |= {"max_replacements": 10, "keeps_partials": False, "on_event": self.note, **options}

@@ -74,6 +74,16 @@ def plain_policy_loss(answers: Sequence[Sampled], options: Mapping[str, Any], ag
     return sum(sum(own) for own in losses) / (len(losses) * MAX_TOKENS)  # Dr. GRPO
 
 
+def without_reference(batch: Sequence[Datum]) -> list[Datum]:
+    """Rows whose reference the backend must compute."""
+
+    def bare(completion: Completion) -> Completion:
+        values = {name: v for name, v in completion.values.items() if name != "reference_logprobs"}
+        return Completion(completion.tokens, completion.weights, values)
+
+    return [Datum(d.prompt, [bare(c) for c in d.completions], d.origin) for d in batch]
+
+
 def make_groups(seed: int = 0, rows: int = 4, *, aggregation: str = "token") -> list[Datum]:
     """Prompts with two to four answers, some of whose tokens are not the model's own, each with an advantage.
 

@@ -172,8 +172,10 @@ def test_a_mask_that_leaks_between_documents_is_caught(monkeypatch: pytest.Monke
 
     honest = attention._segment_by_segment
 
-    def leak(q: Any, k: Any, v: Any, scaling: Any, dropout: Any, window: Any, layout: attention.Layout) -> torch.Tensor:
-        return honest(q, k, v, scaling, dropout, window, attention.Layout((sum(layout.lengths),)))
+    def leak(
+        q: Any, k: Any, v: Any, scaling: Any, dropout: Any, window: Any, layout: attention.PackedLayout
+    ) -> torch.Tensor:
+        return honest(q, k, v, scaling, dropout, window, attention.PackedLayout((sum(layout.lengths),)))
 
     monkeypatch.setattr(attention, "_segment_by_segment", leak)
     group = ProcessGroup(0, 1, torch.device("cpu"))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from equivalence.layouts import everywhere, spawn, whole
 from equivalence.plain import STEP, make_model, make_optimizer
-from equivalence.policy_plain import make_groups, plain_policy_loss, sampled_answers, scale_of_groups
+from equivalence.policy_plain import make_groups, plain_policy_loss, sampled_answers, scale_of_groups, without_reference
 from equivalence.preference_plain import gradients_of
 from equivalence.test_layouts import LAYOUTS
 from equivalence.test_preference import assert_same_step, backend_of, disturb, policy_of, reference_of
@@ -56,8 +56,8 @@ def test_every_aggregation_gives_the_plain_gradients(family, aggregation):
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["copy", "adapter_off"])
-def test_the_reference_is_that_of_the_backend_where_it_is_asked(lora):
-    batch, options = make_groups(), VARIANTS["full"]
+def test_the_reference_is_that_of_the_backend_where_rows_bring_none(lora):
+    batch, options = without_reference(make_groups()), VARIANTS["full"]
     expected = plain_step(policy_of("llama", lora=lora), batch, options, "token", reference=reference_of("llama"))
     model = policy_of("llama", lora=True) if lora else reference_of("llama")
     backend = backend_of(model, micro_batch_tokens=32, reference="adapter_off" if lora else "copy")
@@ -110,7 +110,8 @@ def family_of(cell: Cell) -> tuple[str, bool]:
 
 
 def batches(cell: Cell) -> list[list[Datum]]:
-    return [make_groups(0, aggregation=cell.aggregation), make_groups(1, rows=2, aggregation=cell.aggregation)]
+    made = [make_groups(0, aggregation=cell.aggregation), make_groups(1, rows=2, aggregation=cell.aggregation)]
+    return made if cell.reference == "none" else [without_reference(batch) for batch in made]
 
 
 def loss_of(cell: Cell, batch: Sequence[Datum]) -> LossSpec:

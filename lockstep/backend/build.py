@@ -113,7 +113,7 @@ def cut_stages(policy: Policy, group: ProcessGroup, schedule: str) -> tuple[dict
 def split_tensors(policy: Policy, group: ProcessGroup) -> None:
     assert group.mesh is not None
     plan = tensor_plan(policy.model)
-    _check_heads(policy, group.degrees.tensor)
+    check_heads(policy, group.degrees.tensor)
     tensor.split(plan, group.mesh["tensor"])
     head = causal_lm(policy.model).get_output_embeddings()
     policy.split_vocabulary(tensor.SplitVocabulary(head.weight, group.mesh["tensor"]))
@@ -153,7 +153,7 @@ def expect_traffic(
     )
 
 
-def _check_heads(policy: Policy, degree: int) -> None:
+def check_heads(policy: Policy, degree: int) -> None:
     config = causal_lm(policy.model).config.get_text_config()
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, name, None)

@@ -103,7 +103,7 @@ METRICS: dict[str, Metric] = {
     "bertscore": bertscore,
 }
 LIKELIHOOD = ("loss", "perplexity")  # named beside the metrics, measured by a model
-_PACKAGES = {"rouge": "rouge_score", "bertscore": "bert_score"}
+METRIC_PACKAGES = {"rouge": "rouge_score", "bertscore": "bert_score"}
 
 
 def check_metrics(names: Iterable[str]) -> tuple[str, ...]:
@@ -116,8 +116,8 @@ def check_metrics(names: Iterable[str]) -> tuple[str, ...]:
     for name in chosen:
         if name not in METRICS and name not in LIKELIHOOD:
             raise ValueError(f"unknown metric {name!r}: choose from {', '.join([*LIKELIHOOD, *METRICS])}")
-        if name in _PACKAGES and find_spec(_PACKAGES[name]) is None:
-            raise _missing_package(name, _PACKAGES[name].replace("_", "-"))
+        if name in METRIC_PACKAGES and find_spec(METRIC_PACKAGES[name]) is None:
+            raise _missing_package(name, METRIC_PACKAGES[name].replace("_", "-"))
     return chosen
 
 

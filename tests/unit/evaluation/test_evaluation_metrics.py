@@ -133,7 +133,7 @@ def test_unknown_metrics_and_missing_packages_are_named(monkeypatch: pytest.Monk
         check_metrics(["bleu"])
     with pytest.raises(ValueError, match="no metric"):
         check_metrics([])
-    monkeypatch.setitem(metrics._PACKAGES, "rouge", "a_package_that_nobody_has")
+    monkeypatch.setitem(metrics.METRIC_PACKAGES, "rouge", "a_package_that_nobody_has")
     with pytest.raises(ValueError, match=r"pip install 'lockstep\[eval\]'"):
         check_metrics(["rouge"])
 

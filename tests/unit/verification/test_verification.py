@@ -331,12 +331,12 @@ def test_a_refusal_is_one_only_if_all_ranks_agree(tmp_path: Path) -> None:
 
 
 def test_only_where_parallelism_is_applied_a_layout_is_refused(tmp_path: Path, tiny_model: Path) -> None:
-    from lockstep.backend.build import _check_heads
+    from lockstep.backend.build import check_heads
     from lockstep.model.policy import Policy
 
     model = Policy(tiny.build_model())
     with pytest.raises(ValueError) as refused:
-        _check_heads(model, 3)
+        check_heads(model, 3)
     assert is_refusal(refused.value)
     assert not is_refusal(RuntimeError("a fault"))
     with pytest.raises(ConfigError) as other:

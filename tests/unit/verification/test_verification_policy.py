@@ -56,8 +56,10 @@ def test_groups_have_all_that_a_loop_looks_at(tmp_path: Path, tiny_model: Path) 
     assert {answer.truncated for answer in answers} == {True, False}
     assert {answer.outcome.problem for answer in answers} == {None, "made up"}
     assert any(not all(answer.sampled) for answer in answers)
-    assert all(answer.own[0] and answer.own[-1] for answer in answers)
-    assert all((logprob < 0) == own for a in answers for logprob, own in zip(a.logprobs, a.own, strict=True))
+    assert all(answer.sampled[0] and answer.sampled[-1] for answer in answers)
+    assert all(
+        (logprob < 0) == sampled for a in answers for logprob, sampled in zip(a.logprobs, a.sampled, strict=True)
+    )
     assert any(len(set(group.rewards)) > 1 for group in groups)
 
 

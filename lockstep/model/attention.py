@@ -108,13 +108,13 @@ def packed_attention(
             query, key, value, scaling, sliding_window, packed_boundaries, keys, packed_max_length
         )
     elif packed_layout is not None:
-        attended = _segment_by_segment(query, key, value, scaling, dropout, sliding_window, packed_layout)
+        attended = segment_by_segment(query, key, value, scaling, dropout, sliding_window, packed_layout)
     else:
         raise ValueError(f"{type(module).__name__} did not pass the document lengths to its attention")
     return attended if packed_split is None else packed_split.scatter(attended), None
 
 
-def _segment_by_segment(
+def segment_by_segment(
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -57,7 +57,9 @@ class Checkpoints:
         self._run, self._backend, self._config = run, backend, config
         self._data_digest, self._timeout_s = data_digest, timeout_s
         self._committer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-commit")
-        self._pending: Future[None] | None = None
+        self.pending: Future[None] | None = None
+        """The checkpoint that is being written and committed, if any."""
+        """The checkpoint that is being written and committed, if any."""
         self._last_step = last_step
 
     def save(self, progress: Progress, add: Callable[[Path], None] | None = None) -> None:
@@ -78,17 +80,17 @@ class Checkpoints:
             raise self._abandon(error) from error
         extra = {"progress": asdict(progress), "data_digest": self._data_digest}
         score = progress.validation_loss if progress.validation_step == progress.step else None
-        self._pending = self._committer.submit(self._finish, written, progress.step, extra, score)
+        self.pending = self._committer.submit(self._finish, written, progress.step, extra, score)
         if not self._config.asynchronous:
             self.wait()
 
     def poll(self) -> None:
         """Raise the error of a background write that has failed. Never waits."""
-        if self._pending is not None and self._pending.done():
+        if self.pending is not None and self.pending.done():
             self.wait()
 
     def wait(self) -> None:
-        pending, self._pending = self._pending, None
+        pending, self.pending = self.pending, None
         if pending is None:
             return
         try:

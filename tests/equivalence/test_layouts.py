@@ -170,14 +170,14 @@ def test_a_mask_that_leaks_between_documents_is_caught(monkeypatch: pytest.Monke
     from lockstep.backend import torch_backend
     from lockstep.model import attention
 
-    honest = attention._segment_by_segment
+    honest = attention.segment_by_segment
 
     def leak(
         q: Any, k: Any, v: Any, scaling: Any, dropout: Any, window: Any, layout: attention.PackedLayout
     ) -> torch.Tensor:
         return honest(q, k, v, scaling, dropout, window, attention.PackedLayout((sum(layout.lengths),)))
 
-    monkeypatch.setattr(attention, "_segment_by_segment", leak)
+    monkeypatch.setattr(attention, "segment_by_segment", leak)
     group = ProcessGroup(0, 1, torch.device("cpu"))
     # The probe sees the leak and falls back to one document at a time: slower, and right.
     guarded = run_cell(("llama", False, 512), group)

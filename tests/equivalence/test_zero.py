@@ -60,7 +60,7 @@ def record_gradients(backend: Any) -> dict[str, torch.Tensor]:
     from deepspeed.utils import safe_get_full_grad
 
     seen: dict[str, torch.Tensor] = {}
-    optimizer = backend._engine.optimizer
+    optimizer = backend.engine.optimizer
     honest = optimizer.step
 
     def step(*arguments: Any) -> Any:
@@ -90,7 +90,7 @@ def run_cell(cell: Cell, group: ProcessGroup, settings: dict[str, Any]) -> dict[
     backend.forward_backward(second, LossSpec(scale=scale_of(second)))
     backend.optim_step(STEP)
     found["weights"] = {name: backend.pieces.get(p).clone() for name, p in backend.parameters().items()}
-    backend._engine.destroy()
+    backend.engine.destroy()
     return found
 
 

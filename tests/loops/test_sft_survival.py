@@ -184,8 +184,8 @@ def test_a_failed_write_surfaces_at_the_next_step_and_not_only_at_the_next_check
     honest = Checkpoints.poll
 
     def poll_when_written(checkpoints: Checkpoints) -> None:
-        if checkpoints._pending is not None:
-            checkpoints._pending.exception(timeout=20)  # the thread that commits gets all the time it wants
+        if checkpoints.pending is not None:
+            checkpoints.pending.exception(timeout=20)  # the thread that commits gets all the time it wants
         honest(checkpoints)
 
     monkeypatch.setattr(Checkpoints, "poll", poll_when_written)

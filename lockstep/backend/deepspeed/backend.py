@@ -104,9 +104,9 @@ class DeepSpeedBackend:
         exact = self._cast(narrow)
         self._reference = AdapterOff(model) if reference == "adapter_off" else None
         self._optimizer = loss_step.build_optimizer(self.parameters(), self.device)
-        self._engine = self._start_engine(settings)
+        self.engine = self._start_engine(settings)
         _set_deadlines(_process_groups() - before, timeout_s)
-        self.pieces = ZeroPieces(self._deepspeed, self._engine, self._optimizer, self.group)
+        self.pieces = ZeroPieces(self._deepspeed, self.engine, self._optimizer, self.group)
         for name, parameter in self.parameters().items():
             if name in exact:
                 self.pieces.set(parameter, exact.pop(name).to(self.device))
@@ -159,16 +159,16 @@ class DeepSpeedBackend:
         norm = 0.0
         if self._has_gradients:
             loss_step.set_step(self._optimizer, step)
-            self._engine.optimizer.clip_grad = step.max_grad_norm or 0.0
-            self._engine.step()  # leaves a step out whose norm is not finite
-            norm = float(self._engine.get_global_grad_norm())
+            self.engine.optimizer.clip_grad = step.max_grad_norm or 0.0
+            self.engine.step()  # leaves a step out whose norm is not finite
+            norm = float(self.engine.get_global_grad_norm())
             self._has_gradients = False
         scale = self._loss_scale if self.precision == "fp16" else None
         return OptimResult(lambda: norm, peak_memory_gib=peak_memory_gib(self.device), loss_scale=scale)
 
     @property
     def _loss_scale(self) -> float:
-        return float(self._engine.optimizer.loss_scale) if self.precision == "fp16" else 1.0
+        return float(self.engine.optimizer.loss_scale) if self.precision == "fp16" else 1.0
 
     def save_state(self, path: Path) -> Future[None]:
         """Each rank writes whole tensors of its share of the parameters."""
@@ -259,7 +259,7 @@ class DeepSpeedBackend:
 
     def close(self) -> None:
         self.policy.stop_packing()
-        self._engine.destroy()
+        self.engine.destroy()
         self.group.leave()
 
     @property
@@ -326,7 +326,7 @@ class DeepSpeedBackend:
     def _logprobs(self, rank_batch: RankBatch, *, facts: bool = False) -> list[TokenLogprobs]:
         """Of each micro-batch, without gradient."""
         with self._evaluation():
-            outputs = (self._engine(m.packed, facts=facts) for m in rank_batch.micro_batches)
+            outputs = (self.engine(m.packed, facts=facts) for m in rank_batch.micro_batches)
             return [loss_step.as_token_logprobs(output) for output in outputs]
 
     @contextmanager
@@ -341,11 +341,11 @@ class DeepSpeedBackend:
             return [output.logprobs for output in self._logprobs(rank_batch)]
 
     def _backward(self, micro_batch: MicroBatch, loss: LossSpec) -> tuple[dict[str, Tensor], Tensor]:
-        call, scale = functools.partial(self._engine, micro_batch.packed), self._loss_scale
+        call, scale = functools.partial(self.engine, micro_batch.packed), self._loss_scale
         with torch.autograd.graph.save_on_cpu(self.device.type == "cuda") if self._offloads else nullcontext():
             # DeepSpeed divides by the number of ranks when it adds up their gradients, and losses are sums.
             total, metrics, logprobs = loss_step.compute_losses(micro_batch, loss, call, self.group.num_ranks * scale)
-        self._engine.backward(total / scale)  # which multiplies by the scale again
+        self.engine.backward(total / scale)  # which multiplies by the scale again
         return metrics, logprobs
 
 

@@ -59,7 +59,6 @@ class Checkpoints:
         self._committer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-commit")
         self.pending: Future[None] | None = None
         """The checkpoint that is being written and committed, if any."""
-        """The checkpoint that is being written and committed, if any."""
         self._last_step = last_step
 
     def save(self, progress: Progress, add: Callable[[Path], None] | None = None) -> None:

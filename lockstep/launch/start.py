@@ -48,7 +48,7 @@ def train(
         run, settings = reopen(resume, overrides)
     else:
         assert config is not None
-        settings = _settle(config, overrides)
+        settings = _resolve(config, overrides)
         run = RunDir.create(run_dir or new_run_dir(settings.name), settings)
     processes = start(run, settings)
     try:
@@ -65,8 +65,11 @@ def train(
 def start(run: RunDir, settings: RunConfig, say: Callable[[str], None] = lambda line: None) -> RestartingRun:
     """Start the processes of a run where launch.kind says. `say` gets a line for people at every restart."""
     launch = settings.launch
-    launcher = RayLauncher() if launch.kind == "ray" else LocalLauncher()
-    return RestartingRun(launcher, run, Resources(launch.procs, launch.device), launch.max_restarts, say)
+    launcher, resources = (
+        RayLauncher() if launch.kind == "ray" else LocalLauncher(),
+        Resources(launch.procs, launch.device),
+    )
+    return RestartingRun(launcher, launcher.start(run.path, resources), run, resources, launch.max_restarts, say)
 
 
 def new_run_dir(name: str) -> Path:
@@ -86,7 +89,7 @@ def result_of(run: RunDir) -> dict[str, Any]:
     return result | {new: status.get(old) for old, new in renamed.items()} | {key: status.get(key) for key in same}
 
 
-def _settle(config: RunConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str]) -> RunConfig:
+def _resolve(config: RunConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str]) -> RunConfig:
     if isinstance(config, (str, Path)):
         settings = load_config(config, overrides)
     else:
@@ -130,17 +133,18 @@ def pause_before(restart: int) -> float:
 
 
 class RestartingRun:
-    """Poll it often: restarts happen in `poll`."""
+    """A run that `launcher` has started, as `handle` says. Poll it often: restarts happen in `poll`."""
 
     def __init__(
         self,
         launcher: Launcher,
+        handle: RunHandle,
         run: RunDir,
         resources: Resources,
         max_restarts: int,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self._launcher = launcher
+        self._launcher, self._handle = launcher, handle
         self._run = RunDir(run.path, owner=True)
         self._resources = resources
         self._max_restarts = max_restarts
@@ -148,7 +152,6 @@ class RestartingRun:
         self._num_restarts = 0
         self._reached = Reached()
         self._due_at: float | None = None  # when the next start is due, between two starts
-        self._handle: RunHandle = launcher.start(run.path, resources)
 
     def poll(self) -> RunState:
         if self._due_at is not None:

@@ -173,7 +173,8 @@ def faulty_run(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def follow(run: RunDir, num_ranks: int) -> Seen:
     """Until the run is completed, over its restarts."""
     launcher = LocalLauncher(worker_module="fault_worker")
-    lasting = RestartingRun(launcher, run, Resources(num_ranks, "cpu"), max_restarts=2)
+    resources = Resources(num_ranks, "cpu")
+    lasting = RestartingRun(launcher, launcher.start(run.path, resources), run, resources, max_restarts=2)
     seen, deadline = Seen(), time.monotonic() + PATIENCE_S
     try:
         while (outcome := lasting.poll()).state == "running":

@@ -1,4 +1,4 @@
-"""Who is started again, when, and when not any more; and ranks that stand still."""
+"""Which runs are restarted, when, and when not any more; and ranks that are stopped."""
 
 from __future__ import annotations
 
@@ -59,6 +59,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
 
 
+def restarting_run(
+    launcher: ScriptedLauncher, run: RunDir, max_restarts: int, say: Callable[[str], None] = lambda line: None
+) -> RestartingRun:
+    return RestartingRun(launcher, launcher.start(run.path, Resources()), run, Resources(), max_restarts, say)
+
+
 def follow(restarting: RestartingRun) -> RunState:
     for _ in range(100):
         outcome = restarting.poll()
@@ -76,7 +82,7 @@ def test_a_run_that_lost_a_rank_goes_on(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     launcher = ScriptedLauncher(run, (FAILED, 5), (FAILED, 9), (RunState("completed"), 12))
     said: list[str] = []
-    assert follow(RestartingRun(launcher, run, Resources(), 3, said.append)).state == "completed"
+    assert follow(restarting_run(launcher, run, 3, said.append)).state == "completed"
     assert launcher.num_started == 3
     assert [(event["restart"], event["reason"]) for event in restarts_of(run)] == [
         (1, FAILED.reason),
@@ -92,9 +98,7 @@ def test_it_says_which_checkpoint_it_goes_on_from(tmp_path: Path) -> None:
     run.begin_checkpoint(4)
     run.commit_checkpoint(4, {})
     said: list[str] = []
-    follow(
-        RestartingRun(ScriptedLauncher(run, (FAILED, 5), (RunState("completed"), 9)), run, Resources(), 1, said.append)
-    )
+    follow(restarting_run(ScriptedLauncher(run, (FAILED, 5), (RunState("completed"), 9)), run, 1, said.append))
     assert "from step 4" in said[0]
     assert restarts_of(run)[0]["step"] == 4
 
@@ -103,7 +107,7 @@ def test_it_says_which_checkpoint_it_goes_on_from(tmp_path: Path) -> None:
 def test_a_restart_that_gets_no_further_is_the_last(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     launcher = ScriptedLauncher(run, (FAILED, 7), (FAILED, 8), (FAILED, 8), (RunState("completed"), 12))
-    outcome = follow(RestartingRun(launcher, run, Resources(), 10))
+    outcome = follow(restarting_run(launcher, run, 10))
     assert (outcome.state, launcher.num_started) == ("failed", 3)
     assert outcome.reason.startswith(FAILED.reason)
     assert "got no further than step 8" in outcome.reason
@@ -114,7 +118,7 @@ def test_a_restart_that_gets_no_further_is_the_last(tmp_path: Path) -> None:
 def test_not_more_often_than_allowed(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     launcher = ScriptedLauncher(run, *((FAILED, step) for step in range(1, 9)))
-    restarting = RestartingRun(launcher, run, Resources(), 2)
+    restarting = restarting_run(launcher, run, 2)
     outcome = follow(restarting)
     assert launcher.num_started == 3
     assert "as often as launch.max_restarts allows" in outcome.reason
@@ -135,7 +139,7 @@ def test_not_more_often_than_allowed(tmp_path: Path) -> None:
 def test_not_for_a_mistake_nor_after_the_end(tmp_path: Path, outcome: RunState) -> None:
     run = make_run(tmp_path)
     launcher = ScriptedLauncher(run, (outcome, 3))
-    assert follow(RestartingRun(launcher, run, Resources(), 5)) == outcome
+    assert follow(restarting_run(launcher, run, 5)) == outcome
     assert launcher.num_started == 1
     assert restarts_of(run) == []
 
@@ -143,13 +147,13 @@ def test_not_for_a_mistake_nor_after_the_end(tmp_path: Path, outcome: RunState) 
 @pytest.mark.usefixtures("clock")
 def test_without_restarts_the_reason_is_as_it_was(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    assert follow(RestartingRun(ScriptedLauncher(run, (FAILED, 3)), run, Resources(), 0)) == FAILED
+    assert follow(restarting_run(ScriptedLauncher(run, (FAILED, 3)), run, 0)) == FAILED
 
 
 def test_stopping_in_a_pause_starts_nothing_more(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     launcher = ScriptedLauncher(run, (FAILED, 5), (RunState("completed"), 9))
-    restarting = RestartingRun(launcher, run, Resources(), 3)
+    restarting = restarting_run(launcher, run, 3)
     assert restarting.poll().state == "running", "a pause begins"
     assert restarting.poll().state == "running"
     assert run.status()["state"] == "created"

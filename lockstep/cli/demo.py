@@ -168,7 +168,7 @@ def _summarise(
     validation = [float(r["loss"]) for r in run.metrics() if r.get("split") == "validation"]
     counts = [sum(has_habit(row["completion"]) for row in rows) for rows in (before, after)]
     pictures = plot_runs([run.path], run.path / "plots")
-    facts: dict[str, Any] = {f'end with "{HABIT}"': f"{counts[0]} → {counts[1]} of {len(after)} answers"}
+    facts: dict[str, object] = {f'end with "{HABIT}"': f"{counts[0]} → {counts[1]} of {len(after)} answers"}
     if validation:
         facts["validation loss"] = f"{validation[0]:.3f} → {validation[-1]:.3f}"
     facts["time"] = format_duration(seconds)

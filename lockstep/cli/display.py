@@ -23,6 +23,7 @@ from lockstep.reports.page import format_count, format_duration
 
 if TYPE_CHECKING:
     from lockstep.config import RunConfig
+    from lockstep.data import CompileProgress
     from lockstep.rundir import RunDir
 
 T = TypeVar("T")
@@ -73,7 +74,7 @@ def track_progress(items: Iterable[T], label: str, total: int) -> Iterator[T]:
 
 
 @contextlib.contextmanager
-def data_progress() -> Iterator[Callable[[Any], None]]:
+def data_progress() -> Iterator[Callable[[CompileProgress], None]]:
     """A progress bar on stderr; yields the `on_progress` of `compile_data`."""
     console = make_console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[rows]:,} rows"))
@@ -81,7 +82,7 @@ def data_progress() -> Iterator[Callable[[Any], None]]:
     with bar:
         task = bar.add_task("reading data", total=None, rows=0)
 
-        def show(progress: Any) -> None:
+        def show(progress: CompileProgress) -> None:
             label = f"{progress.phase} {progress.split}"
             bar.update(task, completed=progress.done_bytes, total=progress.total_bytes, rows=progress.rows)
             bar.update(task, description=label)
@@ -378,12 +379,12 @@ def print_summary(console: Console, run: RunDir) -> None:
     _print_pairs(console, rows)
 
 
-def print_facts(console: Console, facts: Mapping[str, Any]) -> None:
+def print_facts(console: Console, facts: Mapping[str, object]) -> None:
     """Any dictionary as aligned lines; nested ones are indented, long lists counted."""
     _print_pairs(console, dict(_flatten(facts)))
 
 
-def _flatten(facts: Mapping[str, Any], indent: str = "") -> list[tuple[str, str]]:
+def _flatten(facts: Mapping[str, object], indent: str = "") -> list[tuple[str, str]]:
     rows: list[tuple[str, str]] = []
     for key, value in facts.items():
         label = indent + str(key).replace("_", " ")
@@ -396,7 +397,7 @@ def _flatten(facts: Mapping[str, Any], indent: str = "") -> list[tuple[str, str]
     return rows
 
 
-def _show(value: Any) -> str:
+def _show(value: object) -> str:
     if value is None:
         return "-"
     if isinstance(value, bool):

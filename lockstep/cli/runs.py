@@ -37,7 +37,7 @@ def runs(
         typer.echo(f"no runs in {folder}")
 
 
-def _run_row(run: RunDir) -> dict[str, Any]:
+def _run_row(run: RunDir) -> dict[str, object]:
     from lockstep.launch.local import is_running, read_handle
     from lockstep.rundir import FINISHED_STATES
 

@@ -103,7 +103,7 @@ def check_loss_settings(
 
 
 # Kinds that are short for another with some settings, with the numbers of its paper where they are far from ours.
-SHORT_KINDS: dict[str, dict[str, Any]] = {
+SHORT_KINDS: dict[str, dict[str, str | float]] = {
     "simpo": {"kind": "dpo", "loss": "simpo", "beta": 2.0, "margin": 1.0},
     "orpo": {"kind": "dpo", "loss": "orpo"},
     "cpo": {"kind": "dpo", "loss": "cpo"},
@@ -165,7 +165,7 @@ class _ReferencedConfig(Section):
         return self
 
 
-def _as_weights(value: Any) -> Any:
+def _as_weights(value: object) -> object:
     """`sigmoid`, `[sigmoid, sft]` and `{sigmoid: 1.0, sft: 0.2}` are all losses with their weights."""
     if isinstance(value, str):
         return {value: 1.0}

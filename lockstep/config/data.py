@@ -50,7 +50,7 @@ class SourceConfig(Section):
     """As in data."""
 
 
-def _as_sources(value: Any) -> Any:
+def _as_sources(value: object) -> object:
     sources = [value] if isinstance(value, (str, Mapping, SourceConfig)) else value
     if not isinstance(sources, (list, tuple)):
         return sources

@@ -11,7 +11,7 @@ from lockstep.config.renames import rename_keys
 from lockstep.config.schema import NonNegative, NonNegativeInt, Positive, PositiveInt, Section, Share
 
 # Kinds that are short for grpo with the settings of a paper.
-SHORT_GRPO: dict[str, dict[str, Any]] = {
+SHORT_GRPO: dict[str, dict[str, str | float]] = {
     "dr_grpo": {"kind": "grpo", "advantage": "dr_grpo", "aggregation": "fixed"},
     "rloo": {"kind": "grpo", "advantage": "rloo"},
     "reinforce++": {"kind": "grpo", "advantage": "reinforce++"},
@@ -32,7 +32,7 @@ class RewardConfig(Section):
     """Settings of this reward. For example {pattern: "#### (.*)"}."""
 
 
-def as_rewards(value: Any) -> Any:
+def as_rewards(value: object) -> object:
     """`numeric`, `[numeric, format]`, `{numeric: 1.0, format: 0.2}` and full entries are all lists of rewards."""
     if isinstance(value, (str, RewardConfig)):
         value = [value]
@@ -127,7 +127,7 @@ class GrpoConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _current_names(cls, section: Any) -> Any:
+    def _current_names(cls, section: object) -> object:
         return rename_keys(section)
 
     @property
@@ -240,7 +240,7 @@ def _check_endpoint(rollouts: RolloutsConfig, algorithm: GrpoConfig) -> None:
         )
 
 
-def with_importance_weighting(tree: Any) -> Any:
+def with_importance_weighting(tree: object) -> object:
     """The default of importance_weighting where samples may come from older weights."""
     if not isinstance(tree, Mapping):
         return tree

@@ -85,7 +85,7 @@ def resolve_config(
 
 
 def validate_config(
-    tree: Mapping[str, Any], *, source: str = "<config>", places: Mapping[str, str] | None = None
+    tree: Mapping[str, object], *, source: str = "<config>", places: Mapping[str, str] | None = None
 ) -> RunConfig:
     places = places or {}
     tree = dict(tree)
@@ -127,7 +127,7 @@ def known_keys(section: type[BaseModel] = RunConfig, prefix: str = "") -> list[s
     return list(keys)
 
 
-def sections_of(annotation: Any) -> list[type[BaseModel]]:
+def sections_of(annotation: object) -> list[type[BaseModel]]:
     """The section that a field holds, also where it may be left out; several where it is one of some kinds."""
     candidates = [annotation, *getattr(annotation, "__args__", ())]
     if get_origin(annotation) in (tuple, dict):
@@ -135,7 +135,7 @@ def sections_of(annotation: Any) -> list[type[BaseModel]]:
     return [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
 
 
-def _section_of(dotted: str, annotation: Any, value: Any, place: str) -> type[BaseModel] | None:
+def _section_of(dotted: str, annotation: object, value: object, place: str) -> type[BaseModel] | None:
     """The one whose settings these are: of several kinds the one that is named."""
     found = sections_of(annotation)
     if len(found) < 2 or not isinstance(value, Mapping):
@@ -152,7 +152,7 @@ def _entry_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def _refuse_unknown_keys(
-    tree: Mapping[str, Any], section: type[BaseModel], prefix: str, source: str, places: Mapping[str, str]
+    tree: Mapping[str, object], section: type[BaseModel], prefix: str, source: str, places: Mapping[str, str]
 ) -> None:
     for key, value in tree.items():
         dotted = f"{prefix}{key}"
@@ -217,7 +217,7 @@ def _explain(error: ValidationError, source: str, places: Mapping[str, str]) -> 
     return "; ".join(seen.values())
 
 
-def _expand_short_forms(tree: dict[str, Any]) -> None:
+def _expand_short_forms(tree: dict[str, object]) -> None:
     """`model: NAME` is short for `model: {path: NAME}`, `lora: true` for `lora: {}`, `algorithm: dpo` for its kind."""
     if isinstance(tree.get("algorithm"), str):
         tree["algorithm"] = {"kind": tree["algorithm"]}
@@ -229,7 +229,7 @@ def _expand_short_forms(tree: dict[str, Any]) -> None:
         tree["lora"] = None
 
 
-def _use_current_names(tree: dict[str, Any], source: str, places: dict[str, str]) -> None:
+def _use_current_names(tree: dict[str, object], source: str, places: dict[str, str]) -> None:
     """Before files and overrides are merged: one may have the old name of a key and the other the new one."""
     algorithm = tree.get("algorithm")
     if not isinstance(algorithm, dict):
@@ -242,7 +242,7 @@ def _use_current_names(tree: dict[str, Any], source: str, places: dict[str, str]
         places[f"algorithm.{RENAMED_KEYS[old]}"] = _place_of(source, places, f"algorithm.{old}")
 
 
-def _resolve_paths(tree: dict[str, Any], directory: Path) -> None:
+def _resolve_paths(tree: dict[str, object], directory: Path) -> None:
     """Make file paths absolute."""
     model = tree.get("model")
     if isinstance(model, dict) and isinstance(model.get("path"), str):
@@ -272,7 +272,7 @@ def _resolve_model(path: str, directory: Path) -> str:
     return str(local.resolve()) if is_path else path
 
 
-def _resolve_sources(value: Any, directory: Path) -> Any:
+def _resolve_sources(value: object, directory: Path) -> object:
     if isinstance(value, str):
         return _absolute(value, directory) if is_local(value, directory) else value
     if isinstance(value, list):
@@ -336,7 +336,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     tree[leaf] = value
 
 
-def merge_settings(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
+def merge_settings(tree: dict[str, Any], changes: Mapping[str, object]) -> None:
     """Section by section; `changes` wins, and is copied."""
     for key, value in changes.items():
         if isinstance(value, Mapping) and isinstance(tree.get(key), dict):

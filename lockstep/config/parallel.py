@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -13,7 +13,7 @@ Degree = PositiveInt | Literal["auto"]
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 # What FSDP's older interface calls the strategies.
 _OLDER_NAMES = {"FULL_SHARD": "full", "SHARD_GRAD_OP": "grad_op", "NO_SHARD": "none", "HYBRID_SHARD": "hybrid"}
-_STRATEGIES: dict[str, dict[str, Any]] = {
+_STRATEGIES: dict[str, dict[str, str | int]] = {
     "full": {"shard": "auto", "keep_parameters": False},
     "grad_op": {"shard": "auto", "keep_parameters": True},
     "none": {"replicate": "auto", "shard": 1},
@@ -79,7 +79,7 @@ class ParallelConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _expand_strategy(cls, section: Any) -> Any:
+    def _expand_strategy(cls, section: object) -> object:
         """`shard: grad_op` is short for what it means."""
         if not isinstance(section, dict) or not isinstance(section.get("shard"), str):
             return section

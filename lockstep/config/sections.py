@@ -5,7 +5,7 @@ The text under each field is its description in `lockstep init` and docs/configu
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import yaml
 from pydantic import Field, model_validator
@@ -159,7 +159,7 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_defaults(cls, tree: Any) -> Any:
+    def _fill_defaults(cls, tree: object) -> object:
         return with_importance_weighting(tree)
 
     @model_validator(mode="after")

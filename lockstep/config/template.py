@@ -5,7 +5,7 @@ Names, defaults, choices and explanations are read from the configuration classe
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args, get_origin
+from typing import Literal, get_args, get_origin
 
 import yaml
 from pydantic.fields import FieldInfo
@@ -14,7 +14,7 @@ from lockstep.config import RunConfig, sections_of
 from lockstep.config.algorithm import KINDS, SHORT_KINDS
 
 # What a person must decide. Everything else is shown commented out, with its default.
-ACTIVE: dict[str, Any] = {
+ACTIVE: dict[str, str | float] = {
     "name": "my-run",
     "model.path": "HuggingFaceTB/SmolLM2-135M-Instruct",
     "lora.rank": 16,
@@ -40,7 +40,7 @@ def starter_yaml(algorithm: str = "sft", file: str = "lockstep.yaml") -> str:
             lines += _setting(info, name, "", values.get(name))
             continue
         if name == "algorithm":
-            section = KINDS[SHORT_KINDS.get(algorithm, {"kind": algorithm})["kind"]]
+            section = KINDS[str(SHORT_KINDS.get(algorithm, {"kind": algorithm})["kind"])]
         active = any(key.startswith(name + ".") for key in values)
         lines += ["", f"{_mark(active)}{name}:"]
         for key, child in section.model_fields.items():
@@ -48,7 +48,7 @@ def starter_yaml(algorithm: str = "sft", file: str = "lockstep.yaml") -> str:
     return "\n".join(lines) + "\n"
 
 
-def _algorithm_values(algorithm: str) -> dict[str, Any]:
+def _algorithm_values(algorithm: str) -> dict[str, str | float]:
     """What to write out: the kind, and the settings that a short name stands for."""
     if algorithm == "sft":
         return {}
@@ -58,7 +58,7 @@ def _algorithm_values(algorithm: str) -> dict[str, Any]:
     return {f"algorithm.{key}": value for key, value in settings.items()}
 
 
-def _setting(info: FieldInfo, key: str, indent: str, active: Any) -> list[str]:
+def _setting(info: FieldInfo, key: str, indent: str, active: str | float | None) -> list[str]:
     """`active` is the value to write; without one the default is shown behind a #."""
     choices = _choices(info.annotation)
     comment = " ".join(
@@ -73,12 +73,12 @@ def _mark(active: bool) -> str:
     return "" if active else "#"
 
 
-def _scalar(value: Any) -> str:
+def _scalar(value: object) -> str:
     plain = list(value) if isinstance(value, tuple) else value
     return yaml.safe_dump(plain, default_flow_style=True).removesuffix("\n").removesuffix("\n...")
 
 
-def _choices(annotation: Any) -> list[str]:
+def _choices(annotation: object) -> list[str]:
     """The values of a plain choice; unions with numbers or free text speak through their description."""
     if get_origin(annotation) is Literal and len(get_args(annotation)) > 1:
         return [str(a) for a in get_args(annotation)]

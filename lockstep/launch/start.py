@@ -234,7 +234,7 @@ def _keep_precision(run: RunDir, config: RunConfig) -> RunConfig:
     return config.model_copy(update={"model": config.model.model_copy(update={"precision": chosen})})
 
 
-def _record(run: RunDir, config: RunConfig, changes: Mapping[str, tuple[Any, Any]]) -> None:
+def _record(run: RunDir, config: RunConfig, changes: Mapping[str, tuple[object, object]]) -> None:
     file = run.add_config(config)
     run.log_event("reconfigured", file=file.name, changes={key: list(pair) for key, pair in changes.items()})
     shares_otherwise = any(key == "launch.procs" or not key.startswith(("launch.", "rollouts.")) for key in changes)
@@ -246,9 +246,11 @@ def _record(run: RunDir, config: RunConfig, changes: Mapping[str, tuple[Any, Any
         )
 
 
-def _changes(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
+def _changes(
+    before: Mapping[str, object], after: Mapping[str, object], prefix: str = ""
+) -> dict[str, tuple[object, object]]:
     """Every key whose value is another: (old, new)."""
-    changes: dict[str, tuple[Any, Any]] = {}
+    changes: dict[str, tuple[object, object]] = {}
     for key in {**before, **after}:
         old, new = before.get(key), after.get(key)
         if isinstance(old, Mapping) and isinstance(new, Mapping):

@@ -46,7 +46,7 @@ class Frame:
     parts: list[memoryview]
 
 
-def pack(header: Mapping[str, Any], parts: Sequence[memoryview] = ()) -> list[bytes | memoryview]:
+def pack(header: Mapping[str, object], parts: Sequence[memoryview] = ()) -> list[bytes | memoryview]:
     """The pieces to send in order. The parts themselves are not copied."""
     sizes = [part.nbytes for part in parts]
     if sum(map(_padded, sizes)) > MAX_PARTS_BYTES:
@@ -141,11 +141,12 @@ def _padded(size: int) -> int:
 # --- tensors ---------------------------------------------------------------------------------------------------------
 
 
-def describe(tensors: Mapping[str, Tensor]) -> tuple[list[dict[str, Any]], list[memoryview]]:
+def describe(tensors: Mapping[str, Tensor]) -> tuple[list[dict[str, object]], list[memoryview]]:
     """(what the header says of each, their bytes). A contiguous tensor on the CPU is not copied."""
     import torch
 
-    described, parts = [], []
+    described: list[dict[str, object]] = []
+    parts = []
     for name, tensor in tensors.items():
         _check(name, tensor)
         described.append({"name": name, "dtype": _dtype_name(tensor), "shape": list(tensor.shape)})

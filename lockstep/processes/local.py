@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lockstep.processes.frames import FrameError, pack, pack_message, read_frame, read_result, receive_into, send_all
 from lockstep.processes.tree import describe_exit
@@ -53,7 +53,7 @@ class LocalWorker:
         cls,
         name: str,
         entry: str,
-        settings: Mapping[str, Any],
+        settings: Mapping[str, object],
         *,
         env: Mapping[str, str] | None = None,
         log_path: Path | None = None,
@@ -89,7 +89,7 @@ class LocalWorker:
     def call(
         self,
         method: str,
-        body: Mapping[str, Any] | None = None,
+        body: Mapping[str, object] | None = None,
         tensors: Mapping[str, Tensor] | None = None,
         *,
         timeout_s: float,
@@ -106,7 +106,7 @@ class LocalWorker:
         self._end("has been closed", grace_s)
 
     def _post(
-        self, what: str, header: dict[str, Any], tensors: Mapping[str, Tensor] | None, timeout_s: float
+        self, what: str, header: Mapping[str, object], tensors: Mapping[str, Tensor] | None, timeout_s: float
     ) -> Future[Reply]:
         number = self._pending.number()
         packed = pack_message({"number": number, **header}, tensors)

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from lockstep.processes.child import Method
 from lockstep.processes.local import LocalWorker
@@ -19,10 +19,14 @@ _IN_FLIGHT_PER_PROCESS = 2
 _ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"}
 
 
-class PoolTask(Protocol):
+In = TypeVar("In", contravariant=True)
+Out = TypeVar("Out", covariant=True)
+
+
+class PoolTask(Protocol[In, Out]):
     """Prepared once in each process, then called with each item. Pickled, as are items and results."""
 
-    def prepare(self) -> Callable[[Any], Any]: ...
+    def prepare(self) -> Callable[[In], Out]: ...
 
 
 class PoolStartFailed(WorkerError):
@@ -33,7 +37,7 @@ class PoolStartFailed(WorkerError):
         self.cause = cause
 
 
-class WorkerPool:
+class WorkerPool(Generic[In, Out]):
     """Processes are started when they are needed, and again after one was lost: the item it had fails alone.
 
     `name` is for messages; `timeout_s` is for one item, `start_timeout_s` for the start and the task's `prepare`.
@@ -41,7 +45,13 @@ class WorkerPool:
     """
 
     def __init__(
-        self, name: str, task: PoolTask, num_processes: int, *, timeout_s: float, start_timeout_s: float = 120.0
+        self,
+        name: str,
+        task: PoolTask[In, Out],
+        num_processes: int,
+        *,
+        timeout_s: float,
+        start_timeout_s: float = 120.0,
     ) -> None:
         pickled = pickle.dumps(task)
         self.timeout_s = timeout_s
@@ -51,7 +61,7 @@ class WorkerPool:
             self._idle.put(slot)
         self._threads = ThreadPoolExecutor(num_processes, thread_name_prefix=name)
 
-    def __enter__(self) -> WorkerPool:
+    def __enter__(self) -> WorkerPool[In, Out]:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -61,13 +71,13 @@ class WorkerPool:
         """Start a first process: what is wrong with the task shows now, as PoolStartFailed."""
         self._slots[0].start()
 
-    def submit(self, item: Any) -> Future[Any]:
+    def submit(self, item: In) -> Future[Out]:
         """The future fails with WorkerFailed, WorkerTimedOut, WorkerDied or PoolStartFailed."""
         return self._threads.submit(self._run, item)
 
-    def map(self, items: Iterable[Any]) -> Iterator[Any]:
+    def map(self, items: Iterable[In]) -> Iterator[Out]:
         """Results in order. An error of `items` itself comes after the results of all items before it."""
-        source, in_flight = iter(items), deque[Future[Any]]()
+        source, in_flight = iter(items), deque[Future[Out]]()
         failure: Exception | None = None
         while True:
             try:
@@ -91,10 +101,11 @@ class WorkerPool:
             slot.close()  # also wakes the thread that waits for its answer
         self._threads.shutdown(cancel_futures=True)
 
-    def _run(self, item: Any) -> Any:
+    def _run(self, item: In) -> Out:
         slot = self._idle.get()
         try:
-            return slot.run(item, self.timeout_s)
+            result: Out = slot.run(item, self.timeout_s)
+            return result
         finally:
             self._idle.put(slot)
 
@@ -121,7 +132,7 @@ class _Slot:
             raise PoolStartFailed(error) from error
         return self._worker
 
-    def run(self, item: Any, timeout_s: float) -> Any:
+    def run(self, item: object, timeout_s: float) -> Any:
         body = {"item": pickle.dumps(item, protocol=5)}
         try:
             return pickle.loads(self.start().call("run", body, timeout_s=timeout_s).result().body["result"])
@@ -144,7 +155,7 @@ class TaskServer:
     """Inside the process."""
 
     def __init__(self) -> None:
-        self._call: Callable[[Any], Any] | None = None
+        self._call: Callable[[object], object] | None = None
         self.methods: Mapping[str, Method] = {"prepare": self._prepare, "run": self._run}
         self.immediate: Mapping[str, Method] = {}
 
@@ -156,16 +167,16 @@ class TaskServer:
 
     def close(self) -> None: ...
 
-    def _prepare(self, body: dict[str, Any], tensors: dict[str, Any]) -> None:
+    def _prepare(self, body: dict[str, Any], tensors: Mapping[str, object]) -> None:
         self._call = pickle.loads(body["task"]).prepare()
 
-    def _run(self, body: dict[str, Any], tensors: dict[str, Any]) -> Reply:
+    def _run(self, body: dict[str, Any], tensors: Mapping[str, object]) -> Reply:
         assert self._call is not None, "prepare comes first"
         result = self._call(pickle.loads(body["item"]))
         return Reply({"result": pickle.dumps(result, protocol=5)})
 
 
-def serve_task(settings: dict[str, Any]) -> TaskServer:
+def serve_task(settings: dict[str, object]) -> TaskServer:
     """The entry of every process. What a task prints must not mix with the output of the command: it goes to stderr."""
     os.dup2(2, 1)
     return TaskServer()

@@ -30,6 +30,7 @@ from lockstep.processes.tree import read_command, start_time
 from lockstep.processes.worker import TICK_S, PendingCalls, Reply, WorkerDied, WorkerTimedOut
 
 if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
     from torch import Tensor
 
 # A Reservation as JSON, for the processes that a rank starts.
@@ -69,7 +70,7 @@ def join_cluster(launch: LaunchConfig, namespace: str, give_up: Callable[[str], 
     """
     ray = import_ray()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    options: dict[str, Any] = {"namespace": namespace, "log_to_driver": True}
+    options: dict[str, str | int] = {"namespace": namespace, "log_to_driver": True}
     if launch.address is None:
         options |= {"address": "local", "include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
     else:
@@ -112,7 +113,8 @@ class Node:
 def list_nodes() -> list[Node]:
     """Of the cluster, those that are alive."""
     ray = import_ray()
-    free: dict[str, Any] = ray._private.state.available_resources_per_node()  # there is no public way (Ray 2.60)
+    # There is no public way (Ray 2.60).
+    free: dict[str, dict[str, float]] = ray._private.state.available_resources_per_node()
     return [
         Node(name_node(node["NodeID"], node["NodeManagerAddress"]), node["Resources"], free.get(node["NodeID"], {}))
         for node in ray.nodes()
@@ -160,7 +162,7 @@ class Reservation:
         return json.dumps({"pool": self.pool.model_dump(mode="json"), **values})
 
     @property
-    def group(self) -> Any:
+    def group(self) -> PlacementGroup:
         from ray.util.placement_group import PlacementGroup
 
         return PlacementGroup(import_ray().PlacementGroupID.from_hex(self.group_id))
@@ -175,7 +177,7 @@ class Reservation:
         import_ray().util.remove_placement_group(self.group)
 
     def spawn(
-        self, name: str, entry: str, settings: Mapping[str, Any], *, start_timeout_s: float, bundle: int = -1
+        self, name: str, entry: str, settings: Mapping[str, object], *, start_timeout_s: float, bundle: int = -1
     ) -> RayWorker:
         """In any free bundle unless one is named, so that a worker which replaces another finds its place."""
         ray, pool = import_ray(), self.pool
@@ -341,13 +343,13 @@ class RayWorker:
         cls,
         name: str,
         entry: str,
-        settings: Mapping[str, Any],
+        settings: Mapping[str, object],
         *,
         env: Mapping[str, str] | None = None,
         num_cpus: float = 1,
         num_gpus: float = 0,
         resources: Mapping[str, float] | None = None,
-        placement: tuple[Any, int] | None = None,
+        placement: tuple[PlacementGroup, int] | None = None,
         start_timeout_s: float = 60.0,
     ) -> RayWorker:
         """As LocalWorker.spawn. `placement` is a placement group and the number of the bundle in it."""
@@ -377,7 +379,7 @@ class RayWorker:
     def call(
         self,
         method: str,
-        body: Mapping[str, Any] | None = None,
+        body: Mapping[str, object] | None = None,
         tensors: Mapping[str, Tensor] | None = None,
         *,
         timeout_s: float,

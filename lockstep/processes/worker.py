@@ -63,7 +63,7 @@ class Worker(Protocol):
     def call(
         self,
         method: str,
-        body: Mapping[str, Any] | None = None,
+        body: Mapping[str, object] | None = None,
         tensors: Mapping[str, Tensor] | None = None,
         *,
         timeout_s: float,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+
+from lockstep.rundir import MetricRecord
 
 matplotlib.use("Agg")
 
@@ -82,7 +84,7 @@ class Curves:
     label: str
     colour: str
     status: dict[str, Any]
-    metrics: Sequence[Mapping[str, Any]]
+    metrics: Sequence[MetricRecord]
 
     def points(self, panel: Panel) -> tuple[list[int], list[float]]:
         rows = [m for m in self.metrics if m.get("split", "train") == panel.split and _is_number(m.get(panel.key))]
@@ -184,7 +186,7 @@ def moving_average(values: Sequence[float]) -> list[float]:
     return [sum(window) / len(window) for window in windows]
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 
@@ -234,5 +236,5 @@ def _row(run: Curves) -> str:
     return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
 
 
-def _loss(value: Any) -> str:
+def _loss(value: object) -> str:
     return f"{value:.4f}" if _is_number(value) else "-"

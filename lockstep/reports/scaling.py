@@ -5,10 +5,10 @@ from __future__ import annotations
 import io
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import matplotlib
 from matplotlib import pyplot
@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 
 from lockstep.reports.curves import COLOURS, STYLE
 from lockstep.reports.page import escape, format_bytes, format_count, inline_svg, page
-from lockstep.rundir import write_atomically
+from lockstep.rundir import MetricRecord, write_atomically
 
 COUNTED, LEAST = "traffic/", "traffic_least/"  # how metrics name bytes: these, then axis/kind
 
@@ -63,7 +63,7 @@ class Size:
         return sum(flow.sent_bytes for flow in self.flows)
 
 
-def read_size(procs: int, layout: str, metrics: Sequence[Mapping[str, Any]], smallest: Size | None) -> Size:
+def read_size(procs: int, layout: str, metrics: Sequence[MetricRecord], smallest: Size | None) -> Size:
     """Means over a run's records; the first step is left out unless it is the only one."""
     records = [record for record in metrics if record.get("split") == "train"]
     records = records[1:] or records
@@ -85,7 +85,7 @@ def read_size(procs: int, layout: str, metrics: Sequence[Mapping[str, Any]], sma
     )
 
 
-def read_flows(records: Sequence[Mapping[str, Any]]) -> tuple[Flow, ...]:
+def read_flows(records: Sequence[MetricRecord]) -> tuple[Flow, ...]:
     names = sorted({key.removeprefix(COUNTED) for record in records for key in record if key.startswith(COUNTED)})
     flows = []
     for name in names:
@@ -95,7 +95,7 @@ def read_flows(records: Sequence[Mapping[str, Any]]) -> tuple[Flow, ...]:
     return tuple(flows)
 
 
-def find_straggler(records: Sequence[Mapping[str, Any]]) -> int | None:
+def find_straggler(records: Sequence[MetricRecord]) -> int | None:
     """The rank that was the slow one in more than half of the steps: one slow step is a hiccup."""
     named = Counter(int(record["straggler"]) for record in records if "straggler" in record)
     if not named:
@@ -104,7 +104,7 @@ def find_straggler(records: Sequence[Mapping[str, Any]]) -> int | None:
     return rank if 2 * times > len(records) else None
 
 
-def _mean(records: Sequence[Mapping[str, Any]], key: str) -> float | None:
+def _mean(records: Sequence[MetricRecord], key: str) -> float | None:
     values = [float(record[key]) for record in records if key in record]
     return statistics.fmean(values) if values else None
 

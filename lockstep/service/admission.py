@@ -161,7 +161,7 @@ def _refuse_costly_yaml(text: str) -> None:
 def _name_datasets(tree: dict[str, Any], find_dataset: Callable[[str], Path], names: list[str]) -> None:
     """`dataset:NAME` becomes the data set's file, wherever a source may be named."""
 
-    def replace(value: Any) -> Any:
+    def replace(value: object) -> object:
         if isinstance(value, str) and value.startswith(DATASET):
             name = value.removeprefix(DATASET)
             path = str(find_dataset(name))
@@ -178,7 +178,7 @@ def _name_datasets(tree: dict[str, Any], find_dataset: Callable[[str], Path], na
         tree["data"] = {**data, **{part: replace(data[part]) for part in PARTS if part in data}}
 
 
-def _strings(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+def _strings(value: object, key: str = "") -> Iterator[tuple[str, str]]:
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, dict):

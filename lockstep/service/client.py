@@ -201,7 +201,7 @@ class Client:
 
     # --- data sets, plans, the service -------------------------------------------------------------------------------
 
-    def upload(self, name: str, source: Path | Iterable[Mapping[str, Any]]) -> DatasetView:
+    def upload(self, name: str, source: Path | Iterable[Mapping[str, object]]) -> DatasetView:
         """A file of JSONL or of one JSON array, or rows. Sent a piece at a time."""
         pieces = _file_pieces(source) if isinstance(source, Path) else _row_pieces(source)
         headers = {"Content-Type": "application/jsonl"}
@@ -259,7 +259,7 @@ class Client:
             f"another with --server or ${SERVER_VARIABLE}"
         )
 
-    def _follow(self, path: str, params: Mapping[str, Any]) -> Iterator[Any]:
+    def _follow(self, path: str, params: Mapping[str, str | int]) -> Iterator[Any]:
         """Messages of a stream until the one called end; a lost connection is taken up where it broke."""
         last = ""
         patience = _Patience(self._patience_s)
@@ -316,7 +316,7 @@ def _file_pieces(path: Path) -> Iterator[bytes]:
             yield piece
 
 
-def _row_pieces(rows: Iterable[Mapping[str, Any]]) -> Iterator[bytes]:
+def _row_pieces(rows: Iterable[Mapping[str, object]]) -> Iterator[bytes]:
     for row in rows:
         yield json.dumps(row, ensure_ascii=False).encode() + b"\n"
 

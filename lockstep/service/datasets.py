@@ -39,7 +39,7 @@ class DatasetStore:
         """JSONL, or one JSON array of rows."""
         return self._add(name, _read_rows(stream), owner)
 
-    def add_rows(self, name: str, rows: Iterable[Mapping[str, Any]], owner: str = "") -> DatasetView:
+    def add_rows(self, name: str, rows: Iterable[Mapping[str, object]], owner: str = "") -> DatasetView:
         return self._add(name, (_line_of(row, number) for number, row in enumerate(rows, start=1)), owner)
 
     def get(self, name: str) -> DatasetView:
@@ -158,7 +158,7 @@ def _parse(text: bytes, where: str) -> Any:
         raise ServiceError(f"{where} is not JSON: {problem}") from None
 
 
-def _line_of(row: Any, number: int) -> bytes:
+def _line_of(row: object, number: int) -> bytes:
     if not isinstance(row, Mapping):
         raise ServiceError(f'row {number} is not an object with columns, such as {{"prompt": ..., "completion": ...}}')
     return json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"

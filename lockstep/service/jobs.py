@@ -143,7 +143,7 @@ class JobManager:
         return present is None or present.number != job.number
 
     def _request(self, job: Job, action: str) -> bool:
-        changes: dict[str, Any] = {"requested_action": action}
+        changes: dict[str, object] = {"requested_action": action}
         if job.state == "queued":
             changes |= {"state": "cancelled", "finished_at": time.time()}
         changed = self.store.change(job, states=ACTIVE if job.state in ACTIVE else None, **changes)
@@ -181,7 +181,7 @@ class JobManager:
         return view_job(job, RunDir(self.data_dir.jobs / job.id), self.slots, place)
 
 
-def _row(request: JobRequest, admitted: Admitted, job_id: str, owner: str, digest: str) -> dict[str, Any]:
+def _row(request: JobRequest, admitted: Admitted, job_id: str, owner: str, digest: str) -> dict[str, object]:
     config = admitted.config
     return {
         "id": job_id,
@@ -238,5 +238,5 @@ def progress_of(status: dict[str, Any], metrics: JobMetrics, state: str) -> RunP
     )
 
 
-def _whole(value: Any) -> int | None:
+def _whole(value: object) -> int | None:
     return int(value) if isinstance(value, (int, float)) and math.isfinite(value) else None

@@ -136,7 +136,7 @@ def find_artifact(run: RunDir, name: str) -> Path:
     return path
 
 
-def _finite(value: Any) -> float | None:
+def _finite(value: object) -> float | None:
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 

@@ -135,7 +135,7 @@ class Store:
 
     # --- jobs ------------------------------------------------------------------------------------------------------
 
-    def add(self, **values: Any) -> bool:
+    def add(self, **values: object) -> bool:
         """A new job at the end of its queue. False if the id is taken."""
         now = time.time()
         blank = {"state": "queued", "reason": "", "requested_action": "", "launch_id": "", "slots": [], "restarts": 0}
@@ -205,7 +205,7 @@ class Store:
             rows = connection.execute(sa.select(_jobs.c.state, sa.func.count()).group_by(_jobs.c.state))
             return {row.state: row[1] for row in rows}
 
-    def change(self, job: Job, *, states: Sequence[str] | None = None, **values: Any) -> bool:
+    def change(self, job: Job, *, states: Sequence[str] | None = None, **values: object) -> bool:
         """If the job is still as it was read: its state (or one of `states`), its launch, its requested action."""
         seen = sa.and_(
             _jobs.c.id == job.id,

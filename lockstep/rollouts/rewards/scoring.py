@@ -92,7 +92,7 @@ BUILTIN: dict[str, Callable[..., RewardFunction]] = {
 }
 
 
-def _column(row: Row, name: str) -> Any:
+def _column(row: Row, name: str) -> object:
     if row.get(name) is None:
         raise ValueError(f"the row has no {name!r}, only {', '.join(map(repr, row))}: name another column in options")
     return row[name]
@@ -259,7 +259,7 @@ class RewardPool:
         self._pool.close()
 
     def _run(self, method: str, attempts: Sequence[Attempt], failed: Callable[[str], T]) -> list[T]:
-        futures = [self._pool.submit((method, attempt)) for attempt in attempts]
+        futures: list[Future[Any]] = [self._pool.submit((method, attempt)) for attempt in attempts]
         return [self._result(future, failed) for future in futures]
 
     def _result(self, future: Future[T], failed: Callable[[str], T]) -> T:

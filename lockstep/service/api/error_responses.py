@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -46,7 +47,7 @@ def describe_errors(app: FastAPI) -> None:
     schemas |= {**shape.pop("$defs"), "ErrorView": shape}
 
 
-def error_response(status: int, code: str, message: str, headers: Any = None) -> JSONResponse:
+def error_response(status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
     return JSONResponse({"error": {"code": code, "message": message}}, status, headers=headers)
 
 

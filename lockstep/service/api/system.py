@@ -163,7 +163,7 @@ def _head(name: str, kind: str, description: str) -> Iterator[str]:
     yield f"# TYPE {name} {kind}"
 
 
-def _sample(name: str, labels: Mapping[str, Any], value: float) -> str:
+def _sample(name: str, labels: Mapping[str, object], value: float) -> str:
     shown = ",".join(f'{key}="{_escape(str(text))}"' for key, text in labels.items())
     return f"{name}{{{shown}}} {value}" if shown else f"{name} {value}"
 

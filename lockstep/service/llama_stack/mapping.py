@@ -53,17 +53,17 @@ class RequestError(ServiceError):
 # --- rows ------------------------------------------------------------------------------------------------------------
 
 
-def is_foreign(row: Mapping[str, Any]) -> bool:
+def is_foreign(row: Mapping[str, object]) -> bool:
     """Whether a row has columns that only Llama Stack knows."""
     return "dialog" in row or ("expected_answer" in row and ("chat_completion_input" in row or "input_query" in row))
 
 
-def convert_rows(rows: Iterable[Mapping[str, Any]], name: str) -> list[Row]:
+def convert_rows(rows: Iterable[Mapping[str, object]], name: str) -> list[Row]:
     """All rows of the data set `name`, in Lockstep's formats where Llama Stack has its own."""
     return [_convert(row, f"row {number} of data set {name}") for number, row in enumerate(rows, start=1)]
 
 
-def check_format(row: Mapping[str, Any], data_format: str, name: str) -> None:
+def check_format(row: Mapping[str, object], data_format: str, name: str) -> None:
     """Refuse `dialog` for rows that hold no conversation; `row` is the first one, converted."""
     if data_format == "dialog" and not any(key in row for key in (*_TURNS, *_PAIR)):
         found = ", ".join(sorted(row)) or "none"
@@ -73,7 +73,7 @@ def check_format(row: Mapping[str, Any], data_format: str, name: str) -> None:
         )
 
 
-def _convert(row: Mapping[str, Any], place: str) -> Row:
+def _convert(row: Mapping[str, object], place: str) -> Row:
     if not isinstance(row, Mapping):
         raise RequestError(f"{place}: it is {type(row).__name__}: a row must be an object")
     known = {key: value for key, value in row.items() if not _is_gap(value)}
@@ -92,7 +92,7 @@ def _convert(row: Mapping[str, Any], place: str) -> Row:
     return known
 
 
-def _is_gap(value: Any) -> bool:
+def _is_gap(value: object) -> bool:
     return isinstance(value, float) and math.isnan(value)
 
 
@@ -143,7 +143,7 @@ class _Draft:
     tree: Tree = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
-    def overridden(self, section: str) -> Mapping[str, Any]:
+    def overridden(self, section: str) -> Mapping[str, object]:
         settings = self.overrides.get(section)
         return settings if isinstance(settings, Mapping) else {}
 
@@ -152,7 +152,7 @@ class _Draft:
         length = self.overridden("data").get("max_length", MAX_LENGTH)
         return length if isinstance(length, int) else MAX_LENGTH  # what is no number is refused with the configuration
 
-    def put(self, section: str, **settings: Any) -> None:
+    def put(self, section: str, **settings: object) -> None:
         self.tree.setdefault(section, {}).update(settings)
 
     def warn(self, text: str) -> None:
@@ -348,7 +348,7 @@ def _map_efficiency(draft: _Draft, efficiency: EfficiencyConfig | None) -> None:
         )
 
 
-def _map_logging(draft: _Draft, settings: Mapping[str, Any]) -> None:
+def _map_logging(draft: _Draft, settings: Mapping[str, object]) -> None:
     for name, value in settings.items():
         if name in _LOGGING_NAMES:
             draft.put("logging", **{_LOGGING_NAMES[name]: value})
@@ -356,7 +356,7 @@ def _map_logging(draft: _Draft, settings: Mapping[str, Any]) -> None:
             draft.warn(f"logger_config.{name} is not used: known are {', '.join(_LOGGING_NAMES)}")
 
 
-def _read_job_settings(settings: Any) -> dict[str, int]:
+def _read_job_settings(settings: object) -> dict[str, int]:
     if not isinstance(settings, Mapping) or settings.keys() - set(_JOB_SETTINGS):
         raise RequestError(f"provider_config.job: give a mapping with {' or '.join(_JOB_SETTINGS)}")
     for name, value in settings.items():

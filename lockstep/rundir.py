@@ -52,7 +52,7 @@ class Checkpoint:
 class MetricRecord(dict[str, Any]):
     """A line of metrics.jsonl by current metric names, whatever names the run wrote; former names can be asked for."""
 
-    def __init__(self, record: Mapping[str, Any]) -> None:
+    def __init__(self, record: Mapping[str, object]) -> None:
         super().__init__({METRIC_ALIASES.get(name, name): value for name, value in record.items()})
 
     def __missing__(self, name: str) -> Any:
@@ -142,7 +142,7 @@ class RunDir:
             return {"state": "unknown"}
         return status
 
-    def write_status(self, **fields: Any) -> None:
+    def write_status(self, **fields: object) -> None:
         """Merge fields into status.json, atomically. The owner only."""
         if not self.owner:
             return
@@ -155,13 +155,13 @@ class RunDir:
             self.sweep()  # on a full disk, an unfinished checkpoint makes room for the status that says so
             write_atomically(self.path / "status.json", text, durable=False)
 
-    def log_metrics(self, record: Mapping[str, Any]) -> None:
+    def log_metrics(self, record: Mapping[str, object]) -> None:
         self._append("metrics.jsonl", record)
 
-    def log_event(self, kind: str, /, **fields: Any) -> None:
+    def log_event(self, kind: str, /, **fields: object) -> None:
         self._append("events.jsonl", {"time": time.time(), "event": kind, **fields})
 
-    def log_sample(self, **fields: Any) -> None:
+    def log_sample(self, **fields: object) -> None:
         """An answer of the model in training, for people to read: step, prompt, answer, and what was expected."""
         self._append("samples.jsonl", fields)
 
@@ -175,7 +175,7 @@ class RunDir:
     def events(self) -> list[dict[str, Any]]:
         return list(read_jsonl(self.path / "events.jsonl"))
 
-    def _append(self, name: str, record: Mapping[str, Any]) -> None:
+    def _append(self, name: str, record: Mapping[str, object]) -> None:
         if not self.owner:
             return
         # One write call in append mode: a killed process leaves at most one unfinished last line, which readers skip
@@ -216,7 +216,7 @@ class RunDir:
         path.mkdir(parents=True, exist_ok=True)
         return path
 
-    def commit_checkpoint(self, step: int, extra: Mapping[str, Any], validation_loss: float | None = None) -> Path:
+    def commit_checkpoint(self, step: int, extra: Mapping[str, object], validation_loss: float | None = None) -> Path:
         """Digest what was written, add the manifest, rename. The owner only, when every rank's part is on disk."""
         writing, final = self.checkpoints / f"writing-step-{step}", self.checkpoints / f"step-{step}"
         files = {}
@@ -330,7 +330,7 @@ def _read_manifest(checkpoint: Path) -> dict[str, Any]:
     return manifest
 
 
-def _digest_json(value: Any) -> str:
+def _digest_json(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 

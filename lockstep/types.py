@@ -10,7 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeAlias, TypeVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Metrics = dict[str, float]
 
@@ -184,6 +187,28 @@ class OptimResult(Pending[float]):
         return not self.applied and self.loss_scale is not None and self.loss_scale >= 1
 
 
+class Tokenizer(Protocol):
+    """The part of a Hugging Face fast tokenizer that is used."""
+
+    chat_template: str | dict[str, str] | None
+    name_or_path: str
+    is_fast: bool
+    bos_token_id: int | None
+    eos_token_id: int | None
+    pad_token_id: int | None
+    all_special_ids: Sequence[int]
+    all_special_tokens: Sequence[str]
+    special_tokens_map: Mapping[str, object]
+    added_tokens_decoder: Mapping[int, Any]
+
+    def get_vocab(self) -> dict[str, int]: ...
+    def get_added_vocab(self) -> dict[str, int]: ...
+    def __call__(self, text: str | list[str], **options: object) -> Mapping[str, Any]: ...
+    def apply_chat_template(self, conversation: Sequence[Mapping[str, Any]], **options: Any) -> Any: ...
+    def decode(self, token_ids: Sequence[int], **options: object) -> str: ...
+    def save_pretrained(self, save_directory: str | Path) -> object: ...
+
+
 # One float per completion token, per completion; 0.0 where the token's weight is zero (not computed).
 Logprobs = Sequence[Sequence[float]]
 
@@ -211,7 +236,7 @@ class TrainingBackend(Protocol):
 
     def export_weights(self, path: Path) -> None: ...
 
-    def read_weights(self) -> Mapping[str, Any]:
+    def read_weights(self) -> NamedTensors:
         """What an engine needs to sample as this model would, by the model's own names: whole tensors in the dtype that
         is sampled with, copied to rank 0's CPU; only the adapters where there are some. Nothing on other ranks."""
         ...
@@ -220,7 +245,8 @@ class TrainingBackend(Protocol):
 
 
 Prompt = Sequence[int]
-Weights = str | Path | Mapping[str, Any]
+NamedTensors: TypeAlias = "Mapping[str, Tensor]"
+Weights: TypeAlias = "str | Path | NamedTensors"
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,7 +173,7 @@ def settle_dtypes(model: nn.Module, compute: torch.dtype) -> None:
             parameter.data = parameter.data.to(wanted)
 
 
-def _recomputed(forward: Callable[..., Any], *, selective: bool) -> Callable[..., Any]:
+def _recomputed(forward: Callable[..., object], *, selective: bool) -> Callable[..., object]:
     contexts: dict[str, Any] = (
         {"context_fn": functools.partial(create_selective_checkpoint_contexts, _keep)} if selective else {}
     )
@@ -191,7 +191,7 @@ _EXPENSIVE = {
 }
 
 
-def _keep(_context: Any, operation: Any, *_arguments: Any, **_options: Any) -> CheckpointPolicy:
+def _keep(_context: object, operation: object, *_arguments: object, **_options: object) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operation in _EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -167,8 +167,8 @@ def _pass_to_first_place(tensor: Tensor | None, home: _Home, group: ProcessGroup
 
 def _collect(
     parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None, group: ProcessGroup
-) -> dict[str, Any]:
-    tensors: dict[str, Any] = {PARAMETER_PREFIX + name: p.detach() for name, p in parameters.items()}
+) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {PARAMETER_PREFIX + name: p.detach() for name, p in parameters.items()}
     if optimizer is not None:
         for name, p in parameters.items():
             for key, value in optimizer.state.get(p, {}).items():
@@ -197,8 +197,8 @@ def _prepare_moments(parameters: Mapping[str, nn.Parameter], optimizer: torch.op
 def _forget_unused(
     parameters: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
-    wanted: dict[str, Any],
-    stored: Mapping[str, Any],
+    wanted: dict[str, Tensor],
+    stored: Mapping[str, object],
 ) -> None:
     """A parameter that never had a gradient has no optimizer state, before and after a resume."""
     keys = {name: [f"optimizer.{name}.{key}" for key in optimizer.state[p]] for name, p in parameters.items()}
@@ -211,7 +211,7 @@ def _forget_unused(
             del wanted[key]
 
 
-def _set_random_state(tensors: Mapping[str, Any], group: ProcessGroup) -> None:
+def _set_random_state(tensors: Mapping[str, Tensor], group: ProcessGroup) -> None:
     host, device = _random_names(group)
     if host in tensors:
         torch.set_rng_state(tensors[host])
@@ -219,7 +219,7 @@ def _set_random_state(tensors: Mapping[str, Any], group: ProcessGroup) -> None:
         torch.cuda.set_rng_state(tensors[device], group.device)
 
 
-def _to_host(value: Any) -> Any:
+def _to_host(value: Tensor) -> Tensor:
     """A copy that later steps cannot touch."""
     if isinstance(value, DTensor):
         local = value.to_local().detach().to("cpu", copy=True)

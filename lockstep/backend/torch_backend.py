@@ -370,7 +370,7 @@ class TorchBackend:
     def _narrowed(self, *, kept: bool = False) -> contextlib.AbstractContextManager[None]:
         return self._narrow.in_place(kept=kept) if self._narrow is not None else contextlib.nullcontext()
 
-    def _offloaded(self) -> contextlib.AbstractContextManager[Any]:
+    def _offloaded(self) -> contextlib.AbstractContextManager[object]:
         """Activations kept in host memory, where configured."""
         if not self._activation_offload:
             return contextlib.nullcontext()

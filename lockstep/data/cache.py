@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.data import DataConfig, SourceConfig
-from lockstep.data.chat_template import Template, Tokenizer
+from lockstep.data.chat_template import Template
 from lockstep.data.lock import Holder, Lock, Watch, break_lock, read_holder, try_lock
 from lockstep.data.sources.files import digest_file
 from lockstep.data.sources.rows import DataError, SourceFile
+from lockstep.types import Tokenizer
 
 Manifest = dict[str, Any]
 Build = Callable[[Path, Callable[[int], None]], Manifest]
@@ -69,7 +70,7 @@ def digest_tokenizer(tokenizer: Tokenizer) -> str:
     return _digest(json.dumps([type(tokenizer).__name__, _digest(model), special], sort_keys=True))
 
 
-def _describe_file(source: SourceConfig, file: SourceFile) -> dict[str, Any]:
+def _describe_file(source: SourceConfig, file: SourceFile) -> dict[str, object]:
     return {
         "name": file.name,
         "kind": file.kind,

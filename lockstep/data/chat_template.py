@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from jinja2 import Environment, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -17,6 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from lockstep.data.formats.conversation import Conversation, Message
 from lockstep.data.sources.rows import DataError
+from lockstep.types import Tokenizer
 
 # Templates that write today's date would give other tokens tomorrow, but a resumed run needs the same tokens.
 _DATE = datetime(2025, 1, 1)
@@ -24,32 +25,6 @@ _DATE_CALL = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1""")
 # Arguments of apply_chat_template that are set here and not by the user.
 _RESERVED = {"conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"}
 _RESERVED |= {"tokenize", "return_dict", "return_assistant_tokens_mask", "sanitize_control_tokens"}
-
-
-class Tokenizer(Protocol):
-    """The part of a Hugging Face fast tokenizer that data uses."""
-
-    chat_template: Any
-
-    @property
-    def name_or_path(self) -> str: ...
-    @property
-    def is_fast(self) -> bool: ...
-    @property
-    def bos_token_id(self) -> int | None: ...
-    @property
-    def eos_token_id(self) -> int | None: ...
-    @property
-    def all_special_ids(self) -> Sequence[int]: ...
-    @property
-    def all_special_tokens(self) -> Sequence[str]: ...
-    @property
-    def special_tokens_map(self) -> Mapping[str, Any]: ...
-    @property
-    def added_tokens_decoder(self) -> Mapping[int, Any]: ...
-    def __call__(self, text: Any, **options: Any) -> Mapping[str, Any]: ...
-    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
-    def decode(self, token_ids: Any, **options: Any) -> str: ...
 
 
 def special_texts(tokenizer: Tokenizer) -> tuple[str, ...]:
@@ -62,7 +37,7 @@ class Template:
     """Picklable. `source` is the Jinja text as rendered: both texts where there is another one for tools."""
 
     def __init__(
-        self, tokenizer: Tokenizer, source: str | Mapping[str, str], options: Mapping[str, Any], *, name: str
+        self, tokenizer: Tokenizer, source: str | Mapping[str, str], options: Mapping[str, object], *, name: str
     ) -> None:
         self.name = name
         self.options = dict(options)
@@ -75,7 +50,7 @@ class Template:
         self._tracers: dict[str, Tracer | None] = {}
         self._apart: dict[Hashable, bool] = {}
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_tracers": {}}  # compiled templates cannot be pickled
 
     def write(self, conversation: Conversation, messages: Sequence[Message], *, for_generation: bool = False) -> str:
@@ -153,7 +128,7 @@ class Template:
         return self._tracers[text]
 
 
-def load_template(tokenizer: Tokenizer, setting: str, options: Mapping[str, Any]) -> Template | None:
+def load_template(tokenizer: Tokenizer, setting: str, options: Mapping[str, object]) -> Template | None:
     """`setting` is DataConfig.chat_template: auto, none, or the path of a Jinja file."""
     if reserved := sorted(_RESERVED & options.keys()):
         raise DataError(f"data.template_options: {', '.join(reserved)} cannot be set there: remove it")
@@ -241,7 +216,7 @@ class Tracer:
         self.has_tags = any(isinstance(call.node, nodes.ExtensionAttribute) for call in calls)
         self._template = environment.from_string(_mark_loops(tree, environment))
 
-    def run(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> Trace:
+    def run(self, messages: Sequence[Message], variables: Mapping[str, object]) -> Trace:
         """Errors of the template are raised as they are."""
         owned = [_Owned(_with_reasoning_names(message), owner) for owner, message in enumerate(messages)]
         return _read_markers(self._template.render({**variables, "messages": owned}))
@@ -290,7 +265,7 @@ def _raise(message: str) -> None:
     raise TemplateError(message)
 
 
-def _with_reasoning_names(message: Mapping[str, Any]) -> dict[str, Any]:
+def _with_reasoning_names(message: Message) -> dict[str, Any]:
     """A copy of the message, with its reasoning under each name that transformers gives it."""
     names = ("reasoning_content", "thinking", "reasoning")
     reasoning = next((message[name] for name in names if message.get(name) is not None), None)
@@ -307,7 +282,7 @@ class _Owned(dict[str, Any]):
 
     __slots__ = ("owner",)
 
-    def __init__(self, message: Mapping[str, Any], owner: int) -> None:
+    def __init__(self, message: Message, owner: int) -> None:
         super().__init__(message)
         self.owner = owner
 

@@ -115,7 +115,7 @@ class Writer:
         self.num_rows += len(pieces)
         self.num_tokens += per_token
 
-    def finish(self) -> dict[str, Any]:
+    def finish(self) -> dict[str, int | str]:
         """Flush to disk; returns this writer's entries of the manifest."""
         for file in self._columns.values():
             file.flush()

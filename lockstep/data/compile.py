@@ -15,7 +15,7 @@ from typing import IO, Any, Literal, NamedTuple
 import numpy as np
 
 from lockstep.config.data import DataConfig, SourceConfig
-from lockstep.data.chat_template import Template, Tokenizer, load_template
+from lockstep.data.chat_template import Template, load_template
 from lockstep.data.columns import Column, Writer, pack_block
 from lockstep.data.encoder import Encoded, Encoder
 from lockstep.data.formats.reader import KINDS, Kind, RowReader, recognise_format
@@ -26,6 +26,7 @@ from lockstep.data.sources.rows import DataError, RawRow, SourceFile
 from lockstep.processes.pool import PoolStartFailed, WorkerPool
 from lockstep.processes.tree import num_cores
 from lockstep.processes.worker import WorkerDied, WorkerError, WorkerFailed, WorkerTimedOut
+from lockstep.types import Tokenizer
 
 SKIPPED_FILE = "skipped.jsonl"
 _SHOWN_CHARACTERS = 1000
@@ -75,7 +76,7 @@ class Compiling:
 
     tokenizer: Tokenizer
     chat_template: str
-    template_options: dict[str, Any]
+    template_options: dict[str, object]
     max_length: int
     truncate: Literal["prompt_left", "right", "drop", "error"]
     has_template: bool

@@ -14,13 +14,14 @@ import numpy as np
 
 from lockstep.config.data import PARTS, DataConfig
 from lockstep.data.cache import Entry, Manifest, Patience, cache_folder, digest_tokenizer, fingerprint, obtain
-from lockstep.data.chat_template import Tokenizer, load_template
+from lockstep.data.chat_template import load_template
 from lockstep.data.columns import Columns, Rows
 from lockstep.data.compile import SKIPPED_FILE, Compiling, Done, Kind, SplitFile, compile_split, list_files, mixed_kinds
 from lockstep.data.lock import Holder
 from lockstep.data.order import Indices, hashed_order
 from lockstep.data.report import DataReport, FileReport, count_duplicates, find_leaks, from_manifest
 from lockstep.data.sources.rows import DataError
+from lockstep.types import Tokenizer
 
 # Keys of hashed_order, so that what is held out and what a weight chooses are independent of every epoch's order.
 _SPLIT_STREAM = 0x53504C4954  # "SPLIT"

@@ -12,10 +12,10 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.data.chat_template import Tokenizer, special_texts
+from lockstep.data.chat_template import special_texts
 from lockstep.data.rendering import Rendered, Span, Variant
 from lockstep.data.sources.rows import DataError
-from lockstep.types import Completion, Datum
+from lockstep.types import Completion, Datum, Tokenizer
 
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from lockstep.config import RunConfig
-from lockstep.data.chat_template import Tokenizer
 from lockstep.data.dataset import CompiledData
 from lockstep.data.order import Batches
 from lockstep.data.packing import partition
 from lockstep.data.report import FileReport
-from lockstep.types import Datum
+from lockstep.types import Datum, Tokenizer
 
 Lengths = npt.NDArray[np.int64]
 _MAX_BARS = 14
@@ -101,7 +99,7 @@ class DataSheet:
     warnings: list[str]
     examples: list[ShownRow]
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         return asdict(self)
 
     def facts(self) -> dict[str, str]:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.config.data import DataConfig, SourceConfig
-from lockstep.data.chat_template import Template, Tokenizer, load_template
+from lockstep.data.chat_template import Template, load_template
 from lockstep.data.formats.conversation import (
     Conversation,
     Message,
@@ -25,6 +25,7 @@ from lockstep.data.formats.conversation import (
 from lockstep.data.formats.reader import convert
 from lockstep.data.sources.files import find_files, parse_raw, read_raw
 from lockstep.data.sources.rows import DataError, Row
+from lockstep.types import Tokenizer
 
 _TURNS = ("messages", "conversations")
 _PROMPTS = ("prompt", "question", "instruction", "input")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,8 +19,8 @@ from lockstep.data.formats.conversation import Content
 from lockstep.data.rendering import render
 from lockstep.data.sources.rows import DataError
 from lockstep.model.load import DTYPES
-from lockstep.model.policy import Policy
-from lockstep.types import Completion, Datum, LossSpec
+from lockstep.model.policy import CausalLM, Policy
+from lockstep.types import Completion, Datum, LossSpec, Tokenizer
 
 # Rows laid out at once: enough to fill micro-batches evenly, few enough to hold.
 _ROWS_AT_ONCE = 256
@@ -46,7 +46,7 @@ class EncodedRows:
 
 
 def encode_rows(
-    contents: Sequence[Content], tokenizer: Any, template: Template | None, data: DataConfig, max_length: int
+    contents: Sequence[Content], tokenizer: Tokenizer, template: Template | None, data: DataConfig, max_length: int
 ) -> EncodedRows:
     """Tokens and weights as training makes them. A row that cannot be used raises with its origin."""
     encoder = Encoder(tokenizer, max_length=max_length, truncate=data.truncate)
@@ -63,7 +63,9 @@ def encode_rows(
     )
 
 
-def measure_losses(model: Any, data: Sequence[Datum], *, budget_tokens: int = 4096) -> Iterator[tuple[RowLoss, ...]]:
+def measure_losses(
+    model: CausalLM, data: Sequence[Datum], *, budget_tokens: int = 4096
+) -> Iterator[tuple[RowLoss, ...]]:
     """One per datum, in order, and in it one per answer. The model's own attention is back when the iteration ends."""
     device, dtype = model.device, next(model.parameters()).dtype
     precision = next(name for name, known in DTYPES.items() if known == dtype)

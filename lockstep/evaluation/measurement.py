@@ -34,8 +34,9 @@ from lockstep.inference.chat import TextPrompt
 from lockstep.inference.engine import LocalEngine
 from lockstep.inference.openai.endpoint import EndpointEngine
 from lockstep.model.load import load_causal_lm, load_for_inference, load_run_tokenizer
+from lockstep.model.policy import CausalLM
 from lockstep.rundir import RunDir, read_jsonl, write_atomically
-from lockstep.types import SamplingParams
+from lockstep.types import SamplingParams, Tokenizer
 
 SETTINGS, ANSWERS = "settings.json", "answers.jsonl"
 Answers = dict[int, dict[str, str]]  # question number: {"text", "finish_reason"}
@@ -47,7 +48,7 @@ class AnswerFile:
     Without a folder: memory only.
     """
 
-    def __init__(self, folder: Path | None, settings: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path | None, settings: Mapping[str, object]) -> None:
         self._records: dict[str, Answers] = {}
         self._file: IO[str] | None = None
         if folder is None:
@@ -82,7 +83,7 @@ class AnswerFile:
         self.of(record["model"])[int(record["row"])] = answer
 
 
-def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+def _check_settings(folder: Path, settings: Mapping[str, object]) -> None:
     """Refuse answers to other questions or of other models."""
     path = folder / SETTINGS
     if not path.exists():
@@ -99,7 +100,7 @@ def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
 
 
 def generate_answers(
-    engine: Any, prompts: Sequence[Sequence[int]], params: SamplingParams, done: Answers
+    engine: LocalEngine, prompts: Sequence[Sequence[int]], params: SamplingParams, done: Answers
 ) -> Iterator[tuple[int, str, str]]:
     """(question number, text, finish reason). Sorted by length, the longest first, to fail early.
 
@@ -132,11 +133,11 @@ class EvalResult:
 
     metrics: dict[str, float] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, object] = field(default_factory=dict)
     losses: list[float | None] = field(default_factory=list)
     pairs: list[PairLogprobs | None] = field(default_factory=list)
     margins: list[float | None] = field(default_factory=list)
-    answers: list[dict[str, Any]] = field(default_factory=list)
+    answers: list[dict[str, object]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
 
@@ -145,8 +146,8 @@ class LoadedModel:
     """`template` is None where prompts are plain text."""
 
     name: str
-    model: Any
-    tokenizer: Any
+    model: CausalLM
+    tokenizer: Tokenizer
     template: Template | None
 
     @property
@@ -194,8 +195,8 @@ def load_model(task: EvalTask, eval_model: EvalModel) -> LoadedModel:
     else:
         config = RunDir(eval_model.base_of).config()
         place = torch.device(device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
-        model = load_causal_lm(config.model, torch.bfloat16 if place.type == "cuda" else torch.float32)
-        model, tokenizer = model.to(place).eval(), load_run_tokenizer(config)
+        base: Any = load_causal_lm(config.model, torch.bfloat16 if place.type == "cuda" else torch.float32)
+        model, tokenizer = base.to(place).eval(), load_run_tokenizer(config)
     chat_template = "none" if task.options.raw else task.data.chat_template
     template = load_template(tokenizer, chat_template, task.data.template_options)
     return LoadedModel(eval_model.name, model, tokenizer, template)

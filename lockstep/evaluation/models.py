@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from lockstep.config import RunConfig
 from lockstep.rundir import RunDir
@@ -44,7 +43,7 @@ class EvalModel:
         seen = [(str(f.relative_to(path.parent)), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
         return hashlib.sha256(repr(seen).encode()).hexdigest()[:16]
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         kind = "endpoint" if self.is_endpoint else "run" if self.is_run else "model"
         return {"name": self.name, "source": self.source, "kind": kind}
 

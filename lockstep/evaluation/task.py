@@ -94,7 +94,7 @@ class EvalTask:
         contents = read_contents(self.chosen, train_on=train_on, has_template=has_template, system=self.options.system)
         return [content for content in contents.contents if content is not None]
 
-    def identity(self, eval_models: Sequence[EvalModel]) -> dict[str, Any]:
+    def identity(self, eval_models: Sequence[EvalModel]) -> dict[str, object]:
         """Everything that answers depend on: kept answers are used again only if this is equal."""
         digest = hashlib.sha256(json.dumps([asdict(q) for q in self.questions], default=str).encode()).hexdigest()
         options = {key: getattr(self.options, key) for key in ("max_tokens", "temperature", "seed", "system", "raw")}

@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.inference.fused_linear import replaced_forwards
+from lockstep.inference.fused_linear import Forward, replaced_forwards
 
 Outputs = tuple[Tensor, ...]
 
 
 class StepGraphs:
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Outputs]] = {}
         self._fingerprint: Hashable = None
-        self._pool: Any = None
+        self._pool: torch.cuda._POOL_HANDLE | None = None
         self._works = True
 
     @property
@@ -103,12 +103,13 @@ class CompiledParts:
     def __init__(self, layers: Sequence[nn.Module], attention: Collection[nn.Module]) -> None:
         self._layers = list(layers)
         self._parts = [part for layer in layers for part in _find_parts(layer, attention)]
-        self._compiled: dict[type, Any] = {type(part): torch.compile(type(part).forward) for part in self._parts}
+        self._compiled: dict[type, Forward] = {type(part): torch.compile(type(part).forward) for part in self._parts}
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Around warm-up and capture only: other shapes, such as whole prompts, would be compiled too."""
-        forwards: dict[nn.Module, Any] = dict.fromkeys(self._layers)  # a layer may be compiled as a whole, for training
+        # A layer may be compiled as a whole, for training.
+        forwards: dict[nn.Module, Forward | None] = dict.fromkeys(self._layers)
         forwards |= {part: functools.partial(self._compiled[type(part)], part) for part in self._parts}
         limits = torch._dynamo.config.patch(recompile_limit=_MAX_RECOMPILES, suppress_errors=True)
         with replaced_forwards(forwards), torch.compiler.set_stance("default"), limits:

@@ -10,7 +10,6 @@ import itertools
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +27,7 @@ from lockstep.inference.kv_cache import (
     UnsupportedModelError,
 )
 from lockstep.inference.token_sampling import Truncation, sample_tokens, uniforms
-from lockstep.model.policy import causal_lm, decoder_layers, logit_transform
+from lockstep.model.policy import CausalLM, causal_lm, decoder_layers, logit_transform
 
 _PREFILL_TOKENS = 8192  # packed into one pass, at most; a longer prompt has a pass of its own
 # Rotary embeddings that depend on the longest sequence of a batch, not on the position alone.
@@ -44,7 +43,7 @@ class Decoder:
     """
 
     def __init__(
-        self, model: Any, *, sharded: bool = False, graphs: bool = True, compiles: bool = False, fuses: bool = True
+        self, model: CausalLM, *, sharded: bool = False, graphs: bool = True, compiles: bool = False, fuses: bool = True
     ) -> None:
         self._model, self._causal = model, causal_lm(model)
         _refuse_unsuitable(self._causal)
@@ -306,7 +305,7 @@ def _physical_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _refuse_unsuitable(causal: Any) -> None:
+def _refuse_unsuitable(causal: CausalLM) -> None:
     name = type(causal).__name__
     if not getattr(causal, "_supports_attention_backend", False):
         raise UnsupportedModelError(f"{name} does not take its attention from transformers' AttentionInterface")

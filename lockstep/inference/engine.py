@@ -34,7 +34,16 @@ from lockstep.model.load import (
     load_tokenizer,
 )
 from lockstep.model.lora import speed_up_eager
-from lockstep.types import PartialCompletion, PartialCompletions, Prompt, SamplingParams, TextCompletion, Weights
+from lockstep.model.policy import CausalLM
+from lockstep.types import (
+    PartialCompletion,
+    PartialCompletions,
+    Prompt,
+    SamplingParams,
+    TextCompletion,
+    Tokenizer,
+    Weights,
+)
 
 Message = Mapping[str, Any]
 
@@ -42,8 +51,8 @@ Message = Mapping[str, Any]
 class LocalEngine:
     def __init__(
         self,
-        model: Any,
-        tokenizer: Any,
+        model: CausalLM,
+        tokenizer: Tokenizer,
         batch_size: int | None = None,
         *,
         sharded: bool = False,
@@ -173,7 +182,7 @@ class LocalEngine:
         self.decode([sequence], params, steps_per_read=1)
         return sequence.completion()
 
-    def _use(self, model: Any) -> None:
+    def _use(self, model: CausalLM) -> None:
         self.model = model.eval()
         self._end_tokens = stop_token_ids(model, self.tokenizer)
         self._num_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -240,12 +249,12 @@ def load_engine(
     return LocalEngine(built, tokenizer, batch_size, compiles=compiles)
 
 
-def build_engine_model(config: ModelConfig, lora: LoraConfig | None, precision: str, device: str) -> Any:
+def build_engine_model(config: ModelConfig, lora: LoraConfig | None, precision: str, device: str) -> CausalLM:
     """As the trainer lends its own for sampling: every parameter in the dtype that is computed in."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     # With its weights, though published ones replace them: the model's end-of-text tokens come with them.
-    model = build_model(config, lora, precision, with_weights=True)
+    model: Any = build_model(config, lora, precision, with_weights=True)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
         if parameter.is_floating_point():
@@ -255,7 +264,7 @@ def build_engine_model(config: ModelConfig, lora: LoraConfig | None, precision: 
     return model.to(device).eval()
 
 
-def stop_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+def stop_token_ids(model: CausalLM, tokenizer: Tokenizer) -> frozenset[int]:
     """End of text in the configurations of model and tokenizer, and the chat template's end of turn."""
     ids: set[int] = set()
     for configured in (model.generation_config.eos_token_id, tokenizer.eos_token_id):
@@ -265,7 +274,7 @@ def stop_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(ids if end_of_turn is None else ids | {end_of_turn})
 
 
-def _end_of_turn_id(tokenizer: Any) -> int | None:
+def _end_of_turn_id(tokenizer: Tokenizer) -> int | None:
     """A base model's end of text is often not its chat template's end of turn: read that from the template."""
     if not getattr(tokenizer, "chat_template", None):
         return None
@@ -383,7 +392,7 @@ class ContinuousEngine:
             self._calls = [call for call in self._calls if not call.finished]
         return ended
 
-    def load_weights(self, weights: Mapping[str, Any], version: int) -> None:
+    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Between two steps, for all later tokens. Weights that do not fit raise, and nothing changes."""
         apply_weights(self._engine.model, weights)
         self._engine.version = version
@@ -425,7 +434,7 @@ class ContinuousEngine:
 
 @torch.inference_mode()
 def _hf_generate(
-    model: Any,
+    model: CausalLM,
     sequences: Sequence[TokenSequence],
     params: SamplingParams,
     *,
@@ -484,7 +493,7 @@ class _SequenceCriteria(StoppingCriteria):
     def __init__(self, batch: Sequence[TokenSequence]) -> None:
         self._batch = batch
 
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+    def __call__(self, input_ids: Tensor, scores: object, **kwargs: object) -> Tensor:
         for sequence, token in zip(self._batch, input_ids[:, -1].tolist(), strict=True):
             if not sequence.finished:
                 sequence.append(token, 0.0)
@@ -501,7 +510,7 @@ def _logprobs(logits: Sequence[Tensor], new_bt: Tensor, temperature: float) -> T
 
 
 @contextlib.contextmanager
-def _without_defaults(model: Any) -> Iterator[None]:
+def _without_defaults(model: CausalLM) -> Iterator[None]:
     """Ignore the sampling defaults that come with a model."""
     own = model.generation_config
     model.generation_config = GenerationConfig()

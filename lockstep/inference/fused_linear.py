@@ -19,9 +19,11 @@ MIN_ROWS, MAX_ROWS = 4, 64  # outside of this range a plain product is as fast
 _ROW_STEP = 8
 _NUM_COMPARED = 64  # values of each weight
 
+Forward = Callable[..., object]  # of a module
+
 
 @contextlib.contextmanager
-def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any] | None]) -> Iterator[None]:
+def replaced_forwards(forwards: Mapping[nn.Module, Forward | None]) -> Iterator[None]:
     """Temporarily. None: the forward of the module's class."""
     previous = {module: module.__dict__.get("forward") for module in forwards}
     try:
@@ -33,7 +35,7 @@ def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any] | None]) -
             _set_forward(module, forward)
 
 
-def _set_forward(module: nn.Module, forward: Callable[..., Any] | None) -> None:
+def _set_forward(module: nn.Module, forward: Forward | None) -> None:
     # Bypasses nn.Module.__setattr__: this is done for hundreds of modules in every step.
     if forward is None:
         module.__dict__.pop("forward", None)
@@ -49,7 +51,7 @@ class FusedLinears:
 
     def __init__(self, groups: Sequence[Sequence[nn.Module]]) -> None:
         self._groups = [_FusedGroup(layers) for layers in groups]
-        self._forwards: dict[nn.Module, Callable[..., Any]] = {}
+        self._forwards: dict[nn.Module, Forward] = {}
 
     @property
     def groups(self) -> list[list[nn.Module]]:
@@ -87,7 +89,7 @@ def recorded_groups(model: nn.Module) -> Iterator[list[list[nn.Module]]]:
     calls: list[tuple[nn.Module, Tensor]] = []  # inputs are held, so that no address is reused
     others: set[nn.Module] = set()  # layers that are called in another way
 
-    def record(layer: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def record(layer: nn.Module, arguments: tuple[Tensor, ...], options: dict[str, object]) -> None:
         if len(arguments) != 1 or options or any(layer is known for known, _ in calls):
             others.add(layer)
         else:
@@ -117,7 +119,7 @@ def _is_fusable(layer: nn.Module) -> bool:
     return _has_plain_adapter(layer) if _has_adapter(layer) else _is_plain(layer)
 
 
-def _has_adapter(layer: Any) -> bool:
+def _has_adapter(layer: nn.Module) -> bool:
     return hasattr(layer, "lora_A") and hasattr(layer, "base_layer")
 
 
@@ -129,7 +131,7 @@ def _has_plain_adapter(layer: Any) -> bool:
     return bare and len(dtypes) == 1 and not layer.lora_variant and _is_plain(layer.base_layer)
 
 
-def _is_plain(layer: Any) -> bool:
+def _is_plain(layer: nn.Module) -> bool:
     if type(layer) is not nn.Linear or isinstance(layer.weight, DTensor):
         return False
     return layer.weight.device.type == "cpu" and layer.weight.dtype in (torch.float32, torch.float64)

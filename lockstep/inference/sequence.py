@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from lockstep.inference.token_sampling import Truncation
-from lockstep.types import PartialCompletion, SamplingParams, TextCompletion
+from lockstep.types import PartialCompletion, SamplingParams, TextCompletion, Tokenizer
 
 
 class TokenSequence:
@@ -19,7 +19,7 @@ class TokenSequence:
     def __init__(
         self,
         prompt: Sequence[int],
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         params: SamplingParams,
         end_tokens: frozenset[int],
         max_new_tokens: int,
@@ -130,7 +130,7 @@ class TokenSequence:
 class Detokenizer:
     """Tokens one by one to text, as soon as it is certain: the bytes of one character may span several tokens."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
         # Text up to `_emitted` was returned; tokens from `_start` on are decoded again, as text depends on its left.

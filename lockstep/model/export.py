@@ -13,20 +13,21 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config import ConfigError
-from lockstep.model.policy import causal_lm
+from lockstep.model.policy import CausalLM, causal_lm
 from lockstep.model.stages import PassThrough
 from lockstep.rundir import Checkpoint, RunDir, damage
+from lockstep.types import Tokenizer
 
 # Names of trained parameters in a checkpoint begin so.
 PARAMETER_PREFIX = "model."
 
 
-def save_weights(model: Any, weights: Mapping[str, Tensor], path: Path) -> None:
+def save_weights(model: nn.Module, weights: Mapping[str, Tensor], path: Path) -> None:
     """Write a Hugging Face folder from whole tensors: the adapter of a PEFT model, otherwise the model."""
-    model = _with_every_layer(model)
+    whole = _with_every_layer(model)
     writing = path.with_name(f"writing-{path.name}")
     shutil.rmtree(writing, ignore_errors=True)
-    model.save_pretrained(writing, state_dict=dict(weights), **({} if _is_peft(model) else {"is_main_process": True}))
+    whole.save_pretrained(writing, state_dict=dict(weights), **({} if _is_peft(whole) else {"is_main_process": True}))
     shutil.rmtree(path, ignore_errors=True)
     os.replace(writing, path)
 
@@ -36,7 +37,7 @@ def _with_every_layer(model: Any) -> Any:
     that they do not find."""
     if not any(isinstance(module, PassThrough) for module in model.modules()):
         return model
-    cut = causal_lm(model)
+    cut: Any = causal_lm(model)
     with torch.device("meta"):
         whole = type(cut)(copy.deepcopy(cut.config)).to(cut.dtype)
         whole.generation_config = cut.generation_config
@@ -47,12 +48,12 @@ def _with_every_layer(model: Any) -> Any:
         return peft.get_peft_model(whole, copy.deepcopy(model.active_peft_config))
 
 
-def load_run(run: RunDir, dtype: torch.dtype | None = None, step: int | None = None) -> tuple[Any, Any]:
+def load_run(run: RunDir, dtype: torch.dtype | None = None, step: int | None = None) -> tuple[CausalLM, Tokenizer]:
     """(model with the trained weights of a checkpoint, tokenizer). LoRA stays an adapter on top of the base."""
     return _load_checkpoint(run, find_checkpoint(run, step), dtype)
 
 
-def _load_checkpoint(run: RunDir, checkpoint: Checkpoint, dtype: torch.dtype | None) -> tuple[Any, Any]:
+def _load_checkpoint(run: RunDir, checkpoint: Checkpoint, dtype: torch.dtype | None) -> tuple[CausalLM, Tokenizer]:
     from lockstep.model.load import DTYPES, build_model, load_causal_lm, load_run_tokenizer
     from lockstep.model.lora import add_lora
 
@@ -126,7 +127,7 @@ def export_run(run_dir: str | Path, to: Path | None = None, *, adapter: bool = F
 
 
 @torch.no_grad()
-def merge(model: Any) -> tuple[Any, float]:
+def merge(model: Any) -> tuple[CausalLM, float]:
     """(the base with adapters merged, the largest change of a log-prob by merging, on probe tokens)."""
     model.eval()
     vocabulary = model.config.get_text_config().vocab_size
@@ -137,5 +138,5 @@ def merge(model: Any) -> tuple[Any, float]:
     return merged, float((after - before).abs().max())
 
 
-def _is_peft(model: Any) -> bool:
+def _is_peft(model: nn.Module) -> bool:
     return hasattr(model, "peft_config")

@@ -9,28 +9,35 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lockstep.config import ConfigError, LoraConfig, ModelConfig, RunConfig
 from lockstep.model.lora import add_lora
+from lockstep.model.policy import CausalLM
 from lockstep.rundir import RunDir
+from lockstep.types import Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 
-def load_tokenizer(config: ModelConfig) -> Any:
+def load_tokenizer(config: ModelConfig) -> Tokenizer:
     from transformers import AutoTokenizer
 
     with _explaining(config):
-        return AutoTokenizer.from_pretrained(**_source(config))
+        tokenizer: Any = AutoTokenizer.from_pretrained(**_source(config))
+        return tokenizer
 
 
-def load_run_tokenizer(config: RunConfig) -> Any:
+def load_run_tokenizer(config: RunConfig) -> Tokenizer:
     """With the run's own chat template, if it has one, also for exports."""
     tokenizer = load_tokenizer(config.model)
     if config.data.chat_template not in ("auto", "none"):
@@ -38,7 +45,7 @@ def load_run_tokenizer(config: RunConfig) -> Any:
     return tokenizer
 
 
-def load_hf_config(config: ModelConfig) -> Any:
+def load_hf_config(config: ModelConfig) -> PreTrainedConfig:
     """The model's own configuration, without its weights."""
     from transformers import AutoConfig
 
@@ -46,7 +53,7 @@ def load_hf_config(config: ModelConfig) -> Any:
         return AutoConfig.from_pretrained(**_source(config))
 
 
-def load_causal_lm(config: ModelConfig, dtype: torch.dtype, *, with_weights: bool = True) -> Any:
+def load_causal_lm(config: ModelConfig, dtype: torch.dtype, *, with_weights: bool = True) -> PreTrainedModel:
     """On CPU. Without weights memory is not initialised, and costs nothing until it is written."""
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
@@ -69,7 +76,7 @@ def load_causal_lm(config: ModelConfig, dtype: torch.dtype, *, with_weights: boo
     return model
 
 
-def _read_generation_config(config: ModelConfig, model: Any) -> None:
+def _read_generation_config(config: ModelConfig, model: PreTrainedModel) -> None:
     """End tokens are not always in the model's configuration, and every rank needs the same."""
     from transformers import GenerationConfig
 
@@ -127,7 +134,7 @@ print(best(torch.bfloat16) < 0.8 * best(torch.float32))
     return result.returncode == 0 and result.stdout.strip() == "True"
 
 
-def load_for_inference(source: str | Path, device: str = "auto") -> tuple[Any, Any]:
+def load_for_inference(source: str | Path, device: str = "auto") -> tuple[CausalLM, Tokenizer]:
     """(model, tokenizer) from a run directory (base and trained weights), a model or adapter folder, or a Hub id."""
     from lockstep.model.export import load_run
 
@@ -135,6 +142,7 @@ def load_for_inference(source: str | Path, device: str = "auto") -> tuple[Any, A
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     place = torch.device(device)
+    model: Any
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
     if (path / "config.yaml").exists():
         model, tokenizer = load_run(RunDir(path), dtype)
@@ -146,7 +154,7 @@ def load_for_inference(source: str | Path, device: str = "auto") -> tuple[Any, A
     return model.to(place).eval(), tokenizer
 
 
-def _load_adapter(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
+def _load_adapter(path: Path, dtype: torch.dtype) -> tuple[CausalLM, Tokenizer]:
     import peft
     from transformers import AutoTokenizer
 
@@ -154,10 +162,11 @@ def _load_adapter(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     model = peft.PeftModel.from_pretrained(load_causal_lm(base, dtype), str(path))
     # The folder of an adapter is no model folder: its tokenizer is read as it is.
     has_tokenizer = (path / "tokenizer_config.json").exists()
-    return model, AutoTokenizer.from_pretrained(str(path)) if has_tokenizer else load_tokenizer(base)
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(path)) if has_tokenizer else load_tokenizer(base)
+    return model, tokenizer
 
 
-def build_model(config: ModelConfig, lora: LoraConfig | None, precision: str, *, with_weights: bool) -> Any:
+def build_model(config: ModelConfig, lora: LoraConfig | None, precision: str, *, with_weights: bool) -> CausalLM:
     """The module that a run trains. Trainable parameters are float32 or wider; frozen ones are in `precision`."""
     compute = DTYPES[precision]
     held = compute if lora is not None or precision == "fp64" else torch.float32
@@ -215,7 +224,7 @@ def check_model_source(config: ModelConfig) -> None:
         raise ConfigError(f"model.path {path} has {why}")
 
 
-def apply_weights(model: Any, weights: Mapping[str, Any]) -> None:
+def apply_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Copy into the model, by its own names: all its tensors, or all tensors of its adapters.
 
     Of tied tensors one name is enough. Anything that does not fit is a ValueError, and nothing is changed.
@@ -231,13 +240,13 @@ def apply_weights(model: Any, weights: Mapping[str, Any]) -> None:
             held[name].copy_(tensor)
 
 
-def _refuse_unknown(held: Mapping[str, Tensor], weights: Mapping[str, Any]) -> None:
+def _refuse_unknown(held: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
     unknown = sorted(weights.keys() - held.keys())
     if unknown:
         raise ValueError(f"{len(unknown)} of {len(weights)} tensors are not of this model, first {unknown[0]!r}")
 
 
-def _refuse_incomplete(held: Mapping[str, Tensor], weights: Mapping[str, Any], adapter: set[str]) -> None:
+def _refuse_incomplete(held: Mapping[str, Tensor], weights: Mapping[str, Tensor], adapter: set[str]) -> None:
     required = adapter if weights and weights.keys() <= adapter else held.keys()
     present = {id(held[name]) for name in weights}
     missing = sorted(name for name in required if id(held[name]) not in present)
@@ -245,7 +254,7 @@ def _refuse_incomplete(held: Mapping[str, Tensor], weights: Mapping[str, Any], a
         raise ValueError(f"{len(missing)} of {len(required)} tensors of the model are missing, first {missing[0]!r}")
 
 
-def _check_tensor(name: str, tensor: Any, held: Tensor) -> None:
+def _check_tensor(name: str, tensor: Tensor, held: Tensor) -> None:
     if isinstance(held, DTensor):
         raise ValueError("the model is spread over several processes: it cannot take weights from memory")
     if not isinstance(tensor, Tensor):
@@ -265,7 +274,7 @@ def _refuse_contradictions(held: Mapping[str, Tensor], weights: Mapping[str, Ten
             raise ValueError(f"{name} and {other} are one tensor in the model, and two different ones here")
 
 
-def _adapter_names(model: Any, held: Mapping[str, Tensor]) -> set[str]:
+def _adapter_names(model: nn.Module, held: Mapping[str, Tensor]) -> set[str]:
     """The adapter tensors of a PEFT model, otherwise none."""
     prefix = getattr(getattr(model, "base_model", None), "prefix", None) if hasattr(model, "peft_config") else None
     return {name for name in held if prefix and (prefix in name or ".modules_to_save." in name)}

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 
 from lockstep.config import LoraConfig
-from lockstep.model.policy import causal_lm, decoder_layers
+from lockstep.model.policy import CausalLM, causal_lm, decoder_layers
 
 
-def add_lora(model: nn.Module, config: LoraConfig) -> Any:
+def add_lora(model: nn.Module, config: LoraConfig) -> CausalLM:
     """Freeze the model and put adapters on its linear layers. Adapter weights are float32 or wider."""
     import peft
 
@@ -55,7 +56,7 @@ def is_sped_up(layer: nn.Module) -> bool:
     return isinstance(forward, functools.partial) and forward.func is _lean_forward
 
 
-def _lean_forward(layer: Any, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
+def _lean_forward(layer: Any, x: Tensor, *arguments: object, **options: object) -> Tensor:
     adapters = layer.active_adapters
     plain = len(adapters) == 1 and adapters[0] in layer.lora_A and not layer.disable_adapters and not layer.merged
     if arguments or options or not plain:
@@ -72,6 +73,12 @@ def _lean_forward(layer: Any, x: Tensor, *arguments: Any, **options: Any) -> Ten
     return product.view(*x.shape[:-1], -1)
 
 
+class _Context(FunctionCtx):
+    needs_input_grad: tuple[bool, ...]
+    saved_tensors: tuple[Tensor, ...]
+    scaling: float
+
+
 class _LoraProduct(torch.autograd.Function):
     """[T, in] -> [T, out] of a frozen layer and its adapter. Sums are taken inside the products, forward and backward.
 
@@ -80,7 +87,7 @@ class _LoraProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _Context,
         x: Tensor,
         dropped: Tensor | None,
         weight: Tensor,
@@ -96,7 +103,7 @@ class _LoraProduct(torch.autograd.Function):
         return F.linear(x, weight, bias).addmm_(narrow, up.T)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         adapter_input, weight, down, up, narrow = ctx.saved_tensors
         needs_x, needs_dropped = ctx.needs_input_grad[:2]

@@ -9,7 +9,7 @@ import contextlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -25,6 +25,12 @@ from lockstep.model.head import (
     token_facts,
     weighted_logprob_sum,
 )
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+CausalLM: TypeAlias = "PreTrainedModel | PeftModel"
 
 
 @dataclass(frozen=True)
@@ -170,7 +176,7 @@ def _keys_of(layout: attention.PackedLayout) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def _local(tensor: Any) -> Any:
+def _local(tensor: Tensor) -> Tensor:
     """This rank's rows of a split head."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -189,10 +195,10 @@ def tensor_plan(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     return modules
 
 
-def causal_lm(model: nn.Module) -> Any:
+def causal_lm(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside a PEFT wrapper, or the model itself."""
-    unwrap: Any = getattr(model, "get_base_model", None)
-    return model if unwrap is None else unwrap()
+    unwrap: Any = getattr(model, "get_base_model", lambda: model)
+    return unwrap()
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -207,7 +213,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return layers
 
 
-def logit_transform(causal: Any) -> LogitTransform:
+def logit_transform(causal: PreTrainedModel) -> LogitTransform:
     """What the configuration says happens to logits after the head; checked against the model's own forward."""
     config = causal.config.get_text_config()
     divisor, factor = getattr(config, "logits_scaling", None), getattr(config, "logit_scale", None)
@@ -215,6 +221,6 @@ def logit_transform(causal: Any) -> LogitTransform:
     return LogitTransform(scale, getattr(config, "final_logit_softcapping", None))
 
 
-def head_dim(causal: Any) -> int:
+def head_dim(causal: PreTrainedModel) -> int:
     config = causal.config.get_text_config()
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.model.policy import PackedTokens, Policy, causal_lm
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class PassThrough(nn.Module):
@@ -24,7 +27,7 @@ class PassThrough(nn.Module):
         plain = {k: v for k, v in vars(original).items() if isinstance(v, (bool, int, float, str)) and k != "training"}
         self.__dict__.update(plain)
 
-    def forward(self, hidden_states: Any, *arguments: Any, **options: Any) -> Any:
+    def forward(self, hidden_states: Tensor, *arguments: object, **options: object) -> Tensor:
         return hidden_states
 
 
@@ -86,10 +89,10 @@ def layer_costs(policy: Policy) -> tuple[list[float], float]:
     return costs, float(causal.get_output_embeddings().weight.numel())
 
 
-def head_alone(policy: Policy) -> Any:
+def head_alone(policy: Policy) -> PreTrainedModel:
     """The model with every layer passed through: its head, and what it does to logits after that."""
     causal = causal_lm(policy.model)
-    alone: Any = copy.copy(causal)
+    alone = copy.copy(causal)
     num_layers = len(getattr(causal.base_model, _names(causal)["layers"]))
     alone._modules = {**causal._modules, causal.base_model_prefix: _body_of(policy, range(0), num_layers)}
     return alone
@@ -117,7 +120,7 @@ def _body_of(policy: Policy, layers: range, num_layers: int) -> nn.Module:
     """The model without its head, sharing modules, with pass-throughs for all that is not in `layers`."""
     causal = causal_lm(policy.model)
     base, names = causal.base_model, _names(causal)
-    body: Any = copy.copy(base)
+    body = copy.copy(base)
     body._modules = dict(base._modules)
     own = getattr(base, names["layers"])
     body._modules[names["layers"]] = nn.ModuleList(
@@ -130,13 +133,13 @@ def _body_of(policy: Policy, layers: range, num_layers: int) -> nn.Module:
     return body
 
 
-def _is_tied(causal: Any) -> bool:
+def _is_tied(causal: PreTrainedModel) -> bool:
     ends = (causal.get_output_embeddings(), causal.get_input_embeddings())
     head, embedding = (getattr(module, "weight", None) for module in ends)
     return head is not None and head is embedding
 
 
-def _names(causal: Any) -> dict[str, str]:
+def _names(causal: PreTrainedModel) -> dict[str, str]:
     """Attribute names of embedding, layers and final norm, from the model's own plan."""
     plan = getattr(causal, "_pp_plan", None) or {}
     prefix = causal.base_model_prefix + "."

@@ -6,11 +6,10 @@ and back.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -44,16 +43,20 @@ class HeadExchange:
         return traded.transpose(0, 1).flatten(1, 2)[None]
 
 
+class _Context(FunctionCtx):
+    group: dist.ProcessGroup
+
+
 class _Trade(torch.autograd.Function):
     """Part i of every rank goes to rank i. Its own inverse, and so its own gradient."""
 
     @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: _Context, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         return _trade(parts, group)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _Context, *gradients: Tensor) -> tuple[Tensor, None]:
         return _trade(gradients[0], ctx.group), None
 
 

@@ -173,7 +173,7 @@ def _heads(config: Any, degrees: Degrees) -> tuple[int, int]:
     return queries, queries if keys % degrees.context else keys
 
 
-def _layers(causal: Any) -> list[Any]:
+def _layers(causal: Any) -> list[nn.Module]:
     """FSDP2 makes a subclass of each layer's class."""
     names = set(causal._no_split_modules or ())
     return [m for m in causal.modules() if names & {kind.__name__ for kind in type(m).__mro__}]
@@ -223,7 +223,7 @@ def _sums(plan: Mapping[str, tuple[nn.Module, str]], causal: Any, hidden: int) -
     }
 
 
-def _adapter_ranks(module: Any, half: str) -> int:
+def _adapter_ranks(module: nn.Module, half: str) -> int:
     """Of LoRA's matrices on the split side, together."""
     adapters = getattr(module, half, {}).values()
     return sum(min(linear.in_features, linear.out_features) for linear in adapters)

@@ -10,7 +10,7 @@ import resource
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lockstep.config.parallel import AXES, ONE_RANK, Degrees
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -52,15 +54,14 @@ class ProcessGroup:
             dist.all_reduce(values)
         return values
 
-    def broadcast_object(self, value: Any) -> Any:
-        """Rank 0's value, on every rank. All ranks."""
-        if self.num_ranks == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0)
+    def broadcast_object(self, value: T | None) -> T:
+        """Rank 0's value, on every rank; what the others pass is not read. All ranks."""
+        box: list[Any] = [value]
+        if self.num_ranks > 1:
+            dist.broadcast_object_list(box, src=0)
         return box[0]
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: T) -> list[T]:
         """Every rank's value, in the order of ranks. All ranks."""
         if self.num_ranks == 1:
             return [value]

@@ -2,11 +2,11 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -106,9 +106,13 @@ class NarrowCopies:
         return self._kept
 
 
+class _Context(FunctionCtx):
+    wide_dtype: torch.dtype
+
+
 class _Narrowed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, *wide: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: _Context, dtype: torch.dtype, *wide: Tensor) -> tuple[Tensor, ...]:
         ctx.wide_dtype = wide[0].dtype
         ctx.set_materialize_grads(False)  # a parameter that was not used has no gradient, not a gradient of zeros
         narrow = [torch.empty(w.shape, dtype=dtype, device=w.device) for w in wide]
@@ -116,7 +120,7 @@ class _Narrowed(torch.autograd.Function):
         return tuple(narrow)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Context, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         narrow = [g for g in gradients if g is not None]
         wide = [torch.empty(g.shape, dtype=ctx.wide_dtype, device=g.device) for g in narrow]
         torch._foreach_copy_(wide, narrow)
@@ -124,7 +128,7 @@ class _Narrowed(torch.autograd.Function):
         return (None, *(None if g is None else next(rest) for g in gradients))
 
 
-_Place = tuple[dict[str, Any], str]
+_Place = tuple[dict[str, nn.Parameter | None], str]
 
 
 def _places_of_parameters(module: nn.Module) -> list[tuple[nn.Parameter, _Place]]:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -161,11 +162,11 @@ def _linears(splitter: _Splitter, module: nn.Module, adapter: str) -> list[Any]:
     return [base, *getattr(module, adapter, {}).values()]
 
 
-def _columns(linear: Any, entrance: _Entrance) -> Forward:
+def _columns(linear: nn.Linear, entrance: _Entrance) -> Forward:
     return lambda x: F.linear(entrance.enter(x), local(linear.weight), local(linear.bias))
 
 
-def _rows(linear: Any, mesh: DeviceMesh) -> Forward:
+def _rows(linear: nn.Linear, mesh: DeviceMesh) -> Forward:
     def forward(x: Tensor) -> Tensor:
         total = _Leave.apply(F.linear(x, local(linear.weight)), mesh)
         return total if linear.bias is None else total + linear.bias
@@ -231,7 +232,7 @@ class SplitVocabulary:
         return _reduce(values, self._mesh, dist.ReduceOp.MAX)
 
 
-def local(tensor: Any) -> Any:
+def local(tensor: Tensor) -> Tensor:
     """This rank's part; the gradient goes back to the whole."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -246,16 +247,22 @@ def first_row(weight: DTensor) -> int:
 # --- collectives with their gradients -------------------------------------------------------------------------------
 
 
+class _Context(FunctionCtx):
+    mesh: DeviceMesh
+    part: tuple[int, int, int]  # dim, start, length
+    whole: tuple[DeviceMesh, int, int]  # ranks, size, dim
+
+
 class _Enter(torch.autograd.Function):
     """Identity forward, a sum over ranks backward: for a value that all ranks have and use differently."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
+    def forward(ctx: _Context, x: Tensor, mesh: DeviceMesh) -> Tensor:
         ctx.mesh = mesh
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _Context, *gradients: Tensor) -> tuple[Tensor, None]:
         return _reduce(gradients[0], ctx.mesh), None
 
 
@@ -263,11 +270,11 @@ class _Leave(torch.autograd.Function):
     """A sum over ranks forward, identity backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
+    def forward(ctx: _Context, x: Tensor, mesh: DeviceMesh) -> Tensor:
         return _reduce(x, mesh)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _Context, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0], None
 
 
@@ -275,12 +282,12 @@ class _Gather(torch.autograd.Function):
     """All ranks' parts along `dim`; backward, this rank's part of the gradient, which all ranks have alike."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, size: int, dim: int) -> Tensor:
+    def forward(ctx: _Context, x: Tensor, mesh: DeviceMesh, size: int, dim: int) -> Tensor:
         ctx.part = (dim, *_part(size, mesh))
         return _put_together(x, mesh, size, dim)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: _Context, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         return gradients[0].narrow(*ctx.part), None, None, None
 
 
@@ -288,12 +295,12 @@ class _Cut(torch.autograd.Function):
     """This rank's part of what all have, along `dim`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+    def forward(ctx: _Context, x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
         ctx.whole = (mesh, x.shape[dim], dim)
         return x.narrow(dim, *_part(x.shape[dim], mesh)).contiguous()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: _Context, *gradients: Tensor) -> tuple[Tensor, None, None]:
         return _put_together(gradients[0], *ctx.whole), None, None
 
 

@@ -22,6 +22,7 @@ from lockstep.config.parallel import AXES
 from lockstep.parallel.group import ProcessGroup, peak_memory_gib
 from lockstep.types import Metrics
 
+Exchanged = Tensor | Sequence[Tensor] | Sequence[Sequence[Tensor]]
 # Methods of torch's ProcessGroup, in older and newer versions: (kind, index of the argument that holds all that is
 # exchanged). Receiving sends nothing.
 _METHODS = {
@@ -147,7 +148,7 @@ class Traffic:
 
     # --- called by the hooks ----------------------------------------------------------------------------------------
 
-    def count_call(self, kind: str, exchanged: Any, process_group: dist.ProcessGroup) -> None:
+    def count_call(self, kind: str, exchanged: Exchanged, process_group: dist.ProcessGroup) -> None:
         name = process_group.group_name
         if name not in self._axes:
             self._axes = self._name_axes()
@@ -157,11 +158,11 @@ class Traffic:
         self.current.num_calls[axis, kind] += 1
         self.current.sent_bytes[axis, kind] += _num_bytes(exchanged) * sent_share(kind, process_group.size())
 
-    def count_async(self, work: Any) -> None:
+    def count_async(self, work: dist.Work) -> None:
         if self._measures_time:
             self._async_calls.start(work)
 
-    def count_wait(self, work: Any, seconds: float) -> None:
+    def count_wait(self, work: dist.Work, seconds: float) -> None:
         if self._measures_time and threading.get_ident() == self._thread:
             self._async_calls.forget(work)
             self.current.wait_s += seconds
@@ -198,16 +199,16 @@ class AsyncCalls:
     """Collectives that were started and that no Python code waits for."""
 
     def __init__(self) -> None:
-        self._works: dict[int, Any] = {}
+        self._works: dict[int, dist.Work] = {}
         self._started_at = 0.0
         self._ended_at: dict[int, float] = {}
 
-    def start(self, work: Any) -> None:
+    def start(self, work: dist.Work) -> None:
         key, ended_at = id(work), self._ended_at
         self._works[key], self._started_at = work, time.perf_counter()
         work.get_future().add_done_callback(lambda _: ended_at.__setitem__(key, time.perf_counter()))
 
-    def forget(self, work: Any) -> None:
+    def forget(self, work: dist.Work) -> None:
         self._works.pop(id(work), None)
 
     def end(self) -> float:
@@ -230,7 +231,7 @@ def _watching(traffic: Traffic) -> Iterator[None]:
     threads, which need it to free tensors, would never finish.
     """
     # From the classes' own dictionaries: what attribute access returns would not bind when put back.
-    places: list[tuple[Any, str]] = [(dist.ProcessGroup, name) for name in _METHODS if name in vars(dist.ProcessGroup)]
+    places: list[tuple[type, str]] = [(dist.ProcessGroup, name) for name in _METHODS if name in vars(dist.ProcessGroup)]
     own = {(owner, name): vars(owner)[name] for owner, name in (*places, (dist.Work, "wait"))}
     for owner, name in places:
         setattr(owner, name, _counted(traffic, getattr(owner, name), *_METHODS[name]))
@@ -242,8 +243,10 @@ def _watching(traffic: Traffic) -> Iterator[None]:
             setattr(owner, name, method)
 
 
-def _counted(traffic: Traffic, method: Callable[..., Any], kind: str, exchanged_at: int) -> Callable[..., Any]:
-    def call(process_group: Any, *arguments: Any, **options: Any) -> Any:
+def _counted(
+    traffic: Traffic, method: Callable[..., dist.Work], kind: str, exchanged_at: int
+) -> Callable[..., dist.Work]:
+    def call(process_group: dist.ProcessGroup, *arguments: Any, **options: object) -> dist.Work:
         work = method(process_group, *arguments, **options)
         traffic.count_call(kind, arguments[exchanged_at], process_group)
         if kind == "all_reduce" and arguments[-1].asyncOp:
@@ -253,8 +256,8 @@ def _counted(traffic: Traffic, method: Callable[..., Any], kind: str, exchanged_
     return call
 
 
-def _timed(traffic: Traffic, own_wait: Callable[..., Any]) -> Callable[..., Any]:
-    def wait(work: Any, *arguments: Any, **options: Any) -> Any:
+def _timed(traffic: Traffic, own_wait: Callable[..., bool]) -> Callable[..., bool]:
+    def wait(work: dist.Work, *arguments: object, **options: object) -> bool:
         started = time.perf_counter()
         try:
             return own_wait(work, *arguments, **options)
@@ -264,7 +267,7 @@ def _timed(traffic: Traffic, own_wait: Callable[..., Any]) -> Callable[..., Any]
     return wait
 
 
-def _num_bytes(exchanged: Any) -> int:
+def _num_bytes(exchanged: Exchanged) -> int:
     if isinstance(exchanged, Tensor):
         return exchanged.nbytes
     return sum(_num_bytes(part) for part in exchanged)

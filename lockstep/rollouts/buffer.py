@@ -130,7 +130,7 @@ class Buffer(Generic[T]):
         assert self.is_training, "no step was taken"
         self.step, self.is_training = self.step + 1, False
 
-    def to_json(self, write: Callable[[T], Any]) -> dict[str, Any]:
+    def to_json(self, write: Callable[[T], object]) -> dict[str, object]:
         """Between two steps."""
         assert not self.is_training, "there is no consistent state in the middle of a step"
         return {

@@ -49,7 +49,7 @@ class Rollout:
     def sampled_versions(self) -> list[int]:
         return [version for version, sampled in zip(self.versions, self.sampled, strict=True) if sampled]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         # JSON has no nan: an unknown reward is null.
         outcome = asdict(self.outcome) | ({"reward": None} if self.outcome.reward_failed else {})
         return {name: getattr(self, name) for name in self.__slots__} | {"outcome": outcome}
@@ -86,7 +86,7 @@ class Group:
         """Of the weights behind any of its tokens. A group without tokens is never too old."""
         return min((version for rollout in self.rollouts for version in rollout.versions), default=sys.maxsize)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Without the prompt, which `prompt_at(key)` gives."""
         return {"key": self.key, "rollouts": [rollout.to_json() for rollout in self.rollouts]}
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.algorithms.advantages import has_zero_std
 from lockstep.config import GrpoConfig, RunConfig
@@ -22,6 +22,9 @@ from lockstep.rollouts.buffer import Buffer, RolloutBatch, StalenessSchedule
 from lockstep.rollouts.episode import Episode, EpisodeGroups, EpisodeRunner, Group
 from lockstep.types import Metrics, PartialCompletion, PartialCompletions, Prompt, SamplingParams, TextCompletion
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 class Engines(Protocol):
     """Samplers in other processes. Any thread may call them."""
@@ -29,7 +32,7 @@ class Engines(Protocol):
     @property
     def num_serving(self) -> int: ...
 
-    def publish(self, version: int, tensors: Mapping[str, Any]) -> None: ...
+    def publish(self, version: int, tensors: Mapping[str, Tensor]) -> None: ...
 
     def sample(
         self,
@@ -102,7 +105,7 @@ class PartialGroup:
     episodes: EpisodeGroups | None = None
     completions: PartialCompletions | None = None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {
             name: [[asdict(entry) if entry else None for entry in group] for group in value]
             for name, value in vars(self).items()
@@ -175,7 +178,7 @@ class Orchestrator:
         with self._changed:
             self._buffer.advance()
 
-    def publish(self, weights: Mapping[str, Any]) -> None:
+    def publish(self, weights: Mapping[str, Tensor]) -> None:
         """In the background, as the version that the buffer is at."""
         with self._changed:
             assert not self._is_publishing, "wait_published comes first"
@@ -224,7 +227,7 @@ class Orchestrator:
             num_ready = len(self._buffer.ready)
         return {"buffer": float(num_ready), "engines": float(self._engines.num_serving)}
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         with self._changed:
             groups = {str(key): group.to_json() for key, group in self._partial.items()} if self._runs_ahead else {}
             return {"buffer": self._buffer.to_json(Group.to_json), "partial": groups}

@@ -19,7 +19,7 @@ from lockstep.config import ConfigError, GrpoConfig, RunConfig
 from lockstep.config.data import SourceConfig
 from lockstep.data.prompts import PromptReader, PromptRow, Prompts
 from lockstep.data.sources.rows import Row
-from lockstep.inference.engine import LocalEngine
+from lockstep.inference.engine import CausalLM, LocalEngine
 from lockstep.rollouts.buffer import Buffer, RolloutBatch
 from lockstep.rollouts.environments.reasoning import is_task, make_rows
 from lockstep.rollouts.episode import EpisodeRunner, Group
@@ -34,7 +34,7 @@ from lockstep.rollouts.rewards.scoring import (
     load_reward,
 )
 from lockstep.rundir import RunDir
-from lockstep.types import Metrics, PartialCompletions, Prompt, SamplingParams, TextCompletion
+from lockstep.types import Metrics, NamedTensors, PartialCompletions, Prompt, SamplingParams, TextCompletion, Tokenizer
 
 ROLLOUTS_FILE = "rollouts.json"
 T = TypeVar("T")
@@ -82,7 +82,7 @@ def open_rollouts(
     step: int,
     cursor: int,
     broadcast: Broadcast,
-    read_weights: Callable[[], Mapping[str, Any]],
+    read_weights: Callable[[], NamedTensors],
     colocated_engine: Callable[[], ColocatedEngine],
     start_engines: Callable[[], Engines],
 ) -> Iterator[RolloutSource]:
@@ -167,7 +167,7 @@ class PromptData:
         return [f"{num_dropped:,} prompts are left out: they leave no room for an answer in data.max_length"]
 
 
-def read_prompt_data(config: RunConfig, tokenizer: Any) -> PromptData:
+def read_prompt_data(config: RunConfig, tokenizer: Tokenizer) -> PromptData:
     algorithm = config.algorithm
     assert isinstance(algorithm, GrpoConfig)
     check_rewards(algorithm)
@@ -227,9 +227,9 @@ class ColocatedEngine:
 
     def __init__(
         self,
-        borrow: Callable[[], AbstractContextManager[Any]],
-        tokenizer: Any,
-        gather: Callable[[Any], list[Any]],
+        borrow: Callable[[], AbstractContextManager[CausalLM]],
+        tokenizer: Tokenizer,
+        gather: Callable[[list[list[TextCompletion]]], list[list[list[TextCompletion]]]],
         *,
         rank: int = 0,
         replicas: int = 1,
@@ -270,7 +270,7 @@ class ColocatedEngine:
             completions[replica :: self._replicas] = own
         return completions
 
-    def _engine_of(self, model: Any) -> LocalEngine:
+    def _engine_of(self, model: CausalLM) -> LocalEngine:
         """Kept between calls, with what it found out about the model."""
         if self._engine is None or self._engine.model is not model:
             self._engine = LocalEngine(
@@ -332,7 +332,7 @@ class EngineRollouts:
         self,
         orchestrator: Orchestrator | None,
         broadcast: Broadcast,
-        read_weights: Callable[[], Mapping[str, Any]],
+        read_weights: Callable[[], NamedTensors],
         *,
         interval_s: float,
     ) -> None:
@@ -392,7 +392,7 @@ def open_buffer(stream: PromptStream, state: Mapping[str, Any] | None, *, step: 
     return Buffer.from_json(stream.schedule, state["buffer"], lambda group: Group.from_json(group, stream.prompt_at))
 
 
-def write_rollouts(folder: Path, state: Mapping[str, Any]) -> None:
+def write_rollouts(folder: Path, state: Mapping[str, object]) -> None:
     text = json.dumps(state, separators=(",", ":"))
     (folder / ROLLOUTS_FILE).write_text(text, encoding="utf-8")
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from lockstep.config import CheckpointConfig
 from lockstep.rundir import RunDir
@@ -112,7 +111,7 @@ class Checkpoints:
     def close(self) -> None:
         self._committer.shutdown(wait=False)
 
-    def _finish(self, written: Future[None], step: int, extra: dict[str, Any], score: float | None) -> None:
+    def _finish(self, written: Future[None], step: int, extra: Mapping[str, object], score: float | None) -> None:
         written.result()
         if self._run.owner:
             self._run.commit_checkpoint(step, extra, score)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from lockstep.algorithms.advantages import find_advantages
 from lockstep.config import GrpoConfig, RunConfig
@@ -42,7 +41,7 @@ from lockstep.train.steps import (
     starts_with_validation,
     stop_if_not_finite,
 )
-from lockstep.types import Datum, LossSpec, Metrics, SamplingParams, TrainingBackend
+from lockstep.types import Datum, LossSpec, Metrics, SamplingParams, Tokenizer, TrainingBackend
 
 
 def train(inputs: LoopInputs[PromptRow], rollouts: RolloutSource, total: int) -> Progress:
@@ -183,7 +182,7 @@ def update(
     return updates
 
 
-def policy_options(algorithm: GrpoConfig, *, on_policy: bool = False) -> dict[str, Any]:
+def policy_options(algorithm: GrpoConfig, *, on_policy: bool = False) -> dict[str, object]:
     """Of the loss; a KL that counts in the reward is not in it. `on_policy`: see PolicyGradientOptions."""
     names = ("ratio", "objective", "clip_low", "clip_high", "dual_clip", "kl", "entropy_coefficient")
     options = {name: getattr(algorithm, name) for name in (*names, "importance_weighting", "importance_cap")}
@@ -238,7 +237,7 @@ def count_steps(config: RunConfig, prompts: Prompts) -> int:
     return num_steps(config, Batches(prompts, config.batch, seed=config.seed, shuffle=config.data.shuffle))  # type: ignore[arg-type]
 
 
-def describe(config: RunConfig, tokenizer: Any) -> dict[str, Any]:
+def describe(config: RunConfig, tokenizer: Tokenizer) -> dict[str, object]:
     """What can be said of a run before it samples."""
     algorithm, data = config.algorithm, read_prompt_data(config, tokenizer)
     assert isinstance(algorithm, GrpoConfig)

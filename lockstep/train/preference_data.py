@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.config import ConfigError, DpoConfig, KtoConfig, RunConfig
+from lockstep.data.columns import Rows
 from lockstep.data.dataset import CompiledData
 from lockstep.types import Completion, Datum, Metrics
 
@@ -24,7 +25,9 @@ def discount_length(pairs: Sequence[Datum], ld_alpha: float) -> list[Datum]:
         shared = min(int(np.count_nonzero(own)) for own in weights)
         for own in weights:
             own[np.flatnonzero(own)[shared:]] *= ld_alpha
-        completions = [replace(c, weights=cast(Any, own)) for c, own in zip(pair.completions, weights, strict=True)]
+        completions = [
+            replace(c, weights=cast(Sequence[float], own)) for c, own in zip(pair.completions, weights, strict=True)
+        ]
         discounted.append(replace(pair, completions=completions))
     return discounted
 
@@ -66,7 +69,7 @@ def mismatch(rows: Sequence[Datum], max_length: int) -> list[Datum]:
 class AsLabelled(Sequence[Datum]):
     """Every pair as two rows: the preferred answer with label 1, the other with label 0."""
 
-    def __init__(self, pairs: Any) -> None:
+    def __init__(self, pairs: Rows) -> None:
         """`pairs` are compiled rows, with a digest and columns."""
         self._pairs = pairs
 
@@ -86,7 +89,7 @@ class AsLabelled(Sequence[Datum]):
         pair: Datum = self._pairs[number]
         answer = pair.completions[side]
         label = np.full(len(answer.tokens), 1 - side, dtype=np.float32)
-        return Datum(pair.prompt, [replace(answer, values={"label": cast(Any, label)})], pair.origin)
+        return Datum(pair.prompt, [replace(answer, values={"label": cast(Sequence[float], label)})], pair.origin)
 
     def __iter__(self) -> Iterator[Datum]:
         return (self[i] for i in range(len(self)))
@@ -214,13 +217,13 @@ _PAIR_OPTIONS = (
 )
 
 
-def pair_options(algorithm: DpoConfig, num_chosen_tokens: float | None = None) -> dict[str, Any]:
+def pair_options(algorithm: DpoConfig, num_chosen_tokens: float | None = None) -> dict[str, object]:
     """Options of the loss. `num_chosen_tokens`: supervised tokens of the preferred answers in the global batch."""
-    options: dict[str, Any] = {name: getattr(algorithm, name) for name in _PAIR_OPTIONS}
+    options: dict[str, object] = {name: getattr(algorithm, name) for name in _PAIR_OPTIONS}
     return {**options, "losses": dict(algorithm.loss), "num_chosen_tokens": num_chosen_tokens}
 
 
-def label_options(algorithm: KtoConfig, kl: float = 0.0) -> dict[str, Any]:
+def label_options(algorithm: KtoConfig, kl: float = 0.0) -> dict[str, object]:
     """Options of the loss. `kl`: from the reference, estimated over the global batch."""
     names = ("loss", "beta", "desirable_weight", "undesirable_weight")
     return {**{name: getattr(algorithm, name) for name in names}, "kl": kl}

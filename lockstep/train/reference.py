@@ -22,15 +22,16 @@ import numpy.typing as npt
 
 from lockstep.config import DpoConfig, GrpoConfig, KtoConfig, RunConfig, SftConfig
 from lockstep.config.algorithm import ReferenceKind
+from lockstep.data.columns import Rows
 from lockstep.data.order import Batches
-from lockstep.train.preference_data import estimates_kl
+from lockstep.train.preference_data import AsLabelled, estimates_kl
 from lockstep.train.schedule import num_steps
 from lockstep.types import Completion, Datum, Logprobs
 
 FORMAT = 1
 REFERENCE = "reference_logprobs"  # the name of these values in a completion
 _ABANDONED_S = 3600.0  # a writer adds to its file every few seconds
-Identity = Mapping[str, Any]
+Identity = Mapping[str, object]
 
 
 class DamagedEntry(Exception):
@@ -40,13 +41,13 @@ class DamagedEntry(Exception):
 class ReferenceLogprobs:
     """One value per completion token of each row, in the order of the rows."""
 
-    def __init__(self, values: npt.NDArray[Any], starts: npt.NDArray[np.int64]) -> None:
+    def __init__(self, values: npt.NDArray[np.floating], starts: npt.NDArray[np.int64]) -> None:
         self._values, self._starts = values, starts
 
     def __len__(self) -> int:
         return len(self._starts) - 1
 
-    def of(self, row: int) -> npt.NDArray[Any]:
+    def of(self, row: int) -> npt.NDArray[np.floating]:
         return self._values[self._starts[row] : self._starts[row + 1]]
 
 
@@ -56,7 +57,7 @@ class ReferenceStore:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def open(self, identity: Identity, rows: Any) -> ReferenceLogprobs | None:
+    def open(self, identity: Identity, rows: Sequence[Datum]) -> ReferenceLogprobs | None:
         """None where there is no entry; raises DamagedEntry for one that does not verify."""
         path = self._path(identity)
         if not path.exists():
@@ -77,7 +78,7 @@ class ReferenceStore:
             raise DamagedEntry(str(error) or type(error).__name__) from error
         return ReferenceLogprobs(mapped, _starts(sizes))
 
-    def write(self, identity: Identity, rows: Any, batches: Iterable[Sequence[Logprobs]]) -> None:
+    def write(self, identity: Identity, rows: Sequence[Datum], batches: Iterable[Sequence[Logprobs]]) -> None:
         """`batches`: the log-probs of all rows. Replaces a damaged entry."""
         try:
             self._write(identity, rows, batches)
@@ -87,13 +88,13 @@ class ReferenceStore:
                 "some space, set data.cache_dir to another folder, or algorithm.reference to copy"
             ) from error
 
-    def _write(self, identity: Identity, rows: Any, batches: Iterable[Sequence[Logprobs]]) -> None:
+    def _write(self, identity: Identity, rows: Sequence[Datum], batches: Iterable[Sequence[Logprobs]]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._sweep()
         path = self._path(identity)
         made = Path(tempfile.mkdtemp(prefix=f"{path.name}.making-", dir=self._folder))
         try:
-            manifest = _write_values(made / "values.bin", identity["dtype"], batches)
+            manifest = _write_values(made / "values.bin", str(identity["dtype"]), batches)
             sizes = token_counts(rows)
             assert (manifest["num_rows"], manifest["num_values"]) == (len(sizes), int(sizes.sum()))
             with (made / "manifest.json").open("w", encoding="utf-8") as file:
@@ -129,7 +130,7 @@ def describe_files(path: Path) -> dict[str, str]:
     return digests
 
 
-def token_counts(rows: Any) -> npt.NDArray[np.int64]:
+def token_counts(rows: Sequence[Datum]) -> npt.NDArray[np.int64]:
     """Completion tokens of each row; compiled rows have them as a column."""
     if hasattr(rows, "column"):
         return cast(npt.NDArray[np.int64], rows.column("pieces")[:, 1:].sum(axis=1, dtype=np.int64))
@@ -144,7 +145,7 @@ def _plain(identity: Identity) -> Any:
     return json.loads(json.dumps(dict(identity), sort_keys=True))
 
 
-def _write_values(path: Path, dtype: str, batches: Iterable[Sequence[Logprobs]]) -> dict[str, Any]:
+def _write_values(path: Path, dtype: str, batches: Iterable[Sequence[Logprobs]]) -> dict[str, int | str]:
     digest, num_rows, num_values = hashlib.sha256(), 0, 0
     with path.open("wb") as file:
         for batch in batches:
@@ -163,7 +164,7 @@ def _write_values(path: Path, dtype: str, batches: Iterable[Sequence[Logprobs]])
 class WithReference(Sequence[Datum]):
     """Rows whose completions carry the reference's log-probs."""
 
-    def __init__(self, rows: Any, logprobs: ReferenceLogprobs) -> None:
+    def __init__(self, rows: Sequence[Datum], logprobs: ReferenceLogprobs) -> None:
         assert len(rows) == len(logprobs), "log-probs of other rows"
         self._rows, self._logprobs = rows, logprobs
 
@@ -186,7 +187,7 @@ class WithReference(Sequence[Datum]):
         for completion in datum.completions:
             own = values[begin : begin + len(completion.tokens)]
             begin += len(completion.tokens)
-            completions.append(replace(completion, values={**completion.values, REFERENCE: cast(Any, own)}))
+            completions.append(replace(completion, values={**completion.values, REFERENCE: cast(Sequence[float], own)}))
         assert begin == len(values), f"{datum.origin}: log-probs of another row"
         return replace(datum, completions=completions)
 
@@ -200,6 +201,7 @@ class WithReference(Sequence[Datum]):
 
 
 _ROWS_AT_ONCE = 256
+CompiledRows = Rows | AsLabelled
 Forward = Callable[[Sequence[Datum]], list[Logprobs]]
 
 
@@ -269,14 +271,14 @@ class PrecomputeSettings:
     """
 
     folder: Path
-    model: Any
+    model: Mapping[str, str | None]
     precision: str
     writes: bool
     gather: Callable[[bool], Sequence[bool]]
     report: Callable[[str], None]
     warn: Callable[[str], None]
 
-    def identity(self, rows: Any) -> dict[str, Any]:
+    def identity(self, rows: CompiledRows) -> dict[str, object]:
         return {
             "format": FORMAT,
             "model": self.model,
@@ -285,7 +287,7 @@ class PrecomputeSettings:
             "dtype": "<f8" if self.precision == "fp64" else "<f4",
         }
 
-    def find(self, rows: Any) -> ReferenceLogprobs | None:
+    def find(self, rows: CompiledRows) -> ReferenceLogprobs | None:
         try:
             return ReferenceStore(self.folder).open(self.identity(rows), rows)
         except DamagedEntry as error:
@@ -293,12 +295,14 @@ class PrecomputeSettings:
             return None
 
 
-def has_all(settings: PrecomputeSettings, splits: Sequence[Any]) -> bool:
+def has_all(settings: PrecomputeSettings, splits: Sequence[CompiledRows]) -> bool:
     """Whether every rank finds all of them on its disk. All ranks."""
     return all(settings.gather(all(settings.find(rows) is not None for rows in splits if len(rows))))
 
 
-def add_reference(rows: Any, name: str, forward: Forward | None, settings: PrecomputeSettings) -> Sequence[Datum]:
+def add_reference(
+    rows: CompiledRows, name: str, forward: Forward | None, settings: PrecomputeSettings
+) -> Sequence[Datum]:
     """The rows with their reference's log-probs: those on disk, or computed now by all ranks together. All ranks."""
     if len(rows) == 0:
         return rows
@@ -321,7 +325,9 @@ def add_reference(rows: Any, name: str, forward: Forward | None, settings: Preco
     return WithReference(rows, stored)
 
 
-def _compute(rows: Any, name: str, forward: Forward, report: Callable[[str], None]) -> Iterator[list[Logprobs]]:
+def _compute(
+    rows: Sequence[Datum], name: str, forward: Forward, report: Callable[[str], None]
+) -> Iterator[list[Logprobs]]:
     for start in range(0, len(rows), _ROWS_AT_ONCE):
         report(f"reference of {name}: {start:,} of {len(rows):,} rows")
         yield forward(rows[start : start + _ROWS_AT_ONCE])

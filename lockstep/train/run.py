@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 
 from lockstep.backend.torch_backend import TorchBackend, agree_on_precision, join_group
 from lockstep.config import ConfigError, RunConfig
 from lockstep.data.cache import cache_folder
-from lockstep.data.dataset import CompiledData, compile_data
+from lockstep.data.dataset import CompiledData, CompileProgress, compile_data
 from lockstep.data.order import Batches
 from lockstep.data.packing import partition
 from lockstep.evaluation import metrics
@@ -39,7 +40,7 @@ from lockstep.parallel.group import ProcessGroup, choose_device
 from lockstep.rollouts.engines.pool import start_engines
 from lockstep.rollouts.orchestrator import Engines
 from lockstep.rollouts.source import ColocatedEngine, PromptData, RolloutSource, open_rollouts, read_prompt_data
-from lockstep.rundir import RunDir
+from lockstep.rundir import Checkpoint, RunDir
 from lockstep.train import dpo, grpo, sft
 from lockstep.train.checkpoints import Checkpoints, Progress
 from lockstep.train.preference_data import (
@@ -61,6 +62,7 @@ from lockstep.train.reference import (
 from lockstep.train.schedule import num_steps
 from lockstep.train.steps import Diverged, LoopInputs
 from lockstep.train.validation import AnswerScores, last_answer
+from lockstep.types import Tokenizer
 
 if TYPE_CHECKING:
     from lockstep.backend.deepspeed.backend import DeepSpeedBackend
@@ -121,7 +123,7 @@ def run(run_dir: Path) -> None:
 
 
 def prepare_rows(
-    config: RunConfig, tokenizer: Any, run: RunDir, num_ranks: int
+    config: RunConfig, tokenizer: Tokenizer, run: RunDir, num_ranks: int
 ) -> tuple[CompiledData | PromptData, RowsToLearn]:
     if config.algorithm.kind == "grpo":
         prompts = read_prompt_data(config, tokenizer)
@@ -132,8 +134,8 @@ def prepare_rows(
     return data, rows_to_learn(config, data)
 
 
-def prepare_data(config: RunConfig, tokenizer: Any, run: RunDir, num_ranks: int) -> CompiledData:
-    def show(progress: Any) -> None:
+def prepare_data(config: RunConfig, tokenizer: Tokenizer, run: RunDir, num_ranks: int) -> CompiledData:
+    def show(progress: CompileProgress) -> None:
         run.write_status(phase=f"{progress.phase} {progress.split}: {progress.rows:,} rows")
 
     data = compile_data(config.data, tokenizer, seed=config.seed, timeout_s=config.launch.timeout_s, on_progress=show)
@@ -160,7 +162,7 @@ def check_data(config: RunConfig, data: CompiledData, num_ranks: int) -> None:
 # --- the reference ----------------------------------------------------------------------------------------------------
 
 
-def check_reference_model(config: RunConfig, tokenizer: Any) -> None:
+def check_reference_model(config: RunConfig, tokenizer: Tokenizer) -> None:
     """A reference_model must have the same vocabulary, with the same ids."""
     path = getattr(config.algorithm, "reference_model", None)
     if path is None:
@@ -189,7 +191,7 @@ def _reference_config(config: RunConfig) -> RunConfig:
 def _precompute_settings(config: RunConfig, group: ProcessGroup, run: RunDir, precision: str) -> PrecomputeSettings:
     model = _reference_config(config).model
 
-    def describe_weights() -> Any:
+    def describe_weights() -> Mapping[str, str | None]:
         run.write_status(phase="reading the reference's files")
         if Path(model.path).exists():
             return describe_files(Path(model.path))
@@ -269,7 +271,7 @@ def make_backend(
 
 
 def _choose_backend(
-    config: RunConfig, model: Any, group: ProcessGroup, precision: str, reference: str
+    config: RunConfig, model: nn.Module, group: ProcessGroup, precision: str, reference: str
 ) -> TorchBackend | DeepSpeedBackend:
     options: dict[str, Any] = {
         "reference": reference,
@@ -301,7 +303,7 @@ def _choose_backend(
 
 def resume(run: RunDir, backend: TorchBackend | DeepSpeedBackend, group: ProcessGroup, data_digest: str) -> Progress:
     """Load the newest intact checkpoint, which rank 0 finds. All ranks."""
-    checkpoint = group.broadcast_object(run.latest_checkpoint() if group.rank == 0 else None)
+    checkpoint: Checkpoint | None = group.broadcast_object(run.latest_checkpoint() if group.rank == 0 else None)
     if checkpoint is None:
         return Progress()
     if checkpoint.extra["data_digest"] != data_digest:
@@ -322,7 +324,7 @@ def compose_rollouts(
     config: RunConfig,
     backend: TorchBackend | DeepSpeedBackend,
     data: PromptData,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     run: RunDir,
     progress: Progress,
     num_steps: int,
@@ -354,7 +356,7 @@ def connect_endpoint(config: RunConfig, backend: TorchBackend | DeepSpeedBackend
     assert config.rollouts.endpoint is not None
     tokenizer = load_run_tokenizer(config)
 
-    def write(tensors: Mapping[str, Any], folder: Path) -> None:
+    def write(tensors: Mapping[str, Tensor], folder: Path) -> None:
         save_weights(backend.policy.model, tensors, folder)
         if config.lora is None:
             tokenizer.save_pretrained(folder)
@@ -371,7 +373,7 @@ def connect_endpoint(config: RunConfig, backend: TorchBackend | DeepSpeedBackend
 
 
 def colocated_engine(
-    backend: TorchBackend | DeepSpeedBackend, tokenizer: Any, *, compiles: bool | None = None
+    backend: TorchBackend | DeepSpeedBackend, tokenizer: Tokenizer, *, compiles: bool | None = None
 ) -> ColocatedEngine:
     """`compiles`: for an engine that samples in every step; on a GPU its cache is then kept between calls."""
     degrees, device = backend.group.degrees, backend.group.device
@@ -389,7 +391,7 @@ def colocated_engine(
 
 
 def answer_scores(
-    config: RunConfig, backend: TorchBackend | DeepSpeedBackend, data: CompiledData, tokenizer: Any, run: RunDir
+    config: RunConfig, backend: TorchBackend | DeepSpeedBackend, data: CompiledData, tokenizer: Tokenizer, run: RunDir
 ) -> AnswerScores | None:
     """For evaluation.metrics: the first validation rows as prompts for the model in training."""
     evaluation = config.evaluation
@@ -445,7 +447,7 @@ def merge(run: RunDir) -> str:
 # --- without training -------------------------------------------------------------------------------------------------
 
 
-def describe(config: RunConfig, on_progress: Callable[[Any], None] | None = None) -> dict[str, Any]:
+def describe(config: RunConfig, on_progress: Callable[[CompileProgress], None] | None = None) -> dict[str, Any]:
     """What can be checked and reported without training: the effective batch, steps, data, model."""
     check_model_source(config.model)
     choose_device(config.launch.device)
@@ -477,7 +479,7 @@ def describe(config: RunConfig, on_progress: Callable[[Any], None] | None = None
     batch, _ = batches.batch_at(0)
     lengths = computed_lengths(batch, config.batch.micro_batch_tokens)
     steps = partition(lengths, num_ranks=num_ranks, budget_tokens=config.batch.micro_batch_tokens)
-    preference: dict[str, Any] = {}
+    preference: dict[str, str] = {}
     if config.algorithm.kind != "sft":
         saved = 1 - sum(lengths) / count_padded_tokens(batch)
         preference = {"reference": str(plan_reference(config, rows.train)), "padding_saved": f"{saved:.0%}"}

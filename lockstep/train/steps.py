@@ -210,7 +210,7 @@ class MetricsLog:
             fields = {k: record[k] for k in ("epoch", "learning_rate", "tokens_per_s", "memory_gib") if k in record}
             self._run.write_status(step=step, loss=progress.loss, tokens=progress.tokens, **fields)
 
-    def validation(self, progress: Progress, record: dict[str, Any], scores: dict[str, float]) -> None:
+    def validation(self, progress: Progress, record: Mapping[str, object], scores: dict[str, float]) -> None:
         self._write(progress.step, "validation", {**record, **scores})
         self._run.write_status(
             validation_loss=progress.validation_loss,
@@ -223,7 +223,7 @@ class MetricsLog:
         if self._writer is not None:
             self._writer.close()
 
-    def _write(self, step: int, split: str, record: dict[str, Any]) -> None:
+    def _write(self, step: int, split: str, record: Mapping[str, object]) -> None:
         self._run.log_metrics({"step": step, "split": split, "time": time.time(), **record})
         if self._writer is not None:
             for name, value in record.items():
@@ -247,7 +247,7 @@ class Straggler:
     """Its seconds over the median of its peers', since `since_step`."""
     since_step: int
 
-    def as_event(self) -> dict[str, Any]:
+    def as_event(self) -> dict[str, str | float]:
         message = (
             f"rank {self.rank} computes {self.times:.2f} times as long as the median of the others, since step "
             f"{self.since_step}: they wait for it; look at what else runs on its machine or device"

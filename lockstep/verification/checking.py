@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -47,6 +47,9 @@ from lockstep.verification.sample import (
     distinct_tokens,
     renumber,
 )
+
+if TYPE_CHECKING:
+    from torch import nn
 
 WORKER_MODULE = "lockstep.verification.worker"
 _PRELOAD = (WORKER_MODULE, "transformers.models.auto.modeling_auto", "peft")  # what every rank imports
@@ -126,7 +129,7 @@ class Report:
     def passed(self) -> bool:
         return bool(self.verdicts) and all(verdict.passed for verdict in self.verdicts)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         layouts = []
         for verdict in self.verdicts:
             layout = verdict.layout
@@ -219,7 +222,7 @@ def _prepare(config: RunConfig, requested: Sequence[Layout] | None) -> _Prepared
 
 def _plain_steps(
     config: RunConfig,
-    model: Any,
+    model: nn.Module,
     batches: Sequence[SampleBatch],
     reference: str,
     optimizer: PlainAdamW,

@@ -84,7 +84,7 @@ def write_tensors(folder: Path, rank: int, tensors: dict[str, Tensor]) -> None:
     save_file({name: t.contiguous() for name, t in tensors.items()}, folder / f"rank-{rank}.safetensors")
 
 
-def write_result(folder: Path, facts: dict[str, Any]) -> None:
+def write_result(folder: Path, facts: dict[str, object]) -> None:
     """Rank 0 only, after every rank has written its tensors."""
     write_atomically(folder / _RESULT, json.dumps(facts))
 

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from lockstep.config import ConfigError, RunConfig
 from lockstep.model.load import load_hf_config
 from lockstep.model.lora import add_lora
-from lockstep.model.policy import Policy, tensor_plan
+from lockstep.model.policy import CausalLM, Policy, tensor_plan
 from lockstep.model.stages import check_divisible
 from lockstep.verification.layouts import ModelLimits
 
@@ -59,7 +59,7 @@ def _runs(config: RunConfig, reduction: Reduction) -> bool:
     return True
 
 
-def build_reduced(config: RunConfig, reduction: Reduction) -> Any:
+def build_reduced(config: RunConfig, reduction: Reduction) -> CausalLM:
     """With the user's adapters, if there are any. The same on every rank and in every process."""
     torch.manual_seed(config.seed)
     model = build_plain(config, reduction)
@@ -125,7 +125,7 @@ def leave_reference(weights: Iterable[Tensor]) -> None:
         tensor.mul_(0.75 + 0.5 * torch.sin(300 * tensor))
 
 
-def build_plain(config: RunConfig, reduction: Reduction) -> Any:
+def build_plain(config: RunConfig, reduction: Reduction) -> CausalLM:
     from transformers import AutoModelForCausalLM
 
     architecture = _reduce(load_hf_config(config.model), reduction)

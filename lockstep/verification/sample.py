@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.config import ConfigError, GrpoConfig, RunConfig
-from lockstep.data import Batches, compile_data
+from lockstep.data import Batches, CompileProgress, compile_data
 from lockstep.data.prompts import PromptRow, Prompts
 from lockstep.model.load import load_run_tokenizer
 from lockstep.rollouts.episode import Group, Rollout
@@ -36,7 +36,7 @@ class SampleBatch:
     data: list[Datum]
 
 
-def compile_rows(config: RunConfig, on_progress: Callable[[Any], None] | None = None) -> Any:
+def compile_rows(config: RunConfig, on_progress: Callable[[CompileProgress], None] | None = None) -> Sequence[Datum]:
     """The training rows as a loop reads them, from the cache if they are in it; prompts get made-up answers."""
     tokenizer = load_run_tokenizer(config)
     if isinstance(config.algorithm, GrpoConfig):

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lockstep.processes.worker import Reply, Worker, WorkerDied, WorkerError, WorkerTimedOut
 
@@ -61,7 +61,7 @@ class RemoteRanks:
     def call(
         self,
         method: str,
-        body: Mapping[str, Any] | None = None,
+        body: Mapping[str, object] | None = None,
         tensors: Mapping[str, Tensor] | None = None,
         *,
         timeout_s: float,
@@ -72,7 +72,7 @@ class RemoteRanks:
     def call_each(
         self,
         method: str,
-        bodies: Sequence[Mapping[str, Any]],
+        bodies: Sequence[Mapping[str, object]],
         tensors: Mapping[str, Tensor] | None = None,
         *,
         timeout_s: float,

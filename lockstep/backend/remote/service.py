@@ -23,10 +23,10 @@ from lockstep.processes.local import LocalWorker
 from lockstep.processes.ray import import_ray, reserve
 from lockstep.processes.tree import num_cores
 from lockstep.processes.worker import Reply, Worker
-from lockstep.types import Datum, Logprobs, LossResult, LossSpec, OptimResult, OptimStep
+from lockstep.types import Datum, Logprobs, LossResult, LossSpec, NamedTensors, OptimResult, OptimStep
 
 ENTRY = "lockstep.backend.remote.worker:start"
-LAYOUTS: dict[str, dict[str, Any]] = {"ddp": {"replicate": "auto", "shard": 1}, "fsdp": {"shard": "auto"}}
+LAYOUTS: dict[str, dict[str, str | int]] = {"ddp": {"replicate": "auto", "shard": 1}, "fsdp": {"shard": "auto"}}
 ModelSource = str | Path | ModelConfig | Mapping[str, Any]
 
 
@@ -136,7 +136,7 @@ class ServiceOptions:
                 raise ValueError(f"backend {self.backend!r} names more than one of {', '.join(kind)}")
         return parts
 
-    def _settings(self, model: ModelConfig, folder: Path | None) -> dict[str, Any]:
+    def _settings(self, model: ModelConfig, folder: Path | None) -> dict[str, object]:
         lora = self.lora
         if lora is not None and not isinstance(lora, LoraConfig):
             lora = LoraConfig.model_validate(dict(lora))
@@ -182,7 +182,7 @@ class ServiceOptions:
 Spawned = tuple[list[Worker], Callable[[], None]]
 
 
-def spawn_locally(options: ServiceOptions, settings: Mapping[str, Any], log_dir: Path | None) -> Spawned:
+def spawn_locally(options: ServiceOptions, settings: Mapping[str, object], log_dir: Path | None) -> Spawned:
     threads = os.environ.get("OMP_NUM_THREADS", str(max(num_cores() // options.procs, 1)))
 
     def spawn(rank: int) -> Worker:
@@ -198,7 +198,7 @@ def spawn_locally(options: ServiceOptions, settings: Mapping[str, Any], log_dir:
     return _spawn_all(spawn, options.procs), lambda: None
 
 
-def spawn_on_ray(options: ServiceOptions, settings: Mapping[str, Any], log_dir: Path | None) -> Spawned:
+def spawn_on_ray(options: ServiceOptions, settings: Mapping[str, object], log_dir: Path | None) -> Spawned:
     """Resources for all ranks are reserved before the first is started. Joins the cluster unless this process has."""
     ray = import_ray()
     if not ray.is_initialized():
@@ -221,7 +221,7 @@ def spawn_on_ray(options: ServiceOptions, settings: Mapping[str, Any], log_dir: 
         raise
 
 
-SPAWN: dict[str, Callable[[ServiceOptions, Mapping[str, Any], Path | None], Spawned]] = {
+SPAWN: dict[str, Callable[[ServiceOptions, Mapping[str, object], Path | None], Spawned]] = {
     "local": spawn_locally,
     "ray": spawn_on_ray,
 }
@@ -413,7 +413,7 @@ class TrainingService:
         return [worker.pid for worker in self._ranks.workers]
 
     def _call(
-        self, method: str, body: dict[str, Any], read: Callable[[Reply], T], tensors: Mapping[str, Any] | None = None
+        self, method: str, body: Mapping[str, object], read: Callable[[Reply], T], tensors: NamedTensors | None = None
     ) -> Handle[T]:
         handle = Handle(self._ranks.call(method, body, tensors, timeout_s=self._timeout_s), read)
         with self._lock:

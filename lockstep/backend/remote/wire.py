@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from itertools import accumulate, pairwise
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -25,7 +26,8 @@ from lockstep.types import (
     OptimStep,
 )
 
-Message = tuple[dict[str, Any], dict[str, Tensor]]
+T = TypeVar("T")
+Message = tuple[dict[str, object], dict[str, Tensor]]
 _Column = list[np.ndarray]
 
 
@@ -73,7 +75,7 @@ def decode_batch(body: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list
     return [Datum(*parts) for parts in zip(prompts, groups, body["origins"], strict=True)]
 
 
-def encode_loss(loss: LossSpec) -> dict[str, Any]:
+def encode_loss(loss: LossSpec) -> dict[str, object]:
     if not isinstance(loss, LossSpec):
         raise ValueError(f"the loss is a {type(loss).__name__}, not a LossSpec")
     for name, value in loss.options.items():
@@ -94,7 +96,7 @@ def decode_loss(body: Mapping[str, Any]) -> LossSpec:
     return LossSpec(**body)
 
 
-def encode_step(step: OptimStep) -> dict[str, Any]:
+def encode_step(step: OptimStep) -> dict[str, float | None]:
     if not isinstance(step, OptimStep):
         raise ValueError(f"the step is a {type(step).__name__}, not an OptimStep")
     values = asdict(step)
@@ -114,7 +116,7 @@ def read_step(step: OptimStep | Mapping[str, Any]) -> OptimStep:
     return OptimStep(**step)
 
 
-def encode_loss_result(result: LossResult) -> dict[str, Any]:
+def encode_loss_result(result: LossResult) -> dict[str, object]:
     """Reads the result, which may wait for the device. All ranks."""
     values = result.result()
     return {
@@ -131,7 +133,7 @@ def decode_loss_result(body: Mapping[str, Any]) -> LossResult:
     return LossResult(lambda: values, num_tokens=body["num_tokens"], num_supervised=body["num_supervised"])
 
 
-def encode_optim_result(result: OptimResult) -> dict[str, Any]:
+def encode_optim_result(result: OptimResult) -> dict[str, object]:
     """Reads the result. All ranks."""
     return {
         "grad_norm": result.grad_norm,
@@ -151,13 +153,14 @@ def encode_logprobs(logprobs: Sequence[Logprobs]) -> Message:
 
 
 def decode_logprobs(body: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[Logprobs]:
-    return list(_split(_cut(tensors, "logprobs")[0], _ends(body["completions"])))
+    lists: list[Sequence[float]] = [*_cut(tensors, "logprobs")[0]]
+    return list(_split(lists, _ends(body["completions"])))
 
 
 # --- lists of numbers -----------------------------------------------------------------------------------------------
 
 
-def _whole(numbers: Any, where: str) -> np.ndarray:
+def _whole(numbers: npt.ArrayLike, where: str) -> np.ndarray:
     array = _array(numbers, where)
     if array.size and array.dtype.kind not in "iu":
         raise ValueError(f"{where} are not whole numbers: {array.dtype}")
@@ -166,14 +169,14 @@ def _whole(numbers: Any, where: str) -> np.ndarray:
     return array.astype(np.int64)
 
 
-def _real(numbers: Any, where: str) -> np.ndarray:
+def _real(numbers: npt.ArrayLike, where: str) -> np.ndarray:
     array = _array(numbers, where)
     if array.size and array.dtype.kind not in "iufb":
         raise ValueError(f"{where} are not numbers: {array.dtype}")
     return array.astype(np.float64)
 
 
-def _array(numbers: Any, where: str) -> np.ndarray:
+def _array(numbers: npt.ArrayLike, where: str) -> np.ndarray:
     try:
         array = np.asarray(numbers)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -183,13 +186,13 @@ def _array(numbers: Any, where: str) -> np.ndarray:
     return array
 
 
-def _number(value: Any, where: str) -> float:
+def _number(value: object, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{where} is not a number: {value!r}")
     return float(value)
 
 
-def _with_lists(value: Any) -> Any:
+def _with_lists(value: object) -> object:
     """JSON has no tuples; a loss does not mind which it gets."""
     if isinstance(value, (list, tuple)):
         return [_with_lists(item) for item in value]
@@ -198,12 +201,12 @@ def _with_lists(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _join(name: str, column: _Column, dtype: Any = np.int64) -> dict[str, Tensor]:
+def _join(name: str, column: _Column, dtype: npt.DTypeLike = np.int64) -> dict[str, Tensor]:
     lengths = torch.tensor([len(array) for array in column], dtype=torch.int64)
     return {name: _flat(column, dtype), f"{name}.lengths": lengths}
 
 
-def _flat(column: _Column, dtype: Any) -> Tensor:
+def _flat(column: _Column, dtype: npt.DTypeLike) -> Tensor:
     return torch.from_numpy(np.concatenate([np.empty(0, dtype), *column]))
 
 
@@ -217,6 +220,6 @@ def _ends(lengths: Sequence[int]) -> list[int]:
     return [0, *accumulate(lengths)]
 
 
-def _split(items: list[Any], ends: Sequence[int]) -> list[list[Any]]:
+def _split(items: list[T], ends: Sequence[int]) -> list[list[T]]:
     assert ends[-1] == len(items), f"{len(items)} items for {ends[-1]} places"
     return [items[begin:end] for begin, end in pairwise(ends)]

@@ -59,7 +59,7 @@ class TrainingRank:
 
     # --- beginning and end ------------------------------------------------------------------------------------------
 
-    def meet(self, body: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
+    def meet(self, body: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, object]:
         """The host of this rank; rank 0 also opens the store that all join, on a port that the system chooses."""
         host = "127.0.0.1"
         if self._settings["place"] == "ray":
@@ -70,7 +70,7 @@ class TrainingRank:
             self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
         return {"host": host, "port": self._store.port if self._store else 0}
 
-    def build(self, body: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
+    def build(self, body: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, object]:
         settings = self._settings
         os.environ |= body["environment"] | {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # the store is there already
         parallel = ParallelConfig.model_validate(settings["parallel"])
@@ -107,11 +107,11 @@ class TrainingRank:
         logprobs = self.backend.forward(wire.decode_batch(body["batch"], tensors), reference=body["reference"])
         return Reply(*wire.encode_logprobs(logprobs if self.backend.group.rank == 0 else []))
 
-    def forward_backward(self, body: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
+    def forward_backward(self, body: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, object]:
         batch = wire.decode_batch(body["batch"], tensors)
         return wire.encode_loss_result(self.backend.forward_backward(batch, wire.decode_loss(body["loss"])))
 
-    def optim_step(self, body: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
+    def optim_step(self, body: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, object]:
         return wire.encode_optim_result(self.backend.optim_step(wire.read_step(body)))
 
     def mix_reference(self, body: dict[str, Any], tensors: dict[str, Tensor]) -> None:

@@ -162,7 +162,7 @@ def _read_tool(origin: str, tool: object, number: int) -> dict[str, Any]:
     return tool
 
 
-def describe_keys(fields: Mapping[str, Any] | Iterable[str]) -> str:
+def describe_keys(fields: Mapping[str, object] | Iterable[str]) -> str:
     return ", ".join(f'"{key}"' for key in fields) or "none"
 
 

@@ -245,7 +245,7 @@ class RowReader:
             f"{describe_keys(row.fields)}{own}: use one format in a file, or set data.format or data.columns"
         )
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_last": None}
 
 

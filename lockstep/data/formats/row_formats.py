@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from lockstep.data.formats.conversation import (
     SYSTEM_ROLES,
@@ -63,11 +62,11 @@ class Rules:
         return self.train_on == "all"
 
 
-def find_turns_key(fields: Mapping[str, Any]) -> str | None:
+def find_turns_key(fields: Mapping[str, object]) -> str | None:
     return next((key for key in _TURNS_KEYS if key in fields), None)
 
 
-def find_answer_keys(fields: Mapping[str, Any], *, strict: bool) -> tuple[str, str] | None:
+def find_answer_keys(fields: Mapping[str, object], *, strict: bool) -> tuple[str, str] | None:
     """The prompt's and the answer's key. `strict`: only where no other field looks like content."""
     if "prompt" in fields and "completion" in fields:
         return ANSWER_KEYS[0]
@@ -79,13 +78,13 @@ def find_answer_keys(fields: Mapping[str, Any], *, strict: bool) -> tuple[str, s
     return matches[0]
 
 
-def find_context_key(fields: Mapping[str, Any], keys: tuple[str, str]) -> str | None:
+def find_context_key(fields: Mapping[str, object], keys: tuple[str, str]) -> str | None:
     """Dolly's `context`, which Alpaca calls input, belongs to the prompt."""
     present = [key for key in _CONTEXT_KEYS if fields.get(key) is not None]
     return present[0] if keys == ("instruction", "response") and len(present) == 1 else None
 
 
-def unread_keys(fields: Mapping[str, Any], keys: tuple[str, str]) -> list[str]:
+def unread_keys(fields: Mapping[str, object], keys: tuple[str, str]) -> list[str]:
     """Fields that look like part of a question or an answer but would be ignored."""
     read = {*keys, find_context_key(fields, keys)}
     return [key for key, value in fields.items() if key in _CONTENT_KEYS and key not in read and value is not None]
@@ -206,11 +205,11 @@ def _no_template(origin: str, what: str) -> DataError:
 # --- preferences: only the last answer is learned ---------------------------------------------------------------------
 
 
-def find_label_key(fields: Mapping[str, Any]) -> str | None:
+def find_label_key(fields: Mapping[str, object]) -> str | None:
     return next((key for key in _LABEL_KEYS if key in fields), None)
 
 
-def find_prompt_key(fields: Mapping[str, Any]) -> str | None:
+def find_prompt_key(fields: Mapping[str, object]) -> str | None:
     return next((key for key in _PROMPT_KEYS if fields.get(key) is not None), None)
 
 

@@ -13,7 +13,7 @@ import math
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,9 +26,9 @@ from lockstep.inference.openai.endpoint import (
     normalise_url,
     shorten,
 )
-from lockstep.types import Prompt, SamplingParams, TextCompletion
+from lockstep.types import NamedTensors, PartialCompletions, Prompt, SamplingParams, TextCompletion
 
-Write = Callable[[Mapping[str, Any], Path], None]
+Write = Callable[[NamedTensors, Path], None]
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class VllmServer:
     def _load_model(self, published: Published) -> None:
         origin = f"the weights {published.folder}"
 
-        def post(path: str, **body: Any) -> None:
+        def post(path: str, **body: object) -> None:
             self.connection.request(path, body, origin=origin)
 
         post("/pause?mode=wait")
@@ -301,7 +301,7 @@ def _check(
         raise EndpointError(f"{what} with {longest} tokens where at most {params.max_tokens} were asked for")
 
 
-def _refuse_other_weights(name: Any, published: Published, root: str) -> None:
+def _refuse_other_weights(name: object, published: Published, root: str) -> None:
     if name != published.name:
         raise EndpointError(
             f"{root} has the weights {name!r}, and {published.name!r} were published: was it restarted, or does "
@@ -356,7 +356,7 @@ class RolloutEndpoint:
         """Raises if the server does not answer or is not healthy."""
         self._server.connection.request("/health", origin="its health check")
 
-    def publish(self, version: int, tensors: Mapping[str, Any]) -> None:
+    def publish(self, version: int, tensors: NamedTensors) -> None:
         """Returns once the server serves these weights. A failure is retried once; then it raises, and nothing can be
         sampled until a publication succeeds."""
         published = self._write_version(version, tensors)
@@ -377,8 +377,8 @@ class RolloutEndpoint:
         keys: Sequence[int],
         *,
         versions: tuple[int, int],
-        partial: Any = None,
-        on_progress: Any = None,
+        partial: PartialCompletions | None = None,
+        on_progress: Callable[[PartialCompletions], None] | None = None,
     ) -> list[list[TextCompletion]]:
         """From any thread. Servers neither report progress nor continue a `partial` completion: it is sampled anew."""
         del partial, on_progress
@@ -408,7 +408,7 @@ class RolloutEndpoint:
         except (EndpointError, EndpointRefusal):
             self._server.load(published)
 
-    def _write_version(self, version: int, tensors: Mapping[str, Any]) -> Published:
+    def _write_version(self, version: int, tensors: NamedTensors) -> Published:
         writing = self._folder / f"writing-{version}"
         shutil.rmtree(writing, ignore_errors=True)
         self._folder.mkdir(parents=True, exist_ok=True)

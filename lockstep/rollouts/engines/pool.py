@@ -90,7 +90,7 @@ class EngineCall:
     def ended(self) -> bool:
         return self.reply is not None or self.error is not None
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> dict[str, object]:
         request = self.request
         prompts, keys = [request.prompts[i] for i in self.places], [request.keys[i] for i in self.places]
         partial = [request.partial[i] for i in self.places]

@@ -49,7 +49,7 @@ class Manifest:
     def num_bytes(self) -> int:
         return sum(entry.num_bytes for entry in self.entries)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {"version": self.version, "entries": [asdict(entry) for entry in self.entries]}
 
     @classmethod

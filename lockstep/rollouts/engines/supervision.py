@@ -68,7 +68,7 @@ class Supervisor:
         self._by_name = {engine.name: engine for engine in self.engines}
         self.publication: Publication | None = None
         self.wants_partial = False
-        self._events: SimpleQueue[tuple[str, dict[str, Any]]] = SimpleQueue()
+        self._events: SimpleQueue[tuple[str, dict[str, object]]] = SimpleQueue()
         self._failure: BaseException | None = None
         self._is_closed = False
         self._threads = [threading.Thread(target=self._supervise, name="engines", daemon=True)]
@@ -79,7 +79,7 @@ class Supervisor:
         for thread in list(self._threads):  # the first of them may add to it
             thread.start()
 
-    def log_event(self, kind: str, **fields: Any) -> None:
+    def log_event(self, kind: str, **fields: object) -> None:
         """From any thread; passed on by the one that supervises."""
         self._events.put((kind, fields))
 

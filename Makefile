@@ -10,9 +10,12 @@ STAMP := .venv/installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 
 QUICK := not slow and not gpu and not peers
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 TWO_AT_A_TIME := -n 2 --dist loadfile
-# Tests that stop, kill and wait for processes run one at a time.
-QUICK_PARALLEL := tests/test_architecture.py tests/docs tests/unit tests/loops tests/service tests/equivalence
-QUICK_SERIAL := tests/distributed
+# Tests in which processes are killed, stopped or lost run one at a time: they wait for what others notice.
+QUICK_SERIAL := $(addprefix tests/distributed/test_,fault_matrix.py engines.py grpo_async.py restarts.py workers.py \
+	ray_workers.py ray_launch.py two_hosts.py)
+# The longest files first, so that both halves end together.
+QUICK_PARALLEL := $(filter-out $(QUICK_SERIAL),$(wildcard tests/distributed/test_*.py)) tests/equivalence tests/service \
+	tests/docs tests/loops tests/unit tests/test_architecture.py
 
 .PHONY: demo test check sweep test-peers test-llama-stack format hooks docs site release clean
 .DEFAULT_GOAL := test

@@ -371,8 +371,9 @@ def test_a_worker_outlives_the_thread_that_asked_for_it(spawn: Spawn) -> None:
 
 
 PARENT = """
-    import sys, time
+    import signal, sys, time
     from lockstep.processes.local import LocalWorker
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell inherits it ignored
     workers = [LocalWorker.spawn(f"w-{i}", "test_workers:start", {}) for i in range(2)]
     workers[1].call("ping", timeout_s=20).result()
     workers[1].call("sleep", {"s": 120}, timeout_s=120)

@@ -13,7 +13,6 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_origin
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from lockstep.config.algorithm import KINDS, SHORT_KINDS, expand_algorithm
@@ -21,6 +20,10 @@ from lockstep.config.data import PARTS, is_local
 from lockstep.config.renames import RENAMED_KEYS, rename_keys
 from lockstep.config.schema import ConfigError
 from lockstep.config.sections import RunConfig
+from lockstep.config.yaml_text import FILE_BOUNDS, Bounds, load_value, read_yaml
+
+_MAX_SHOWN = 80  # characters of a key or a value that an error repeats
+_MAX_PROBLEMS = 20
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -36,16 +39,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def parse_config(
-    text: str, *, source: str = "<config>", directory: Path | None = None, overrides: Sequence[str] = ()
+    text: str,
+    *,
+    source: str = "<config>",
+    directory: Path | None = None,
+    overrides: Sequence[str] = (),
+    bounds: Bounds = FILE_BOUNDS,
 ) -> RunConfig:
-    try:
-        _refuse_repeated_keys(yaml.compose(text), source)
-        tree = yaml.safe_load(text)
-        places = {key: f"{source}:{line}" for key, line in _lines_of_keys(yaml.compose(text)).items()}
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{source}:{mark.line + 1}" if mark else source
-        raise ConfigError(f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from error
+    tree, lines = read_yaml(text, source, bounds)
+    places = {key: f"{source}:{line}" for key, line in lines.items()}
     if tree is None:
         raise ConfigError(f"{source} is empty: it needs at least model and data.train")
     if not isinstance(tree, dict):
@@ -159,7 +161,8 @@ def _refuse_unknown_keys(
         info = section.model_fields.get(str(key))
         if info is None:
             raise ConfigError(
-                f"{_place_of(source, places, dotted)}: unknown key {dotted!r}; {_suggest(dotted, section, prefix)}"
+                f"{_place_of(source, places, dotted)}: unknown key {_shorten(dotted)!r}; "
+                f"{_suggest(dotted, section, prefix)}"
             )
         place = _place_of(source, places, f"{dotted}.kind")
         child, entry = _section_of(dotted, info.annotation, value, place), _entry_of(info.annotation)
@@ -173,6 +176,8 @@ def _refuse_unknown_keys(
 
 def _suggest(dotted: str, section: type[BaseModel], prefix: str) -> str:
     leaf = dotted.rsplit(".", 1)[-1]
+    if len(leaf) > _MAX_SHOWN:  # the search for the nearest name takes the square of it
+        return "no key is as long"
     siblings = list(section.model_fields)
     if section in KINDS.values():
         own = next(kind for kind, known in KINDS.items() if known is section)
@@ -192,7 +197,7 @@ def _explain(error: ValidationError, source: str, places: Mapping[str, str]) -> 
     """One sentence per problem; union members that did not match are folded into one."""
     seen: dict[str, str] = {}
     known = set(known_keys())
-    for problem in error.errors(include_url=False):
+    for problem in error.errors(include_url=False)[:_MAX_PROBLEMS]:
         parts = [str(p) for p in problem["loc"]]
         if parts[:1] == ["algorithm"] and parts[1:2] and parts[1] in KINDS:
             del parts[1]  # which of the kinds it was read as
@@ -205,6 +210,7 @@ def _explain(error: ValidationError, source: str, places: Mapping[str, str]) -> 
             continue
         message = problem["msg"].removeprefix("Value error, ")
         given = problem.get("input")
+        given = _shorten(given) if isinstance(given, str) else given
         shown = f" (given: {given!r})" if isinstance(given, (str, int, float, bool)) else ""
         text = f"{dotted or 'configuration'}: {message}{shown}"
         named = message.split(" ", 1)[0].rstrip(":")
@@ -214,7 +220,13 @@ def _explain(error: ValidationError, source: str, places: Mapping[str, str]) -> 
             seen[dotted] = seen[dotted].replace(shown, "") + f", or: {message}{shown}"
         else:
             seen[dotted] = f"{_place_of(source, places, dotted)}: {text}"
+    if error.error_count() > _MAX_PROBLEMS:
+        seen["more"] = f"and {error.error_count() - _MAX_PROBLEMS} problems more"
     return "; ".join(seen.values())
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def _expand_short_forms(tree: dict[str, object]) -> None:
@@ -299,34 +311,13 @@ def _place_of(source: str, places: Mapping[str, str], dotted: str) -> str:
     return source
 
 
-def _refuse_repeated_keys(node: yaml.Node | None, source: str) -> None:
-    if isinstance(node, yaml.MappingNode):
-        seen: dict[str, int] = {}
-        for key, value in node.value:
-            line = key.start_mark.line + 1
-            if key.value in seen:
-                raise ConfigError(f"{source}:{line}: {key.value} was already given in line {seen[key.value]}")
-            seen[key.value] = line
-            _refuse_repeated_keys(value, source)
-
-
-def _lines_of_keys(node: yaml.Node | None, prefix: str = "") -> dict[str, int]:
-    lines: dict[str, int] = {}
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            dotted = f"{prefix}{key.value}"
-            lines[dotted] = key.start_mark.line + 1
-            lines.update(_lines_of_keys(value, dotted + "."))
-    return lines
-
-
 def _apply_override(tree: dict[str, Any], override: str) -> None:
     key, equals, raw = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"override {override!r} is not of the form key.path=value")
     try:
-        value = yaml.safe_load(raw)
-    except yaml.YAMLError as error:
+        value = load_value(raw)
+    except ConfigError as error:
         raise ConfigError(f"override {override!r}: the value is not valid YAML") from error
     *parents, leaf = key.split(".")
     for parent in parents:

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from lockstep.config import ConfigError, RunConfig, check_config, parse_config, resolve_config
+from lockstep.config import ConfigError, RunConfig, check_config, resolve_config
 from lockstep.config.data import PARTS
+from lockstep.config.yaml_text import REQUEST_BOUNDS, check_tree, read_yaml
 from lockstep.service.data_dir import DataDir
 from lockstep.service.errors import Forbidden, ServiceError, TooLarge
 from lockstep.service.schemas import JobRequest
@@ -29,8 +28,6 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 # Text for people or for the template engine: whatever it looks like, it is never opened as a file.
 _FREE_TEXT = {"name", "input_template", "output_template", "columns", "roles", "template_options", "targets"}
 _MAX_MATCHES = 10_000
-_MAX_CHARACTERS = 1 << 17
-_MAX_DEPTH = 50
 
 
 @dataclass(frozen=True)
@@ -54,12 +51,12 @@ class Admission:
         find_dataset: Callable[[str], Path],
         may_use_job: Callable[[str], bool],
     ) -> Admitted:
-        tree, text = _read(request)
+        tree, places = _read(request)
         datasets: list[str] = []
         _name_datasets(tree, find_dataset, datasets)
         files = {str(find_dataset(name)) for name in datasets}
         try:
-            config = self._resolve(tree, text if not datasets else None)
+            config = resolve_config(tree, source=_SOURCE, places=places, directory=self._data_dir.empty)
             resolved = config.model_dump(mode="json")
             json.dumps(resolved, ensure_ascii=False).encode()  # half a character could not be written to any file
             for key, value in _strings(resolved):
@@ -72,12 +69,6 @@ class Admission:
         if config.model.trust_remote_code and not self._allow_code:
             raise _code_refused("model.trust_remote_code")
         return Admitted(config, sorted(set(datasets)))
-
-    def _resolve(self, tree: dict[str, Any], text: str | None) -> RunConfig:
-        """As text where that is what was sent and nothing was filled in: errors then name its lines."""
-        if text is not None:
-            return parse_config(text, source=_SOURCE, directory=self._data_dir.empty)
-        return resolve_config(tree, source=_SOURCE, directory=self._data_dir.empty)
 
     def _check(self, key: str, value: str, may_use_job: Callable[[str], bool], own_files: set[str]) -> None:
         leaf = key.rsplit(".", 1)[-1]
@@ -112,50 +103,26 @@ def digest_of(request: JobRequest) -> str:
     """Of what was asked for, so that the same submission again is known to be the same."""
     tree, _ = _read(request.config)
     content = {**request.model_dump(mode="json", exclude={"id"}), "config": tree}
-    try:
-        text = json.dumps(content, sort_keys=True, default=str)
-    except TypeError:  # YAML has keys that are not text, and those have no order
-        text = json.dumps(content, default=str)
+    text = json.dumps(content, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _read(request: dict[str, Any] | str) -> tuple[dict[str, Any], str | None]:
-    """The sections, and the text if that is what was sent."""
-    size = len(request) if isinstance(request, str) else len(json.dumps(request, default=str))
-    if size > _MAX_CHARACTERS:
-        raise TooLarge(f"{_SOURCE} has {size:,} characters, and {_MAX_CHARACTERS:,} are allowed")
-    if not isinstance(request, str):
-        return copy.deepcopy(request), None
-    _refuse_costly_yaml(request)
-    try:
-        tree = yaml.safe_load(request)
-    except RecursionError:
-        raise ConfigError(f"{_SOURCE} is nested too deeply") from None
-    except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{_SOURCE}{line}: not valid YAML: {error.problem}") from None
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{_SOURCE}: not valid YAML: {str(error).splitlines()[0]}") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{_SOURCE}: expected sections (model:, data:, ...)")
-    return tree, request
+def _read(request: dict[str, Any] | str) -> tuple[dict[str, Any], dict[str, str]]:
+    """The sections, and where each key was written if they were sent as text."""
+    if isinstance(request, str):
+        _check_length(len(request))
+        tree, lines = read_yaml(request, _SOURCE, REQUEST_BOUNDS)
+        if not isinstance(tree, dict):
+            raise ConfigError(f"{_SOURCE}: expected sections (model:, data:, ...)")
+        return tree, {key: f"{_SOURCE}:{line}" for key, line in lines.items()}
+    check_tree(request, _SOURCE, REQUEST_BOUNDS)
+    _check_length(len(json.dumps(request, default=str)))
+    return copy.deepcopy(request), {}
 
 
-def _refuse_costly_yaml(text: str) -> None:
-    """A few hundred bytes of aliases of aliases stand for more than fits into memory, and thousands of open brackets
-    take the parser minutes."""
-    depth = deepest = 0
-    for sign in text:
-        depth += (sign in "[{") - (sign in "]}")
-        deepest = max(deepest, depth)
-    if deepest > _MAX_DEPTH:
-        raise ConfigError(f"{_SOURCE} is nested too deeply")
-    try:
-        has_alias = any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text))
-    except yaml.YAMLError:
-        return  # said better by who parses it
-    if has_alias:
-        raise ConfigError(f"{_SOURCE}: YAML aliases (*name) are not taken over HTTP: write the values out")
+def _check_length(size: int) -> None:
+    if size > REQUEST_BOUNDS.characters:
+        raise TooLarge(f"{_SOURCE} has {size:,} characters, and {REQUEST_BOUNDS.characters:,} are allowed")
 
 
 def _name_datasets(tree: dict[str, Any], find_dataset: Callable[[str], Path], names: list[str]) -> None:

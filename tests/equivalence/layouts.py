@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import ranks
 import torch
 from equivalence.plain import STEP, make_batch, make_model, scale_of
 from torch.distributed.tensor import DTensor
@@ -81,11 +81,9 @@ def run_cells(
 
 
 def spawn(num_ranks: int, body: Callable[..., None], *arguments: Any) -> None:
-    """Run `body(*arguments)` in each of `num_ranks` real processes that can meet."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(_enter, (num_ranks, port, body, arguments), nprocs=num_ranks, join=True)
+    """Run `body(*arguments)` in each of `num_ranks` real processes that can meet, forked from the server of `ranks`."""
+    places = (num_ranks, ranks.free_port(), body, arguments)
+    torch.multiprocessing.start_processes(_enter, places, nprocs=num_ranks, start_method="forkserver")
 
 
 def _enter(rank: int, num_ranks: int, port: int, body: Callable[..., None], arguments: tuple[Any, ...]) -> None:

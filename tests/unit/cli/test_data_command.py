@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import tiny
 from rich.console import Console
+from typer.testing import CliRunner
 
+from lockstep.cli import app
 from lockstep.cli.data import print_sheet
 from lockstep.config import load_config
 from lockstep.data import compile_data
@@ -124,14 +126,14 @@ def test_the_command(tmp_path: Path, tiny_model: Path) -> None:
     assert code == 0, err
     assert "an epoch" in out
     assert page.read_text().startswith("<!doctype html>")
-    code, out, _ = tiny.run_lockstep("data", config, "--json")
-    assert code == 0
-    assert json.loads(out)["summary"]["train_rows"] == 48
+    result = CliRunner().invoke(app, ["data", str(config), "--json"])
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["summary"]["train_rows"] == 48
     # A row twice is a warning; --strict makes it an error.
     lines = (tmp_path / "train.jsonl").read_text().splitlines()
     (tmp_path / "train.jsonl").write_text("\n".join([*lines, lines[0]]))
-    assert tiny.run_lockstep("data", config)[0] == 0
-    code, out, err = tiny.run_lockstep("data", config, "--strict")
-    assert code == 1
-    assert "--strict" in err
-    assert "repeat" in out
+    assert CliRunner().invoke(app, ["data", str(config)]).exit_code == 0
+    result = CliRunner().invoke(app, ["data", str(config), "--strict"])
+    assert result.exit_code == 1
+    assert "--strict" in result.stderr
+    assert "repeat" in result.stdout

@@ -306,6 +306,11 @@ def _event_line(event: Mapping[str, Any]) -> Text | None:
         case "checkpoint_damaged":
             problem = str(event.get("problem", ""))
             return Text.assemble(step, ("checkpoint damaged: ", "bold yellow"), problem, ", skipped")
+        case "reward_process_lost":
+            return Text.assemble(("reward process lost: ", "bold yellow"), str(event.get("reason", "")))
+        case "reward_failed":
+            where = f"{event.get('reason', '')}, for an answer to {event.get('row') or 'a row without a name'}"
+            return Text.assemble(("reward failed: ", "bold yellow"), where)
         case "resumed":
             return Text.assemble(step, "resumed")
         case "reference":

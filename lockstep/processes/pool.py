@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 from collections import deque
@@ -12,9 +13,12 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from lockstep.processes.child import Method
 from lockstep.processes.local import LocalWorker
+from lockstep.processes.tree import describe_stop, is_stopped
 from lockstep.processes.worker import Reply, WorkerDied, WorkerError, WorkerTimedOut
 
 _IN_FLIGHT_PER_PROCESS = 2
+MAX_DEATHS = 3
+"""Processes that one item may cost. After so many it is taken for the cause."""
 # The processes themselves fill the cores.
 _ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"}
 
@@ -37,10 +41,15 @@ class PoolStartFailed(WorkerError):
         self.cause = cause
 
 
+def _ignore_death(item: object, death: WorkerDied) -> None: ...
+
+
 class WorkerPool(Generic[In, Out]):
-    """Processes are started when they are needed, and again after one was lost: the item it had fails alone.
+    """Processes are started when they are needed. What a lost one had to do, another does: whoever kills a process must
+    not change a result. An item that costs several of them fails alone.
 
     `name` is for messages; `timeout_s` is for one item, `start_timeout_s` for the start and the task's `prepare`.
+    `on_death` gets the item and how its process ended, each time, from any thread; None is the start of the pool.
     Leaving the `with` block ends them all.
     """
 
@@ -52,9 +61,12 @@ class WorkerPool(Generic[In, Out]):
         *,
         timeout_s: float,
         start_timeout_s: float = 120.0,
+        on_death: Callable[[Any, WorkerDied], None] = _ignore_death,
     ) -> None:
         pickled = pickle.dumps(task)
         self.timeout_s = timeout_s
+        self.is_closed = False
+        self._on_death = on_death
         self._slots = [_Slot(f"{name} {n}", pickled, start_timeout_s) for n in range(num_processes)]
         self._idle: SimpleQueue[_Slot] = SimpleQueue()
         for slot in self._slots:
@@ -69,11 +81,11 @@ class WorkerPool(Generic[In, Out]):
 
     def start(self) -> None:
         """Start a first process: what is wrong with the task shows now, as PoolStartFailed."""
-        self._slots[0].start()
+        self._survive(self._slots[0], self._slots[0].start, None, MAX_DEATHS)
 
-    def submit(self, item: In) -> Future[Out]:
+    def submit(self, item: In, max_deaths: int = MAX_DEATHS) -> Future[Out]:
         """The future fails with WorkerFailed, WorkerTimedOut, WorkerDied or PoolStartFailed."""
-        return self._threads.submit(self._run, item)
+        return self._threads.submit(self._run, item, max_deaths)
 
     def map(self, items: Iterable[In]) -> Iterator[Out]:
         """Results in order. An error of `items` itself comes after the results of all items before it."""
@@ -97,17 +109,32 @@ class WorkerPool(Generic[In, Out]):
 
     def close(self) -> None:
         """At once; items in flight fail."""
+        self.is_closed = True
         for slot in self._slots:
             slot.close()  # also wakes the thread that waits for its answer
         self._threads.shutdown(cancel_futures=True)
 
-    def _run(self, item: In) -> Out:
+    def _run(self, item: In, max_deaths: int) -> Out:
         slot = self._idle.get()
         try:
-            result: Out = slot.run(item, self.timeout_s)
+            result: Out = self._survive(slot, lambda: slot.run(item, self.timeout_s), item, max_deaths)
             return result
         finally:
             self._idle.put(slot)
+
+    def _survive(self, slot: _Slot, work: Callable[[], Any], item: In | None, max_deaths: int) -> Any:
+        """What `work` returns, asked again of a new process where one dies, also while it starts."""
+        for deaths in itertools.count(1):
+            try:
+                return work()
+            except (WorkerDied, PoolStartFailed) as error:
+                death = error.cause if isinstance(error, PoolStartFailed) else error
+                if slot.is_closed or not isinstance(death, WorkerDied):
+                    raise
+                self._on_death(item, death)
+                if deaths >= max_deaths:
+                    raise
+        raise AssertionError("unreachable")
 
 
 class _Slot:
@@ -116,15 +143,17 @@ class _Slot:
     def __init__(self, name: str, task: bytes, start_timeout_s: float) -> None:
         self._name, self._task, self._start_timeout_s = name, task, start_timeout_s
         self._worker: LocalWorker | None = None
-        self._closed = False
+        self.is_closed = False
 
     def start(self) -> LocalWorker:
         if self._worker is not None:
             return self._worker
+        if self.is_closed:
+            raise WorkerDied(self._name, f"{self._name} has been closed")
         entry, timeout_s = "lockstep.processes.pool:serve_task", self._start_timeout_s
         try:
             self._worker = LocalWorker.spawn(self._name, entry, {}, env=_ONE_THREAD, start_timeout_s=timeout_s)
-            if self._closed:  # while it started
+            if self.is_closed:  # while it started
                 self._worker.kill()
             self._worker.call("prepare", {"task": self._task}, timeout_s=timeout_s).result()
         except WorkerError as error:
@@ -133,15 +162,21 @@ class _Slot:
         return self._worker
 
     def run(self, item: object, timeout_s: float) -> Any:
-        body = {"item": pickle.dumps(item, protocol=5)}
+        body, worker = {"item": pickle.dumps(item, protocol=5)}, self.start()
         try:
-            return pickle.loads(self.start().call("run", body, timeout_s=timeout_s).result().body["result"])
-        except (WorkerDied, WorkerTimedOut):
-            self._end()  # one that hangs, too
+            return pickle.loads(worker.call("run", body, timeout_s=timeout_s).result().body["result"])
+        except WorkerTimedOut:
+            stopped = is_stopped(worker.pid)
+            self._end()
+            if stopped:  # from outside: the item is not to blame
+                raise WorkerDied(self._name, describe_stop(self._name, worker.pid, timeout_s)) from None
+            raise
+        except WorkerDied:
+            self._end()
             raise
 
     def close(self) -> None:
-        self._closed = True
+        self.is_closed = True
         if self._worker is not None:
             self._worker.kill()
 

@@ -245,4 +245,4 @@ class _Slot:
 
     @property
     def attempt(self) -> Attempt:
-        return Attempt(self.prompt.fields, tuple(self.episode.turns))
+        return Attempt(self.prompt.fields, tuple(self.episode.turns), self.prompt.origin)

@@ -99,7 +99,7 @@ def open_rollouts(
         return EpisodeRunner(scorer, data.reader.follow_up, max_turns, config.data.max_length)
 
     with contextlib.ExitStack() as closing:
-        pool = open_rewards(algorithm) if run.owner else None
+        pool = open_rewards(algorithm, run.log_event) if run.owner else None
         if pool is not None:
             closing.callback(pool.close)
         on_all_ranks(broadcast, None if pool is None else pool.start)  # what cannot be loaded shows now, everywhere
@@ -195,10 +195,10 @@ def check_rewards(algorithm: GrpoConfig) -> None:
         load_environment(algorithm.environment)
 
 
-def open_rewards(algorithm: GrpoConfig) -> RewardPool:
+def open_rewards(algorithm: GrpoConfig, on_event: Callable[..., None] = lambda kind, **fields: None) -> RewardPool:
     rewards = [NamedReward(reward.name, reward.weight, reward.options) for reward in algorithm.reward]
     spec = RewardSpec(rewards, algorithm.environment)
-    return RewardPool(spec, algorithm.reward_procs, timeout_s=algorithm.reward_timeout_s)
+    return RewardPool(spec, algorithm.reward_procs, timeout_s=algorithm.reward_timeout_s, on_event=on_event)
 
 
 class SharedScorer:

@@ -123,11 +123,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Callab
     return get
 
 
-def make_run(folder: Path, model: Path, layout: str, rollouts: dict[str, Any]) -> RunDir:
+def make_run(folder: Path, model: Path, layout: str, rollouts: dict[str, Any], reward: Any = REWARD) -> RunDir:
     write_prompts(folder / "train.jsonl", NUM_PROMPTS, first=0)
     num_ranks, degrees = LAYOUTS[layout]
     settings: dict[str, Any] = {
-        "algorithm": {"kind": "grpo", "reward": REWARD, "group_size": NUM_SAMPLES, "max_tokens": 12},
+        "algorithm": {"kind": "grpo", "reward": reward, "group_size": NUM_SAMPLES, "max_tokens": 12},
         "rollouts": rollouts,
         "batch": {"samples": STEP_SIZE},
         # Where answers are older than what learns from them, it must not move too far between the two.
@@ -211,6 +211,38 @@ def test_a_run_that_is_hit_ends_as_if_nothing_had_happened(
         assert_begun_answers_go_on(fault)
     if not cell.max_staleness:
         assert tiny.digest_weights(exported(run)) == undisturbed(cell.layout)
+
+
+REWARD_MODULE = """
+import os, signal, time
+from pathlib import Path
+from lockstep.rollouts.rewards.scoring import length
+
+known, happened = length(most=4, unit="characters", soft=12), Path(__file__).with_name("happened")
+
+def killed(text, row):
+    if row["prompt"] == "say 9" and not happened.exists():  # in the third step
+        happened.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return known(text, row)
+"""
+
+
+def test_a_reward_process_that_is_killed_changes_nothing(
+    tmp_path: Path, model: Path, undisturbed: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rewards_that_die.py").write_text(REWARD_MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    reward = [{"name": "rewards_that_die:killed"}, REWARD[1]]
+    run = make_run(tmp_path, model, "one", {}, reward)
+    run_to_the_end(run, 1)
+    assert (tmp_path / "happened").exists(), "nothing happened"
+    (event,) = [event for event in run.events() if event["event"].startswith("reward")]
+    assert event["event"] == "reward_process_lost"
+    assert event["row"].endswith(":10")
+    assert "was ended by signal 9" in event["reason"]
+    assert all(record["reward_failed"] == 0 for record in run.metrics())
+    assert tiny.digest_weights(exported(run)) == undisturbed("one")
 
 
 def find_records(cell: Cell, run: RunDir, seen: Seen, happened: dict[str, Any]) -> list[tuple[float, str]]:

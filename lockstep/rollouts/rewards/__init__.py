@@ -14,10 +14,14 @@ RewardFunction = Callable[[str, Row], float]
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One answer to one row. `turns`: the model's text, turn by turn; exactly one without an environment."""
+    """One answer to one row. `turns`: the model's text, turn by turn; exactly one without an environment.
+
+    `origin`: where the row is from, for messages.
+    """
 
     row: Row
     turns: Sequence[str]
+    origin: str = ""
 
     @property
     def answer(self) -> str:

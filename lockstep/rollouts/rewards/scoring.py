@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 import os
 import re
@@ -10,17 +11,17 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal
 
 from lockstep.config import ConfigError
 from lockstep.data.answer_match import collapse_whitespace, find_last, find_number
-from lockstep.processes.pool import PoolStartFailed, WorkerPool
-from lockstep.processes.worker import WorkerDied, WorkerFailed, WorkerTimedOut
+from lockstep.processes.pool import MAX_DEATHS, PoolStartFailed, WorkerPool
+from lockstep.processes.worker import WorkerDied, WorkerError, WorkerFailed, WorkerTimedOut
 from lockstep.rollouts.environments.calculator import Calculator
 from lockstep.rollouts.environments.reasoning import reasoning_gym
 from lockstep.rollouts.rewards import Attempt, Environment, Outcome, RewardFunction, Row, Turn
 
-T = TypeVar("T")
+_MAX_EVENTS = 200  # on record: one bad reward must not fill the disk
 ENVIRONMENT = "environment"
 """The name of the reward that the environment itself gives, summed over the turns."""
 ENVIRONMENTS: dict[str, Callable[..., Environment]] = {"calculator": Calculator}
@@ -166,18 +167,34 @@ class RewardSpec:
     rewards: Sequence[NamedReward]
     environment: str | None = None
 
-    def prepare(self) -> Callable[[tuple[str, Attempt]], Outcome | Turn]:
-        """In a process of the pool: takes the method's name and an attempt."""
+    def prepare(self) -> Callable[[Task], Outcome | Turn]:
+        """In a process of the pool."""
         rewards = LoadedRewards(self)
-        methods: dict[str, Callable[[Attempt], Outcome | Turn]] = {"score": rewards.score, "play": rewards.play}
-        return lambda item: methods[item[0]](item[1])
+
+        def run(task: Task) -> Outcome | Turn:
+            return rewards.play(task.attempt) if task.method == "play" else rewards.score(task.attempt, task.only)
+
+        return run
+
+    def combine(self, scores: Mapping[str, float]) -> Outcome:
+        """`scores`: of every reward."""
+        return Outcome(sum(reward.weight * scores[reward.name] for reward in self.rewards), scores)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a process of the pool is asked. `only`: one reward, by name; None: all of them."""
+
+    method: Literal["score", "play"]
+    attempt: Attempt
+    only: str | None = None
 
 
 class LoadedRewards:
     """Scores attempts in this process. Raises ConfigError where a reward or an environment cannot be loaded."""
 
     def __init__(self, spec: RewardSpec) -> None:
-        self._weights = {reward.name: reward.weight for reward in spec.rewards}
+        self._spec = spec
         self._functions = {
             reward.name: load_reward(reward.name, reward.options)
             for reward in spec.rewards
@@ -185,16 +202,17 @@ class LoadedRewards:
         }
         self._make_environment = load_environment(spec.environment) if spec.environment else None
 
-    def score(self, attempt: Attempt) -> Outcome:
+    def score(self, attempt: Attempt, only: str | None = None) -> Outcome:
+        """`only`: a reward by name. Its score is all there is in the outcome."""
         scores: dict[str, float] = {}
-        for name in self._weights:
+        for name in [only] if only else [reward.name for reward in self._spec.rewards]:
             try:
                 scores[name] = self._environment_reward(attempt) if name == ENVIRONMENT else self._call(name, attempt)
             except Exception as error:  # an error of the user's function concerns this answer alone
                 return Outcome.failed(f"reward {name} failed: {_describe(error)}")
             if not math.isfinite(scores[name]):
                 return Outcome.failed(f"reward {name} is {scores[name]}, which is not a finite number")
-        return Outcome(sum(self._weights[name] * score for name, score in scores.items()), scores)
+        return Outcome(scores[only], scores) if only else self._spec.combine(scores)
 
     def play(self, attempt: Attempt) -> Turn:
         """The environment's reply to the last turn."""
@@ -234,13 +252,27 @@ def _describe(error: Exception) -> str:
 
 
 class RewardPool:
-    """An attempt that fails, dies or runs out of time fails alone.
+    """An attempt that fails or runs out of time fails alone. So does one that its process does not survive, but only
+    after others were asked: a process that is killed from outside changes nothing.
 
-    `timeout_s`: for one attempt. `start_timeout_s`: for importing what rewards need.
+    `timeout_s`: for one attempt. `start_timeout_s`: for importing what rewards need. `on_event` gets the kind of an
+    event and its fields, from any thread.
     """
 
-    def __init__(self, spec: RewardSpec, procs: int, *, timeout_s: float, start_timeout_s: float = 120.0) -> None:
-        self._pool = WorkerPool("rewards", spec, procs, timeout_s=timeout_s, start_timeout_s=start_timeout_s)
+    def __init__(
+        self,
+        spec: RewardSpec,
+        procs: int,
+        *,
+        timeout_s: float,
+        start_timeout_s: float = 120.0,
+        on_event: Callable[..., None] = lambda kind, **fields: None,
+    ) -> None:
+        self._spec, self._on_event = spec, on_event
+        self._num_events = itertools.count(1)
+        self._pool: WorkerPool[Task, Any] = WorkerPool(
+            "rewards", spec, procs, timeout_s=timeout_s, start_timeout_s=start_timeout_s, on_death=self._note_death
+        )
 
     def start(self) -> None:
         """Start a first process: what cannot be imported shows now, as a ConfigError."""
@@ -250,30 +282,69 @@ class RewardPool:
             raise _describe_start(error) from error
 
     def score(self, attempts: Sequence[Attempt]) -> list[Outcome]:
-        return self._run("score", attempts, Outcome.failed)
+        names = [reward.name for reward in self._spec.rewards]
+        # Where there are several rewards, the last time each is asked for alone: that shows which one it is.
+        max_deaths = MAX_DEATHS if len(names) == 1 else MAX_DEATHS - 1
+        futures = [self._pool.submit(Task("score", attempt), max_deaths) for attempt in attempts]
+        return [self._outcome(future, attempt, names) for future, attempt in zip(futures, attempts, strict=True)]
 
     def play(self, attempts: Sequence[Attempt]) -> list[Turn]:
-        return self._run("play", attempts, lambda problem: Turn(problem=problem))
+        futures = [self._pool.submit(Task("play", attempt)) for attempt in attempts]
+        return [self._turn(future, attempt) for future, attempt in zip(futures, attempts, strict=True)]
 
     def close(self) -> None:
         self._pool.close()
 
-    def _run(self, method: str, attempts: Sequence[Attempt], failed: Callable[[str], T]) -> list[T]:
-        futures: list[Future[Any]] = [self._pool.submit((method, attempt)) for attempt in attempts]
-        return [self._result(future, failed) for future in futures]
-
-    def _result(self, future: Future[T], failed: Callable[[str], T]) -> T:
+    def _outcome(self, future: Future[Outcome], attempt: Attempt, names: Sequence[str]) -> Outcome:
         try:
             return future.result()
-        except PoolStartFailed as error:
-            raise _describe_start(error) from error
-        except WorkerTimedOut:
-            return failed(f"no reward within {self._pool.timeout_s:g} s (algorithm.reward_timeout_s)")
         except WorkerDied as error:
-            code = "closed" if error.exit_code is None else error.exit_code
-            return failed(f"the process that computed the reward ended ({code})")
-        except WorkerFailed as error:
-            return failed(f"the reward failed: {error.kind}: {error.reason}")
+            if len(names) > 1 and not self._pool.is_closed:
+                return self._score_apart(attempt, names)
+            return Outcome.failed(self._blame(error, attempt, f"reward {names[0]}"))
+        except WorkerError as error:
+            return Outcome.failed(self._blame(error, attempt, "reward " + ", ".join(names)))
+
+    def _score_apart(self, attempt: Attempt, names: Sequence[str]) -> Outcome:
+        scores: dict[str, float] = {}
+        for name in names:
+            outcome = self._outcome(self._pool.submit(Task("score", attempt, name), 1), attempt, [name])
+            if outcome.reward_failed:
+                return outcome
+            scores |= outcome.scores
+        return self._spec.combine(scores)
+
+    def _turn(self, future: Future[Turn], attempt: Attempt) -> Turn:
+        try:
+            return future.result()
+        except WorkerError as error:
+            return Turn(problem=self._blame(error, attempt, f"environment {self._spec.environment}"))
+
+    def _blame(self, error: WorkerError, attempt: Attempt, what: str) -> str:
+        """The problem in a sentence, on record where it was none of the function's own. Raises if nothing can be
+        scored at all."""
+        if isinstance(error, PoolStartFailed):
+            raise _describe_start(error) from error
+        if isinstance(error, WorkerFailed):
+            return f"{what} failed: {error.kind}: {error.reason}"
+        if isinstance(error, WorkerTimedOut):
+            problem = f"{what} gave no answer within {self._pool.timeout_s:g} s (algorithm.reward_timeout_s)"
+        else:
+            problem = f"{what} failed: its process ended each time it was asked, {MAX_DEATHS} times; the last: {error}"
+        if not self._pool.is_closed:
+            self._record("reward_failed", reward=what, row=attempt.origin, reason=problem)
+        return problem
+
+    def _note_death(self, task: Task | None, death: WorkerDied) -> None:
+        row = "" if task is None else task.attempt.origin
+        self._record("reward_process_lost", row=row, reason=str(death))
+
+    def _record(self, kind: str, **fields: object) -> None:
+        number = next(self._num_events)
+        if number == _MAX_EVENTS:
+            fields["note"] = "more of these are not recorded until the run is started again"
+        if number <= _MAX_EVENTS:
+            self._on_event(kind, **fields)
 
 
 def _describe_start(error: PoolStartFailed) -> ConfigError:

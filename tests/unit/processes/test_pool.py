@@ -9,11 +9,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lockstep.processes.pool import PoolStartFailed, WorkerPool
+from lockstep.processes.pool import MAX_DEATHS, PoolStartFailed, WorkerPool
 from lockstep.processes.tree import start_time
 from lockstep.processes.worker import WorkerDied, WorkerFailed, WorkerTimedOut
 
@@ -39,6 +40,11 @@ class Square:
                 raise KeyError("no such thing")
             case "hang":
                 time.sleep(600)
+            case (signal.Signals() as number, Path() as first) if not first.exists():
+                first.touch()
+                os.kill(os.getpid(), number)
+            case (_, Path()):
+                return os.getpid()
             case "print":
                 print("to the terminal", flush=True)
                 return sys.stdin.read()
@@ -108,7 +114,8 @@ def test_output_and_input_of_the_work_stay_apart(capfd: pytest.CaptureFixture[st
     ],
 )
 def test_a_process_that_fails_fails_one_item_and_the_next_has_another(item: str, error: type, words: str) -> None:
-    with WorkerPool("square", Square(), 1, timeout_s=60) as pool:
+    deaths: list[Any] = []
+    with WorkerPool("square", Square(), 1, timeout_s=60, on_death=lambda item, _: deaths.append(item)) as pool:
         pids = [pool.submit("pid").result()]
         pool.timeout_s = 0.5 if item == "hang" else 60
         failed = pool.submit(item)
@@ -117,7 +124,41 @@ def test_a_process_that_fails_fails_one_item_and_the_next_has_another(item: str,
         pool.timeout_s = 60
         pids.append(pool.submit("pid").result())
         assert (pids[0] == pids[1]) == (item == "fail")
+        assert deaths == [item] * (MAX_DEATHS if error is WorkerDied else 0)
     assert not any(is_running(pid) for pid in pids)
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(signal.SIGKILL, "square 0 was ended by signal 9"), (signal.SIGSTOP, "was stopped by a signal and did not go on")],
+)
+def test_what_a_lost_process_had_to_do_another_does(tmp_path: Path, number: signal.Signals, words: str) -> None:
+    deaths: list[tuple[Any, str]] = []
+    note = lambda item, death: deaths.append((item, str(death)))  # noqa: E731
+    with WorkerPool("square", Square(), 1, timeout_s=60, on_death=note) as pool:
+        before = pool.submit("pid").result()
+        pool.timeout_s = 0.5 if number == signal.SIGSTOP else 60
+        item = (number, tmp_path / "happened")
+        assert pool.submit(item).result() not in (before, os.getpid())
+    assert [given for given, _ in deaths] == [item]
+    assert words in deaths[0][1]
+
+
+@dataclass(frozen=True)
+class DiesAtFirst:
+    happened: Path
+
+    def prepare(self) -> Callable[[Any], Any]:
+        if not self.happened.exists():
+            self.happened.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return lambda item: item
+
+
+def test_a_process_that_is_killed_while_it_starts_is_started_again(tmp_path: Path) -> None:
+    with WorkerPool("square", DiesAtFirst(tmp_path / "happened"), 1, timeout_s=60) as pool:
+        pool.start()
+        assert pool.submit(5).result() == 5
 
 
 @dataclass(frozen=True)

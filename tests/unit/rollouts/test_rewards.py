@@ -6,11 +6,13 @@ import math
 import os
 import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from lockstep.config import ConfigError
+from lockstep.processes.pool import MAX_DEATHS
 from lockstep.rollouts.environments.calculator import Calculator, calculate
 from lockstep.rollouts.rewards import Attempt, Outcome, Turn
 from lockstep.rollouts.rewards.scoring import (
@@ -40,6 +42,9 @@ MODULE = textwrap.dedent(
             time.sleep(600)
         if text == "die":
             os._exit(3)
+        if text == "die once" and not os.path.exists("died"):
+            open("died", "w").close()
+            os.kill(os.getpid(), 9)
         if text == "nan":
             return float("nan")
         if text == "words":
@@ -232,11 +237,48 @@ def test_answers_come_in_order_and_one_that_hangs_dies_or_fails_is_tainted_alone
         pool.close()
     assert [o.reward for o in found if o.problem is None] == [1, 2, 3, 4]
     problems = {text: o.problem for text, o in zip(texts, found, strict=True) if o.problem}
-    assert problems["hang"] == problems["stubborn"] == "no reward within 3 s (algorithm.reward_timeout_s)"
-    assert problems["die"] == "the process that computed the reward ended (3)"
+    slow = f"reward {own_module}:moody gave no answer within 3 s (algorithm.reward_timeout_s)"
+    assert problems["hang"] == problems["stubborn"] == slow
+    assert problems["die"].startswith(f"reward {own_module}:moody failed: its process ended each time it was asked")
+    assert problems["die"].endswith("ended with exit code 3")
     assert "is nan" in problems["nan"]
     assert time.monotonic() - started < 60
     assert not processes_with(f"LOCKSTEP_TEST_MARK={own_module}")
+
+
+def test_a_killed_process_costs_no_reward_and_one_that_always_dies_is_named(own_module):
+    """What only a kill from outside can be blamed for is asked again; events say both, with the reward and the row."""
+    events: list[tuple[str, dict[str, object]]] = []
+    spec = RewardSpec([NamedReward("length", 2.0, {"most": 3}), NamedReward(f"{own_module}:moody")])
+    pool = RewardPool(spec, 1, timeout_s=60, on_event=lambda kind, **fields: events.append((kind, fields)))
+    try:
+        once, always, fine = pool.score(
+            [Attempt({}, [text], f"rows.jsonl:{line}") for line, text in enumerate(("die once", "die", "ab"), 1)]
+        )
+    finally:
+        pool.close()
+    assert (once.reward, once.scores) == (2 + 8, {"length": 1.0, f"{own_module}:moody": 8.0})
+    assert fine.reward == 4
+    assert always.reward_failed
+    lost = [str(fields["row"]) for kind, fields in events if kind == "reward_process_lost"]
+    assert sorted(lost) == ["rows.jsonl:1", *["rows.jsonl:2"] * MAX_DEATHS]
+    (failure,) = [fields for kind, fields in events if kind == "reward_failed"]
+    assert failure["row"] == "rows.jsonl:2"
+    assert failure["reward"] == f"reward {own_module}:moody"  # of the two
+    assert "ended with exit code 3" in str(failure["reason"])
+
+
+def test_closing_the_pool_is_no_failure_of_a_reward(own_module):
+    events: list[str] = []
+    spec = RewardSpec([NamedReward("length", 1.0, {"most": 3}), NamedReward(f"{own_module}:moody")])
+    pool = RewardPool(spec, 1, timeout_s=60, on_event=lambda kind, **fields: events.append(kind))
+    pool.start()
+    with ThreadPoolExecutor(1) as thread:
+        scored = thread.submit(pool.score, [Attempt({}, ["hang"])])
+        time.sleep(0.3)
+        pool.close()
+        assert scored.result(timeout=30)[0].reward_failed
+    assert not events
 
 
 def processes_with(mark: str) -> list[str]:

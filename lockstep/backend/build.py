@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lockstep.config import ParallelConfig
+from lockstep.model.experts import compute_experts_exactly
 from lockstep.model.lora import speed_up_eager
 from lockstep.model.policy import Policy, causal_lm, decoder_layers, head_dim, tensor_plan
 from lockstep.model.stages import PassThrough, Stage, check_divisible, keep_layers, layer_costs
@@ -166,6 +167,7 @@ def settle_dtypes(model: nn.Module, compute: torch.dtype) -> None:
 
     A model loaded in bf16 would otherwise be stepped in bf16, where small updates vanish.
     """
+    compute_experts_exactly(causal_lm(model), compute)
     wide = torch.promote_types(compute, torch.float32)
     for parameter in model.parameters():
         wanted = wide if parameter.requires_grad else compute

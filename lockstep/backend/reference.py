@@ -6,12 +6,15 @@ While a reference is in place, the policy's module computes as the reference.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from typing import Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
 
 class ReferenceModel(Protocol):
@@ -33,6 +36,7 @@ class AdapterOff:
         self._layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
         if not self._layers:
             raise ValueError("the reference adapter_off needs a model with LoRA adapters: use copy")
+        _refuse_trained_base(model, self._layers)
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
@@ -50,6 +54,23 @@ class AdapterOff:
 
     def state(self) -> dict[str, Tensor]:
         return {}
+
+
+def _refuse_trained_base(model: nn.Module, layers: Sequence[BaseTunerLayer]) -> None:
+    """What is trained outside of adapters, such as biases, stays when they are switched off."""
+    adapters = {
+        id(p)
+        for layer in layers
+        for name in layer.adapter_layer_names
+        if isinstance(held := getattr(layer, name, None), nn.Module)
+        for p in held.parameters()
+    }
+    others = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in adapters]
+    if others:
+        raise ValueError(
+            f"the reference adapter_off would not be the base model: {len(others)} trained tensors are not of an "
+            f"adapter, first {others[0]!r}. Use copy"
+        )
 
 
 class ParameterCopy:

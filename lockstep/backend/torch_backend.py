@@ -423,9 +423,10 @@ class PipelinedPasses:
 
     def own_parameters(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """Without the tied embedding on the last stage: the first one counts it."""
-        if self._tied is None or 0 in self._stages:
+        if 0 in self._stages:
             return list(parameters)
-        return [p for p in parameters if p is not self._tied.weight]
+        tied = {id(p) for p in self._tied}
+        return [p for p in parameters if id(p) not in tied]
 
     def _prepare(self, micro_batches: Sequence[MicroBatch], finish: Finish) -> None:
         for stage in self._stages.values():
@@ -435,25 +436,27 @@ class PipelinedPasses:
         (length,) = {len(m.packed.tokens) for m in micro_batches}
         return torch.zeros(1, length, self._hidden_size, dtype=dtype, device=self._group.device)
 
-    def _find_tied(self, causal: Any, num_stages: int) -> Any:
-        """The embedding, on the two ranks that both have it because it is also the head."""
+    def _find_tied(self, causal: Any, num_stages: int) -> list[nn.Parameter]:
+        """What is trained of the embedding, its adapters too, on the two ranks that both have it because it is also
+        the head."""
         has_first, has_last = 0 in self._stages, num_stages - 1 in self._stages
         if has_first == has_last or not getattr(causal.config.get_text_config(), "tie_word_embeddings", False):
-            return None
-        return causal.get_input_embeddings()
+            return []
+        return [p for p in causal.get_input_embeddings().parameters() if p.requires_grad]
 
     def _sum_tied(self) -> None:
-        """First and last stage exchange their parts of the tied gradient."""
-        if self._tied is None or not self._tied.weight.requires_grad:
-            return
-        gradient = self._tied.weight.grad
-        mine = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        theirs = torch.empty_like(mine)
+        """First and last stage exchange their parts of the tied gradients. The last one does not use adapters."""
         other = dist.get_global_rank(self._axis, self._group.degrees.pipeline - 1 if 0 in self._stages else 0)
-        exchange = [dist.P2POp(dist.isend, mine.contiguous(), other), dist.P2POp(dist.irecv, theirs, other)]
-        for request in dist.batch_isend_irecv(exchange):
-            request.wait()
-        mine.add_(theirs)
+        for parameter in self._tied:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradient = parameter.grad
+            mine = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            theirs = torch.empty_like(mine)
+            exchange = [dist.P2POp(dist.isend, mine.contiguous(), other), dist.P2POp(dist.irecv, theirs, other)]
+            for request in dist.batch_isend_irecv(exchange):
+                request.wait()
+            mine.add_(theirs)
 
 
 def _gather(parameters: Mapping[str, Tensor], group: ProcessGroup) -> dict[str, Tensor]:

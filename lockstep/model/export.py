@@ -133,9 +133,19 @@ def merge(model: Any) -> tuple[CausalLM, float]:
     vocabulary = model.config.get_text_config().vocab_size
     probe = ((17 * torch.arange(48)) % vocabulary)[None]
     before = torch.log_softmax(model(probe).logits.float(), -1)
+    _untie_adapted_embedding(causal_lm(model))
     merged = model.merge_and_unload(safe_merge=True)
     after = torch.log_softmax(merged(probe).logits.float(), -1)
     return merged, float((after - before).abs().max())
+
+
+def _untie_adapted_embedding(causal: Any) -> None:
+    """PEFT adapts the embedding, not a head that shares its matrix: merged into one, both would change."""
+    embedding, head = causal.get_input_embeddings(), causal.get_output_embeddings()
+    if hasattr(embedding, "base_layer") and embedding.base_layer.weight is head.weight:
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+        for config in {id(c): c for c in (causal.config, causal.config.get_text_config())}.values():
+            config.tie_word_embeddings = False
 
 
 def _is_peft(model: nn.Module) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lockstep.config import ConfigError, LoraConfig, ModelConfig, RunConfig
+from lockstep.model.experts import compute_experts_exactly
 from lockstep.model.lora import add_lora
 from lockstep.model.policy import CausalLM
 from lockstep.rundir import RunDir
@@ -71,6 +72,7 @@ def load_causal_lm(config: ModelConfig, dtype: torch.dtype, *, with_weights: boo
                 model = AutoModelForCausalLM.from_config(load_hf_config(config), dtype=dtype, trust_remote_code=trust)
             model.tie_weights()  # skipped together with the initialisation
             _read_generation_config(config, model)
+    compute_experts_exactly(model, dtype)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # GGUF weights are unpacked; an export could not be loaded with it
     return model

@@ -106,7 +106,7 @@ class _LoraProduct(torch.autograd.Function):
     def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         adapter_input, weight, down, up, narrow = ctx.saved_tensors
-        needs_x, needs_dropped = ctx.needs_input_grad[:2]
+        needs_x, needs_dropped, _, needs_bias = ctx.needs_input_grad[:4]
         d_narrow = (grad @ up).mul_(ctx.scaling)
         d_x = grad @ weight if needs_x else None
         d_dropped = None
@@ -114,16 +114,22 @@ class _LoraProduct(torch.autograd.Function):
             d_dropped = d_narrow @ down
         elif d_x is not None:
             d_x.addmm_(d_narrow, down)
-        return d_x, d_dropped, None, None, d_narrow.T @ adapter_input, grad.T @ narrow, None
+        d_bias = grad.sum(0) if needs_bias else None  # PEFT's `bias` setting trains the frozen layer's
+        return d_x, d_dropped, None, d_bias, d_narrow.T @ adapter_input, grad.T @ narrow, None
 
 
 def _linear_names(model: nn.Module) -> list[str]:
-    """Name endings of every linear layer inside the decoder layers. GPT-2's Conv1D is a transposed linear."""
-    from transformers.pytorch_utils import Conv1D
-
+    """Name endings of every linear layer inside the decoder layers."""
     names = set()
     for layer in decoder_layers(model):
-        names |= {name.rsplit(".", 1)[-1] for name, m in layer.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
+        names |= {name.rsplit(".", 1)[-1] for name, module in layer.named_modules() if _is_linear(module)}
     if not names:
         raise ValueError(f"{type(causal_lm(model)).__name__} has no linear layer inside its decoder layers")
     return sorted(names)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """GPT-2's Conv1D is a transposed linear layer; a router may be a linear layer that returns more than a product."""
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(module, (nn.Linear, Conv1D)) and type(module).forward in (nn.Linear.forward, Conv1D.forward)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lockstep.model import attention
+from lockstep.model.experts import noisy_routers
 from lockstep.model.head import (
     HeadOptions,
     LogitTransform,
@@ -68,9 +69,17 @@ class Policy(nn.Module):
         self.variable_length = False  # whether the fused kernel is used, which takes boundaries as a tensor
         self.shares_prompts = self.packs
         self.split_tokens: attention.SplitTokens | None = None
+        self.noisy_routers = noisy_routers(model)
         self._own_attention = causal.config._attn_implementation
         if self.packs:
             causal.set_attn_implementation(attention.PACKED)
+
+    def train(self, mode: bool = True) -> Policy:
+        """Routers never add noise: the same batch must give the same step, and what is trained is what is sampled."""
+        super().train(mode)
+        for router in self.noisy_routers:
+            router.training = False
+        return self
 
     def use_variable_length(self, device: torch.device, dtype: torch.dtype) -> None:
         """Switch to the fused kernel where it can run."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lockstep.config import ConfigError, RunConfig
+from lockstep.model.experts import compute_experts_exactly
 from lockstep.model.load import load_hf_config
 from lockstep.model.lora import add_lora
 from lockstep.model.policy import CausalLM, Policy, tensor_plan
@@ -136,7 +137,9 @@ def build_plain(config: RunConfig, reduction: Reduction) -> CausalLM:
     if size > _MAX_PARAMETERS:
         name = type(architecture).__name__
         raise ConfigError(f"{name} could not be made small: {size:,} parameters are too many to verify in float64")
-    return AutoModelForCausalLM.from_config(architecture, **options).eval()
+    model = AutoModelForCausalLM.from_config(architecture, **options).eval()
+    compute_experts_exactly(model, torch.float64)
+    return model
 
 
 def _reduce(architecture: Any, reduction: Reduction) -> Any:

@@ -17,7 +17,7 @@ from lockstep.config import LoraConfig
 from lockstep.model.lora import add_lora
 from lockstep.types import Completion, Datum, OptimStep
 
-_TINY = {
+TINY = {
     "vocab_size": 97,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -33,15 +33,15 @@ _GPT2 = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions
 _NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 
 FAMILIES = {
-    "llama": lambda: transformers.LlamaConfig(**_TINY, tie_word_embeddings=False),
-    "qwen3": lambda: transformers.Qwen3Config(**_TINY, head_dim=8, tie_word_embeddings=True),
-    "mistral": lambda: transformers.MistralConfig(**_TINY, sliding_window=6),
-    "gemma": lambda: transformers.GemmaConfig(**_TINY, head_dim=8),
-    "gemma2": lambda: transformers.Gemma2Config(**_TINY, head_dim=8, sliding_window=6),
-    "phi3": lambda: transformers.Phi3Config(**_TINY),
+    "llama": lambda: transformers.LlamaConfig(**TINY, tie_word_embeddings=False),
+    "qwen3": lambda: transformers.Qwen3Config(**TINY, head_dim=8, tie_word_embeddings=True),
+    "mistral": lambda: transformers.MistralConfig(**TINY, sliding_window=6),
+    "gemma": lambda: transformers.GemmaConfig(**TINY, head_dim=8),
+    "gemma2": lambda: transformers.Gemma2Config(**TINY, head_dim=8, sliding_window=6),
+    "phi3": lambda: transformers.Phi3Config(**TINY),
     "gpt2": lambda: transformers.GPT2Config(**_GPT2, **_NO_DROPOUT, eos_token_id=2),
-    "granite": lambda: transformers.GraniteConfig(**_TINY, logits_scaling=3.0),
-    "olmo": lambda: transformers.OlmoConfig(**_TINY),
+    "granite": lambda: transformers.GraniteConfig(**TINY, logits_scaling=3.0),
+    "olmo": lambda: transformers.OlmoConfig(**TINY),
     "bloom": lambda: transformers.BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4),
 }
 

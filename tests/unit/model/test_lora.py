@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import peft
 import pytest
 import torch
-from equivalence.plain import FAMILIES, make_batch, make_model, scale_of
+import transformers
+from equivalence.plain import FAMILIES, TINY, keep_float64, make_batch, make_model, plain_loss, scale_of
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from lockstep.backend.reference import AdapterOff
 from lockstep.backend.torch_backend import TorchBackend
 from lockstep.config import LoraConfig
+from lockstep.model.export import merge
 from lockstep.model.lora import add_lora, is_sped_up, speed_up_eager
 from lockstep.model.policy import causal_lm, decoder_layers
 from lockstep.parallel.group import ProcessGroup
@@ -116,12 +121,19 @@ def test_adapters_train(family, dora):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
-@pytest.mark.parametrize("bias", [False, True])
-def test_sped_up_layers_give_pefts_own_numbers_and_gradients(bias: bool, dropout: float) -> None:
+@pytest.mark.parametrize("bias", [None, "none", "all", "lora_only"])
+def test_sped_up_layers_give_pefts_own_numbers_and_gradients(bias: Any, dropout: float) -> None:
+    """`bias`: as PEFT's setting of that name; None is of layers without one."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(6, 9, bias=bias), nn.Tanh(), nn.Linear(9, 5, bias=bias)).double()
+    has_bias = bias is not None
+    net = nn.Sequential(nn.Linear(6, 9, bias=has_bias), nn.Tanh(), nn.Linear(9, 5, bias=has_bias)).double()
     settings = peft.LoraConfig(
-        r=2, lora_alpha=3, lora_dropout=dropout, target_modules=["0", "2"], init_lora_weights=False
+        r=2,
+        lora_alpha=3,
+        lora_dropout=dropout,
+        target_modules=["0", "2"],
+        init_lora_weights=False,
+        bias=bias or "none",
     )
     model = peft.get_peft_model(net, settings).double()
     x = torch.randn(2, 7, 6, dtype=torch.float64, requires_grad=True)
@@ -139,7 +151,53 @@ def test_sped_up_layers_give_pefts_own_numbers_and_gradients(bias: bool, dropout
     expected = passes()
     speed_up_eager(model)
     assert any(is_sped_up(layer) for layer in model.modules())
+    assert len(expected) == 2 + (6 if bias in ("all", "lora_only") else 4)
     for mine, own in zip(passes(), expected, strict=True):
         torch.testing.assert_close(mine, own, rtol=0, atol=1e-12)
     with torch.no_grad():
         torch.testing.assert_close(model.eval()(x.detach()), model.eval()(x).detach())
+
+
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_biases_that_peft_trains_have_its_gradient(bias: Any) -> None:
+    def build() -> Any:
+        torch.manual_seed(0)
+        plain = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**TINY)).double()  # q, k and v have biases
+        settings = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], bias=bias, init_lora_weights=False)
+        return keep_float64(peft.get_peft_model(plain, settings).double())
+
+    batch, own = make_batch(), build()
+    plain_loss(own, batch, scale_of(batch)).backward()
+    expected = {name: p.grad for name, p in own.named_parameters() if p.requires_grad}
+    assert sum(name.endswith("bias") for name in expected) == {"all": 6, "lora_only": 4}[bias]
+    backend = TorchBackend(build(), precision="fp64", group=ProcessGroup(0, 1, torch.device("cpu")))
+    backend.forward_backward(batch, LossSpec(scale=scale_of(batch)))
+    for name, parameter in backend.parameters().items():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"bias": "all"}, {"modules_to_save": ["lm_head"]}, {"bias": "lora_only"}], ids=lambda s: next(iter(s))
+)
+def test_an_adapter_that_is_switched_off_must_leave_the_base_model(settings: dict[str, Any]) -> None:
+    """Trained biases and copied modules stay when adapters are off: that would be another reference."""
+    model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**TINY))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], **settings))
+    with pytest.raises(ValueError, match=r"adapter_off.*(bias|lm_head).*copy"):
+        AdapterOff(adapted)
+    AdapterOff(peft.get_peft_model(make_model("qwen3", lora=False), peft.LoraConfig(target_modules=["embed_tokens"])))
+    AdapterOff(add_lora(make_model("llama", lora=False), LoraConfig(dora=True)))
+
+
+def test_an_adapter_on_a_tied_embedding_is_merged_into_the_embedding_alone(tmp_path: Any) -> None:
+    settings = peft.LoraConfig(r=2, target_modules=["embed_tokens"], init_lora_weights=False)
+    model: Any = peft.get_peft_model(make_model("qwen3", lora=False), settings).double()
+    probe = torch.arange(1, 9)[None]
+    with torch.no_grad():
+        expected = model.eval()(probe).logits
+    merged, drift = merge(model)
+    assert drift < 1e-6
+    merged.save_pretrained(tmp_path)
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    with torch.no_grad():
+        torch.testing.assert_close(keep_float64(loaded.eval())(probe).logits, expected, rtol=1e-6, atol=1e-6)

@@ -47,6 +47,14 @@ def serve(
     ] = False,
     max_upload_mb: Annotated[int, typer.Option(help="Largest upload, in MB.", min=1)] = 1024,
     max_datasets: Annotated[int, typer.Option(help="Most data sets kept.", min=1)] = 1000,
+    max_connections: Annotated[int, typer.Option(help="At once, in all.", min=16)] = 1000,
+    max_connections_per_address: Annotated[int, typer.Option(help="At once, from one address.", min=4)] = 250,
+    tls_cert: Annotated[Path | None, typer.Option(metavar="FILE", help="Certificate chain (PEM): serve https.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="Its private key (PEM).")] = None,
+    proxy: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ADDRESS", help="Believe X-Forwarded headers from this reverse proxy. Can be repeated."),
+    ] = None,
 ) -> None:
     """Serve training jobs over HTTP, with a dashboard."""
     import os
@@ -68,6 +76,11 @@ def serve(
             allow_code=allow_code,
             max_upload_mb=max_upload_mb,
             max_datasets=max_datasets,
+            max_connections=max_connections,
+            max_connections_per_address=max_connections_per_address,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+            proxies=tuple(proxy or ()),
         )
     )
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, get_args
 
 from fastapi import Depends, Request
+from starlette.datastructures import Headers
 
 from lockstep.config import ConfigError
 from lockstep.service.errors import Busy, Forbidden, NotFound, Unauthorised
@@ -121,10 +122,13 @@ async def manager_of(request: Request) -> JobManager:
 
 
 async def current_caller(request: Request) -> Caller:
-    tokens: Tokens | None = request.app.state.tokens
+    return identify(request.app.state.tokens, request.headers)
+
+
+def identify(tokens: Tokens | None, headers: Headers) -> Caller:
     if tokens is None:
         return Caller("", "admin")
-    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    scheme, _, token = headers.get("authorization", "").partition(" ")
     caller = tokens.find(token.strip()) if scheme.lower() == "bearer" else None
     if caller is None:
         raise Unauthorised("this service wants a token: send it as Authorization: Bearer TOKEN")

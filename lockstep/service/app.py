@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 
-import uvicorn
+from anyio import CapacityLimiter
 from fastapi import FastAPI
 
 from lockstep.launch import Launcher
@@ -17,11 +17,14 @@ from lockstep.service.access import Tokens
 from lockstep.service.api import datasets, jobs, system
 from lockstep.service.api.error_responses import describe_errors, install_handlers
 from lockstep.service.api.system import DryRuns
+from lockstep.service.connections import load_tls, make_server
 from lockstep.service.jobs import JobManager
 from lockstep.service.llama_stack import routes as llama_stack
 from lockstep.service.middleware import SecurityMiddleware
 from lockstep.service.run_files import Streams
 from lockstep.service.settings import VERSION, ServiceSettings
+
+_MAX_SUBMISSIONS = 8  # at once: each may take some milliseconds, or wait for the database
 
 
 def create_app(settings: ServiceSettings, manager: JobManager | None = None) -> FastAPI:
@@ -32,6 +35,8 @@ def create_app(settings: ServiceSettings, manager: JobManager | None = None) -> 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.dry_runs = DryRuns(manager.data_dir, settings.plan_timeout_s)
+        app.state.health_threads = CapacityLimiter(2)
+        app.state.submission_threads = CapacityLimiter(_MAX_SUBMISSIONS)
         manager.start()
         try:
             yield
@@ -56,7 +61,7 @@ def create_app(settings: ServiceSettings, manager: JobManager | None = None) -> 
     for router in (jobs.router, jobs.run_router, datasets.router, system.router, llama_stack.router, dashboard.router):
         app.include_router(router)
     describe_errors(app)
-    app.add_middleware(SecurityMiddleware, settings=settings, response_counts=app.state.response_counts)
+    app.add_middleware(SecurityMiddleware, settings=settings, tokens=tokens, response_counts=app.state.response_counts)
     return app
 
 
@@ -76,19 +81,9 @@ def make_manager(settings: ServiceSettings, launcher: Launcher | None = None) ->
 
 def run_server(settings: ServiceSettings, manager: JobManager | None = None) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    load_tls(settings)  # what is wrong with it is said before anything is opened
     manager = manager or make_manager(settings)
-    app = create_app(settings, manager)
+    server = make_server(create_app(settings, manager), settings)
     devices = f"GPUs {', '.join(manager.slots.devices)}" if manager.slots.devices else "on CPU"
     logging.info("data in %s, %d processes, %s", manager.data_dir.path, manager.slots.count, devices)
-    config = uvicorn.Config(
-        app,
-        host=settings.host,
-        port=settings.port,
-        log_config=None,
-        log_level="info",
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=30,
-        timeout_graceful_shutdown=3,
-    )
-    uvicorn.Server(config).run()
+    server.run()

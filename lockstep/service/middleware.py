@@ -1,4 +1,4 @@
-"""Checks of every request before it is routed (host, origin, size and time of the body), and headers of every response.
+"""Checks of every request before it is routed (host, origin, token, size and time of the body), and its headers.
 
 Plain ASGI, so that streams stay streams.
 """
@@ -15,6 +15,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from lockstep.service.access import Tokens, identify
 from lockstep.service.errors import Forbidden, Misdirected, ServiceError, TooLarge
 from lockstep.service.settings import LOOPBACK, ServiceSettings
 
@@ -36,9 +37,16 @@ UPLOADS = "/api/datasets/"
 
 
 class SecurityMiddleware:
-    def __init__(self, app: ASGIApp, settings: ServiceSettings, response_counts: Counter[tuple[str, int]]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: ServiceSettings,
+        tokens: Tokens | None,
+        response_counts: Counter[tuple[str, int]],
+    ) -> None:
         self._app = app
         self._settings = settings
+        self._tokens = tokens
         self._response_counts = response_counts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -57,6 +65,8 @@ class SecurityMiddleware:
         try:
             self._check_host(headers)
             self._check_origin(scope["method"], headers)
+            if scope["method"] not in _SAFE_METHODS:
+                identify(self._tokens, headers)  # of a stranger's body not a byte is read
             limit = self._check_length(scope, headers)
         except ServiceError as error:
             await _refuse(error, send_counted)
@@ -128,5 +138,7 @@ async def _refuse(error: ServiceError, send: Send) -> None:
     body = json.dumps({"error": {"code": error.code, "message": str(error)}}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     headers.append((b"connection", b"close"))  # what is left of the body is not read
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

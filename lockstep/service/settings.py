@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -26,13 +27,23 @@ class ServiceSettings:
     allow_code: bool = False
     max_upload_mb: int = 1024
     max_datasets: int = 1000
-    max_body_bytes: int = 4 << 20
+    max_body_bytes: int = 1 << 20
     body_timeout_s: float = 30.0
     """For a request to arrive in full; uploads have `upload_timeout_s`."""
     upload_timeout_s: float = 900.0
     idle_timeout_s: float = 30.0
     """For the next bytes of an upload to arrive."""
     plan_timeout_s: float = 120.0
+    max_connections: int = 1000
+    max_connections_per_address: int = 250
+    header_timeout_s: float = 10.0
+    """For the headers of a request, and for a TLS handshake."""
+    stall_timeout_s: float = 60.0
+    """For a client to take the next piece of an answer."""
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    proxies: tuple[str, ...] = ()
+    """Addresses of reverse proxies: their X-Forwarded headers are believed."""
 
     def __post_init__(self) -> None:
         if not self.is_loopback and self.token_file is None:
@@ -40,6 +51,17 @@ class ServiceSettings:
                 f"--host {self.host} lets other machines in, and without --token-file everybody who reaches the port "
                 "could train, read and delete: give a token file (see lockstep token), or bind to 127.0.0.1"
             )
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("--tls-cert and --tls-key belong together: give both, or neither")
+        if self.proxies and self.token_file is None:
+            raise ConfigError("--proxy lets others in through the proxy: give a token file too (see lockstep token)")
+        for proxy in self.proxies:
+            try:
+                ipaddress.ip_address(proxy)
+            except ValueError:
+                raise ConfigError(
+                    f"--proxy {proxy}: give the address that the proxy connects from, as 127.0.0.1"
+                ) from None
 
     @property
     def is_loopback(self) -> bool:

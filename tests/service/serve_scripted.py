@@ -46,7 +46,10 @@ class DyingLauncher(LocalLauncher):
 def main() -> None:
     data_dir, port, *rest = sys.argv[1:]
     given: dict[str, Any] = dict(pair.split("=", 1) for pair in rest)
-    changes = {key: Path(value) if key == "token_file" else json.loads(value) for key, value in given.items()}
+    changes = {
+        key: Path(value) if key in ("token_file", "tls_cert", "tls_key") else json.loads(value)
+        for key, value in given.items()
+    }
     launcher = DyingLauncher("scripted_job", grace_s=2.0)
     launcher.moment = os.environ.get("LOCKSTEP_TEST_KILL", "")
     settings = ServiceSettings(data_dir=Path(data_dir), port=int(port), **changes)

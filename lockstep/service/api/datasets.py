@@ -92,6 +92,8 @@ async def preview_dataset(
     first = await to_thread.run_sync(manager.datasets.preview, name, rows)
     if model is None:
         return DatasetPreview(rows=first)
+    if caller.role == "read":
+        raise Forbidden("this token may only read, and a preview with a model starts a process: leave model out")
     config = {"model": model, "data": {"train": f"dataset:{name}", "max_length": max_length}}
     owner = caller.sees_owner or ""
     admitted = await to_thread.run_sync(lambda: manager.admit(config, owner=owner))

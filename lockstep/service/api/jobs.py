@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from typing import Annotated
 
 import yaml
@@ -56,9 +57,10 @@ _MAX_PAGE_BYTES = 8 << 20
 
 
 @router.post("", status_code=201, responses=documented(400, 408, 409, 413))
-def submit_job(request: JobRequest, manager: Manager, caller: Submitter) -> JobView:
+async def submit_job(wanted: JobRequest, request: Request, manager: Manager, caller: Submitter) -> JobView:
     """Queue a run. The same id with the same content gives the job back instead of a second one."""
-    return manager.submit(request, owner=caller.name, admin=caller.is_admin)
+    submit = partial(manager.submit, wanted, owner=caller.name, admin=caller.is_admin)
+    return await to_thread.run_sync(submit, limiter=request.app.state.submission_threads)
 
 
 @router.get("", responses=documented())

@@ -20,7 +20,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import PlainTextResponse
 
 from lockstep.config import RunConfig
-from lockstep.service.access import Manager, Reader, Submitter
+from lockstep.service.access import Caller, Manager, Reader, Submitter
 from lockstep.service.api.error_responses import documented
 from lockstep.service.data_dir import DataDir
 from lockstep.service.errors import Busy, ServiceError
@@ -176,7 +176,12 @@ def _escape(text: str) -> str:
 
 
 @router.get("/api/health", responses=documented())
-def get_health(manager: Manager, caller: Reader) -> Health:
+async def get_health(request: Request, manager: Manager, caller: Reader) -> Health:
+    """In a thread that no other request can take: whoever watches the service is answered also when it is busy."""
+    return await to_thread.run_sync(_health, manager, caller, limiter=request.app.state.health_threads)
+
+
+def _health(manager: JobManager, caller: Caller) -> Health:
     return Health(
         version=VERSION,
         procs=manager.slots.count,

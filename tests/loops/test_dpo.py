@@ -22,6 +22,7 @@ from lockstep.algorithms.losses import LOSSES
 from lockstep.backend.fake import FakeBackend
 from lockstep.config import RunConfig
 from lockstep.train.preference_data import label_options, pair_options
+from lockstep.train.schedule import learning_rate_at
 from lockstep.types import Completion, Datum
 
 SCORES = {"chosen_reward", "rejected_reward", "margin", "accuracy", "chosen_logprob", "rejected_logprob"}
@@ -63,6 +64,16 @@ def test_every_step_tells_the_loss_all_that_it_must_know_of_the_global_batch(tmp
         assert loss.options == pair_options(config.algorithm, num_chosen)
         assert (loss.options["losses"], loss.options["beta"]) == ({"sigmoid": 1.0, "sft": 0.5}, 0.3)
     assert sorted(origin for batch in batches_of(backend) for origin in batch) == sorted(d.origin for d in rows)
+
+
+def test_each_optimizer_step_receives_the_rate_of_its_own_step(tmp_path):
+    config = dpo_config(optim={"learning_rate": 0.3, "warmup_steps": 2, "epochs": 2, "schedule": "linear"})
+    backend = FakeBackend()
+    run, _ = train(tmp_path / "run", config, backend, make_pairs(10))
+    rates = [learning_rate_at(i, peak=0.3, num_steps=6, config=config.optim) for i in range(6)]
+    assert len(set(rates)) == 6
+    assert [call.argument.learning_rate for call in backend.calls_of("optim_step")] == rates
+    assert [record["learning_rate"] for record in records_of(run)] == rates
 
 
 def test_the_margin_grows_and_the_loss_falls(tmp_path):

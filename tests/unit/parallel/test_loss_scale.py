@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from equivalence.plain import make_batch, make_model, plain_run, scale_of
+from equivalence.preference_plain import make_pairs, plain_preference
+from equivalence.test_preference import with_reference
 
 from lockstep.backend.torch_backend import TorchBackend
 from lockstep.parallel.group import ProcessGroup
@@ -37,6 +39,22 @@ def test_a_step_in_fp16_is_the_plain_step_within_its_rounding(lora: bool) -> Non
         exact = expected["gradients"][name]
         assert float((gradient - exact).norm() / exact.norm()) < 1e-2, name
         assert backend.parameters()[name].dtype == torch.float32
+
+
+def test_a_preference_step_in_fp16_is_scaled_once() -> None:
+    """Its loss is no weighted sum of log-probs, and is scaled where it is computed."""
+    reference, options = make_model("llama", lora=False), {"losses": {"sigmoid": 1.0}, "beta": 0.5}
+    batch = with_reference(make_pairs(0), reference)
+    loss, exact = plain_preference(make_model("llama", lora=True), batch, reference, options)
+    backend = make_backend("fp16", lora=True)
+    for _ in range(8):  # the first scales may be too large for this gradient
+        result = backend.forward_backward(batch, LossSpec("preference", 1 / len(batch), options))
+        assert result.loss == pytest.approx(loss.item(), rel=1e-2)
+        optim = backend.optim_step(OptimStep(learning_rate=0.0))
+        if optim.applied:
+            break
+    norm = float(torch.stack([gradient.norm() for gradient in exact.values()]).norm())
+    assert optim.grad_norm == pytest.approx(norm, rel=2e-2)
 
 
 def test_an_overflow_leaves_the_weights_and_halves_the_scale() -> None:
@@ -70,6 +88,22 @@ def test_the_scale_grows_after_many_good_steps_and_comes_back_from_its_state() -
     assert again.value == 2.0**17
     again.update(finite=False)
     assert again.value == 2.0**16
+
+
+def test_an_overflow_starts_the_count_of_good_steps_anew() -> None:
+    scale = LossScale()
+    for finite in [True] * 999 + [False] + [True] * 999:
+        scale.update(finite=finite)
+    assert scale.value == 2.0**15
+    scale.update(finite=True)
+    assert scale.value == 2.0**16
+
+
+def test_the_scale_has_an_upper_bound() -> None:
+    scale = LossScale()
+    for _ in range(9 * 1000):
+        scale.update(finite=True)
+    assert scale.value == 2.0**24
 
 
 def test_the_scale_is_part_of_a_checkpoint(tmp_path: Path) -> None:

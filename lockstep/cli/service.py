@@ -42,8 +42,15 @@ def serve(
     allow_path: Annotated[
         list[Path] | None, typer.Option(metavar="DIR", help="Jobs may also read here. Can be repeated.")
     ] = None,
+    allow_write: Annotated[
+        list[Path] | None, typer.Option(metavar="DIR", help="Jobs may also write here. Can be repeated.")
+    ] = None,
+    allow_endpoint: Annotated[
+        list[str] | None, typer.Option(metavar="URL", help="Jobs may sample from this server. Can be repeated.")
+    ] = None,
     allow_code: Annotated[
-        bool, typer.Option("--allow-code", help="Let jobs run trust_remote_code and converters.")
+        bool,
+        typer.Option("--allow-code", help="Let requests name code to run: as the service's user, with its rights."),
     ] = False,
     max_upload_mb: Annotated[int, typer.Option(help="Largest upload, in MB.", min=1)] = 1024,
     max_datasets: Annotated[int, typer.Option(help="Most data sets kept.", min=1)] = 1000,
@@ -59,6 +66,7 @@ def serve(
     """Serve training jobs over HTTP, with a dashboard."""
     import os
 
+    from lockstep.service.admission import Allowed
     from lockstep.service.app import run_server
     from lockstep.service.settings import ServiceSettings
 
@@ -72,8 +80,9 @@ def serve(
             procs=procs,
             max_jobs=max_jobs,
             token_file=token_file,
-            allow_paths=tuple(allow_path or ()),
-            allow_code=allow_code,
+            allowed=Allowed(
+                tuple(allow_path or ()), tuple(allow_write or ()), tuple(allow_endpoint or ()), code=allow_code
+            ),
             max_upload_mb=max_upload_mb,
             max_datasets=max_datasets,
             max_connections=max_connections,

@@ -10,15 +10,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from lockstep.config.schema import PositiveInt, Section
+from lockstep.config.schema import PositiveInt, Section, check_code_name
 
 Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "preference", "unpaired"]
 PARTS = ("train", "validation", "test")
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 # What a source and the data section both have: the section's is the default of every source.
 _SHARED = ("format", "columns", "roles", "input_template", "output_template", "converter")
+
+
+def _check_converter(value: str) -> str:
+    check_code_name(value, "data.converter", "write module:function, for example convert:to_messages")
+    return value
+
+
+Converter = Annotated[str, AfterValidator(_check_converter)]
 
 
 class SourceConfig(Section):
@@ -46,7 +54,7 @@ class SourceConfig(Section):
     """As in data."""
     output_template: str | None = None
     """As in data."""
-    converter: str | None = None
+    converter: Converter | None = None
     """As in data."""
 
 
@@ -82,7 +90,7 @@ class DataConfig(Section):
     """The prompt as text with {columns}, for rows of any shape. Needs output_template."""
     output_template: str | None = None
     """The answer as text with {columns}."""
-    converter: str | None = None
+    converter: Converter | None = None
     """module:function of yours. It gets a row as a dict and returns one of a known format, or None to leave it out."""
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """assistant: every answer. last: the last answer of each row. all: every token, prompts too."""

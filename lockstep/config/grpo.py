@@ -8,7 +8,19 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from lockstep.config.renames import rename_keys
-from lockstep.config.schema import NonNegative, NonNegativeInt, Positive, PositiveInt, Section, Share
+from lockstep.config.schema import (
+    NonNegative,
+    NonNegativeInt,
+    Positive,
+    PositiveInt,
+    Section,
+    Share,
+    check_code_name,
+)
+
+# By these names; all others are module:function, or module:class, of the user's own.
+REWARDS = ("exact", "numeric", "regex", "format", "length", "reasoning_gym", "environment")
+ENVIRONMENTS = ("calculator",)
 
 # Kinds that are short for grpo with the settings of a paper.
 SHORT_GRPO: dict[str, dict[str, str | float]] = {
@@ -30,6 +42,12 @@ class RewardConfig(Section):
     """Its weight in the sum of all rewards. 0: measured, and not learned from."""
     options: dict[str, Any] = Field(default={})
     """Settings of this reward. For example {pattern: "#### (.*)"}."""
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        if self.name not in REWARDS:
+            check_code_name(self.name, "algorithm.reward", f"use {', '.join(REWARDS)}, or write module:function")
+        return self
 
 
 def as_rewards(value: object) -> object:
@@ -149,6 +167,9 @@ class GrpoConfig(Section):
 
     @model_validator(mode="after")
     def _applies(self) -> Self:
+        if self.environment is not None and self.environment not in ENVIRONMENTS:
+            known = f"use {', '.join(ENVIRONMENTS)}, or write module:class"
+            check_code_name(self.environment, "algorithm.environment", known)
         names = [reward.name for reward in self.reward]
         for name in names:
             if names.count(name) > 1:

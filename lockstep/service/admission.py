@@ -1,33 +1,47 @@
-"""From a request's configuration to one that may run here: data sets by name, paths confined, no code from outside.
+"""From a request's configuration to one that may run here: files by name, and nothing reached that is not allowed.
 
-Every path is resolved, symlinks included, and must lie in what its sender may read.
+What a text leads to is listed in `lockstep.config.reach`; what the operator allows is in `Allowed`. Every path is
+resolved, links included, and must lie in what its sender may read or write.
 """
 
 from __future__ import annotations
 
 import copy
-import glob
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lockstep.config import ConfigError, RunConfig, check_config, resolve_config
-from lockstep.config.data import PARTS
+from lockstep.config.reach import ReachingText, reach_of, texts_of
 from lockstep.config.yaml_text import REQUEST_BOUNDS, check_tree, read_yaml
 from lockstep.service.data_dir import DataDir
+from lockstep.service.endpoints import Endpoints
 from lockstep.service.errors import Forbidden, ServiceError, TooLarge
+from lockstep.service.places import DATASET, Places, files_read
 from lockstep.service.schemas import JobRequest
 
-DATASET = "dataset:"
 _SOURCE = "the configuration"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-# Text for people or for the template engine: whatever it looks like, it is never opened as a file.
-_FREE_TEXT = {"name", "input_template", "output_template", "columns", "roles", "template_options", "targets"}
-_MAX_MATCHES = 10_000
+_HUB_NAME = re.compile(r"[\w+-][\w.+=,@() -]*(/[\w+-][\w.+=,@() -]*)*")  # no part of it begins with a dot
+_TASK = re.compile(r"reasoning_gym:\w+")
+_MAX_NAME = 1000
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What the operator lets requests reach, besides the Hub, data sets, their senders' jobs and models/."""
+
+    read: tuple[Path, ...] = ()
+    write: tuple[Path, ...] = ()
+    endpoints: tuple[str, ...] = ()
+    code: bool = False
+
+
+NOTHING_MORE = Allowed()
 
 
 @dataclass(frozen=True)
@@ -36,13 +50,22 @@ class Admitted:
     datasets: list[str]
 
 
+@dataclass(frozen=True)
+class _Sender:
+    """`may_use_job`: whether a job is theirs. `files`: of the data sets that the configuration names."""
+
+    may_use_job: Callable[[str], bool]
+    files: frozenset[str]
+
+
 class Admission:
     """`may_use_job` and `find_dataset` answer for the sender: whether a job is theirs, and a data set's file."""
 
-    def __init__(self, data_dir: DataDir, allowed: Sequence[Path] = (), *, allow_code: bool = False) -> None:
+    def __init__(self, data_dir: DataDir, allowed: Allowed = NOTHING_MORE) -> None:
         self._data_dir = data_dir
-        self._allowed = [data_dir.models, *(Path(path).expanduser().resolve() for path in allowed)]
-        self._allow_code = allow_code
+        self._allows_code = allowed.code
+        self._endpoints = Endpoints(allowed.endpoints)
+        self.places = Places(data_dir, allowed.read, allowed.write)
 
     def admit(
         self,
@@ -51,52 +74,100 @@ class Admission:
         find_dataset: Callable[[str], Path],
         may_use_job: Callable[[str], bool],
     ) -> Admitted:
-        tree, places = _read(request)
-        datasets: list[str] = []
-        _name_datasets(tree, find_dataset, datasets)
-        files = {str(find_dataset(name)) for name in datasets}
+        tree, lines = _read(request)
+        datasets: dict[str, Path] = {}
+
+        def locate(value: str, reach: str) -> str:
+            if reach == "rows" and value.startswith(DATASET):
+                name = value.removeprefix(DATASET)
+                datasets[name] = find_dataset(name)
+                return str(datasets[name])
+            return str(self.places.locate(value) or value)
+
         try:
-            config = resolve_config(tree, source=_SOURCE, places=places, directory=self._data_dir.empty)
-            resolved = config.model_dump(mode="json")
-            json.dumps(resolved, ensure_ascii=False).encode()  # half a character could not be written to any file
-            for key, value in _strings(resolved):
-                self._check(key, value, may_use_job, files)
+            tree = _locate_all(tree, locate)
+            sender = _Sender(may_use_job, frozenset(map(str, datasets.values())))
+            config = resolve_config(tree, source=_SOURCE, places=lines, directory=self._data_dir.empty)
+            json.dumps(config.model_dump(mode="json"), ensure_ascii=False).encode()  # half a character fits no file
+            config = self._check_reach(config, sender)
         except (ConfigError, ServiceError):
             raise
         except (OSError, ValueError, RecursionError) as error:  # from paths and texts that no file and no encoding has
             raise ServiceError(f"{_SOURCE} holds a name, a text or a nesting that cannot be: {error}") from None
         check_config(config, launch_kinds=("local",))  # jobs run on this machine, beside the service
-        if config.model.trust_remote_code and not self._allow_code:
-            raise _code_refused("model.trust_remote_code")
-        return Admitted(config, sorted(set(datasets)))
+        return Admitted(config, sorted(datasets))
 
-    def _check(self, key: str, value: str, may_use_job: Callable[[str], bool], own_files: set[str]) -> None:
-        leaf = key.rsplit(".", 1)[-1]
-        if leaf == "converter" and not self._allow_code:
-            raise _code_refused(key)
-        if value in own_files:
+    def check_again(self, config: RunConfig, files: list[Path]) -> None:
+        """Before an admitted configuration is started: what is allowed, and where links lead, may have changed since.
+
+        Whose jobs it names was decided when it was admitted.
+        """
+        self._check_reach(config, _Sender(lambda job: True, frozenset(map(str, files))))
+
+    def _check_reach(self, config: RunConfig, sender: _Sender) -> RunConfig:
+        """The configuration with addresses as the operator wrote them, or the first refusal."""
+        for text in texts_of(config):
+            if text.reach == "text":
+                continue
+            if "\0" in text.value or len(text.value) > _MAX_NAME:
+                raise ServiceError(f"{text.key}: {text.value[:80]!r} cannot be a name")
+            match text.reach:
+                case "code":
+                    self._check_code(text)
+                case "address":
+                    config = self._endpoints.settle(config, text)
+                case "hub":
+                    _check_hub_name(text)
+                case "folder":
+                    self._check_folder(text)
+                case "file":
+                    self._check_files(text, None)
+                case "model" | "rows":
+                    self._check_source(text, sender)
+        return config
+
+    def _check_code(self, text: ReachingText) -> None:
+        if not self._allows_code:
+            raise Forbidden(
+                f"{text.key}: {text.value} would run code that this service was not told to trust: leave it out, or "
+                "ask the operator to start the service with --allow-code"
+            )
+
+    def _check_source(self, text: ReachingText, sender: _Sender) -> None:
+        """A data set's file may only be rows: nothing else is made of what others have uploaded."""
+        if text.reach == "rows" and (text.value in sender.files or _TASK.fullmatch(text.value)):
             return
-        if "\0" in value or "://" in value:
-            raise ServiceError(f"{key}: {value!r} is neither a path nor the name of something on the Hub")
-        looks_like_path = value.startswith(("/", "~", ".")) or ".." in value.split("/")
-        if not looks_like_path:
-            if leaf == "path" and not _HUB_ID.fullmatch(value):
-                raise ServiceError(f"{key}: {value!r} is neither an absolute path nor the name of something on the Hub")
-            return
-        for path in _paths_of(value):
-            if not self._may_read(path, may_use_job):
+        if _looks_like_path(text.value):
+            self._check_files(text, sender.may_use_job)
+        elif not _HUB_ID.fullmatch(text.value):
+            raise ServiceError(
+                f"{text.key}: {text.value!r} is neither an absolute path nor the name of something on the Hub"
+            )
+
+    def _check_files(self, text: ReachingText, may_use_job: Callable[[str], bool] | None) -> None:
+        for path in files_read(text.value):
+            if not self.places.may_read(path, may_use_job):
                 raise Forbidden(
-                    f"{key}: {value} is not in a folder that this service may read: upload the rows as a data set, "
-                    "name a model of the Hub, or ask the operator for --allow-path"
+                    f"{text.key}: {text.value} is not in a folder that this service may read for this, or a link in it "
+                    "leads out: upload the rows as a data set, name a model of the Hub, or ask the operator for "
+                    "--allow-path"
                 )
 
-    def _may_read(self, path: Path, may_use_job: Callable[[str], bool]) -> bool:
-        if any(path.is_relative_to(folder.resolve()) for folder in self._allowed):
-            return True
-        if path.is_relative_to(self._data_dir.jobs):
-            parts = path.relative_to(self._data_dir.jobs).parts
-            return bool(parts) and may_use_job(parts[0])
-        return False
+    def _check_folder(self, text: ReachingText) -> None:
+        if not self.places.may_write(Path(text.value).expanduser().resolve()):
+            raise Forbidden(
+                f"{text.key}: {text.value} is not in a folder that jobs may write to: leave it out, or ask the "
+                "operator for --allow-write"
+            )
+
+
+def _looks_like_path(value: str) -> bool:
+    return value.startswith(("/", "~", ".")) or ".." in value.split("/")
+
+
+def _check_hub_name(text: ReachingText) -> None:
+    if not _HUB_NAME.fullmatch(text.value):
+        raise ServiceError(f"{text.key}: {text.value!r} is no name of a branch, split or subset")
 
 
 def digest_of(request: JobRequest) -> str:
@@ -125,62 +196,13 @@ def _check_length(size: int) -> None:
         raise TooLarge(f"{_SOURCE} has {size:,} characters, and {REQUEST_BOUNDS.characters:,} are allowed")
 
 
-def _name_datasets(tree: dict[str, Any], find_dataset: Callable[[str], Path], names: list[str]) -> None:
-    """`dataset:NAME` becomes the data set's file, wherever a source may be named."""
-
-    def replace(value: object) -> object:
-        if isinstance(value, str) and value.startswith(DATASET):
-            name = value.removeprefix(DATASET)
-            path = str(find_dataset(name))
-            names.append(name)
-            return path
-        if isinstance(value, list):
-            return [replace(item) for item in value]
-        if isinstance(value, dict) and "path" in value:
-            return {**value, "path": replace(value["path"])}
-        return value
-
-    data = tree.get("data")
-    if isinstance(data, dict):
-        tree["data"] = {**data, **{part: replace(data[part]) for part in PARTS if part in data}}
-
-
-def _strings(value: object, key: str = "") -> Iterator[tuple[str, str]]:
-    if isinstance(value, str):
-        yield key, value
-    elif isinstance(value, dict):
-        for name, child in value.items():
-            if name not in _FREE_TEXT:
-                yield from _strings(child, f"{key}.{name}" if key else str(name))
-    elif isinstance(value, list):
-        for child in value:
-            yield from _strings(child, key)
-
-
-def _paths_of(value: str) -> Iterator[Path]:
-    """The path itself, and all that it matches where it is a pattern: each may be a symlink elsewhere."""
-    path = Path(value).expanduser()
-    if not any(sign in value for sign in "*?["):
-        yield path.resolve()
-        return
-    fixed = Path(*_parts_before_pattern(path))
-    yield fixed.resolve()
-    for number, match in enumerate(glob.iglob(str(path), recursive=True)):
-        if number == _MAX_MATCHES:
-            raise ServiceError(f"{value} matches more than {_MAX_MATCHES:,} files: name a folder instead")
-        yield Path(match).resolve()
-
-
-def _parts_before_pattern(path: Path) -> list[str]:
-    parts: list[str] = []
-    for part in path.parts:
-        if any(sign in part for sign in "*?["):
-            break
-        parts.append(part)
-    return parts
-
-
-def _code_refused(key: str) -> Forbidden:
-    return Forbidden(
-        f"{key} runs code that comes with a request: this service must be started with --allow-code for it"
-    )
+def _locate_all(value: Any, locate: Callable[[str, str], str], key: str = "") -> Any:
+    """The tree with `dataset:NAME`, `job:ID` and the like as the files they stand for, wherever a file may be named."""
+    if isinstance(value, dict):
+        return {
+            name: _locate_all(child, locate, f"{key}.{name}" if key else str(name)) for name, child in value.items()
+        }
+    if isinstance(value, list):
+        return [_locate_all(child, locate, key) for child in value]
+    reach = reach_of(key) if isinstance(value, str) else None
+    return locate(value, reach) if reach in ("model", "rows", "file", "folder") else value

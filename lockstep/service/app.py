@@ -72,8 +72,7 @@ def make_manager(settings: ServiceSettings, launcher: Launcher | None = None) ->
         procs=settings.procs,
         max_jobs=settings.max_jobs,
         launcher=launcher,
-        allow_paths=settings.allow_paths,
-        allow_code=settings.allow_code,
+        allowed=settings.allowed,
         max_upload_mb=settings.max_upload_mb,
         max_datasets=settings.max_datasets,
     )

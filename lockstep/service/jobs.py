@@ -9,14 +9,14 @@ import builtins
 import math
 import secrets
 import time
-from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from lockstep.config import RunConfig
 from lockstep.launch import Launcher, LocalLauncher
 from lockstep.rundir import RunDir
-from lockstep.service.admission import Admission, Admitted, digest_of
+from lockstep.service.admission import NOTHING_MORE, Admission, Admitted, Allowed, digest_of
 from lockstep.service.data_dir import DataDir
 from lockstep.service.datasets import DatasetStore
 from lockstep.service.errors import Conflict, JobConflict, NotFound, ServiceError
@@ -42,8 +42,7 @@ class JobManager:
         procs: int | None = None,
         max_jobs: int | None = None,
         launcher: Launcher | None = None,
-        allow_paths: Sequence[Path] = (),
-        allow_code: bool = False,
+        allowed: Allowed = NOTHING_MORE,
         max_upload_mb: int = 1024,
         max_datasets: int = 1000,
     ) -> None:
@@ -58,9 +57,9 @@ class JobManager:
         except BaseException:
             self.data_dir.close()
             raise
-        self._admission = Admission(self.data_dir, allow_paths, allow_code=allow_code)
+        self.admission = Admission(self.data_dir, allowed)
         launcher = launcher or LocalLauncher(grace_s=_GRACE_S, working_dir=self.data_dir.empty)
-        self._scheduler = Scheduler(self.store, self.data_dir, launcher, self.slots, max_jobs)
+        self._scheduler = Scheduler(self.store, self.data_dir, launcher, self.slots, max_jobs, self._check_again)
 
     def start(self) -> None:
         self._scheduler.start()
@@ -111,7 +110,7 @@ class JobManager:
             job = self.store.find(job_id)
             return job is not None and (sees_all or job.owner == owner)
 
-        return self._admission.admit(config, find_dataset=find_dataset, may_use_job=may_use_job)
+        return self.admission.admit(config, find_dataset=find_dataset, may_use_job=may_use_job)
 
     def cancel(self, job_id: str) -> JobView:
         """At once if it waits; if it runs, within seconds. A job that has ended stays what it is."""
@@ -141,6 +140,9 @@ class JobManager:
     def is_gone(self, job: Job) -> bool:
         present = self.store.find(job.id)
         return present is None or present.number != job.number
+
+    def _check_again(self, job: Job, config: RunConfig) -> None:
+        self.admission.check_again(config, [self.datasets.path(name) for name in job.datasets])
 
     def _request(self, job: Job, action: str) -> bool:
         changes: dict[str, object] = {"requested_action": action}

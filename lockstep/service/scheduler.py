@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.config import ConfigError, parse_config
+from lockstep.config import ConfigError, RunConfig, parse_config
 from lockstep.launch import Launcher, Resources, RunState
 from lockstep.rundir import RunDir
 from lockstep.service.data_dir import DataDir
@@ -98,13 +98,21 @@ def _num_cores() -> int:
 
 class Scheduler:
     def __init__(
-        self, store: Store, data_dir: DataDir, launcher: Launcher, slots: Slots, max_jobs: int | None = None
+        self,
+        store: Store,
+        data_dir: DataDir,
+        launcher: Launcher,
+        slots: Slots,
+        max_jobs: int | None = None,
+        check: Callable[[Job, RunConfig], None] = lambda job, config: None,
     ) -> None:
+        """`check` raises ValueError for what may not be started, though it was once admitted."""
         self._store = store
         self._data_dir = data_dir
         self._launcher = launcher
         self._slots = slots
         self._max_jobs = max_jobs or slots.count
+        self._check = check
         self._tasks: dict[int, Future[None]] = {}
         self._failing: set[int] = set()
         self._pool = ThreadPoolExecutor(_MAX_TASKS, thread_name_prefix="job")
@@ -209,8 +217,10 @@ class Scheduler:
 
     def _launch(self, job: Job, run: RunDir) -> bool:
         try:
+            config = parse_config(job.config, directory=self._data_dir.empty)
+            self._check(job, config)
             if not run.config_path.exists():
-                RunDir.create(run.path, parse_config(job.config, directory=self._data_dir.empty))
+                RunDir.create(run.path, config)
             devices = self._slots.devices_of(job.slots) if job.device != "cpu" else ()
             resources = Resources(job.procs, job.device, devices, self._slots.threads)
             self._launcher.start(run.path, resources, launch_id=job.launch_id)

@@ -8,6 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from lockstep.config import ConfigError
+from lockstep.service.admission import NOTHING_MORE, Allowed
 
 VERSION = version("lockstep")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -23,8 +24,7 @@ class ServiceSettings:
     procs: int | None = None
     max_jobs: int | None = None
     token_file: Path | None = None
-    allow_paths: tuple[Path, ...] = ()
-    allow_code: bool = False
+    allowed: Allowed = NOTHING_MORE
     max_upload_mb: int = 1024
     max_datasets: int = 1000
     max_body_bytes: int = 1 << 20

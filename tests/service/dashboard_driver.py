@@ -32,7 +32,7 @@ class Service:
     def __init__(self, folder: Path, *, port: int = 0, **settings: Any) -> None:
         chosen = ServiceSettings(data_dir=folder, procs=4, port=port, **settings)
         launcher = LocalLauncher(worker_module="dashboard_worker", grace_s=3.0)
-        options = {"procs": 4, "launcher": launcher, "allow_paths": chosen.allow_paths}
+        options = {"procs": 4, "launcher": launcher, "allowed": chosen.allowed}
         self.manager = JobManager(folder, **options)
         config = uvicorn.Config(
             create_app(chosen, self.manager), port=port, log_level="error", timeout_graceful_shutdown=1

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from dashboard_driver import Browser, Service, wait_for, worker_on_path
 
+from lockstep.service.admission import Allowed
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 PHONE = 390
@@ -26,7 +28,10 @@ def main(folder: Path) -> None:
         os.environ["HF_HUB_OFFLINE"] = "1"
         models = Path(temporary, "models")
         model = tiny.write_model(models / "tiny-llama")
-        with Service(Path(temporary, "data"), allow_paths=(models,)) as service, Browser(service.url) as browser:
+        with (
+            Service(Path(temporary, "data"), allowed=Allowed(read=(models,))) as service,
+            Browser(service.url) as browser,
+        ):
             browser.open()
             browser.wait_for_text("No jobs yet")
             browser.screenshot(folder / "list-empty.png", max_height=640)

@@ -14,6 +14,7 @@ from dashboard_driver import HAS_CHROMIUM, ROWS, Browser, Service, wait_for, wor
 from dashboard_worker import HOSTILE_KEY, HOSTILE_LINE, train_record, validation_record
 
 from lockstep.service.access import make_token
+from lockstep.service.admission import Allowed
 
 HOSTILE = "hostile <img src=x onerror=alert(1)>"
 PHONE = 390
@@ -36,7 +37,7 @@ def models(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
 
 @pytest.fixture
 def service(tmp_path: Path, models: Path) -> Iterator[Service]:
-    with Service(tmp_path / "data", allow_paths=(models,)) as running:
+    with Service(tmp_path / "data", allowed=Allowed(read=(models,))) as running:
         yield running
 
 

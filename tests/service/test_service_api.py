@@ -18,6 +18,7 @@ from tiny import write_rows
 from lockstep.cli.options import load_settings
 from lockstep.config import ConfigError
 from lockstep.rundir import RunDir
+from lockstep.service.admission import Allowed
 from lockstep.service.app import create_app
 from lockstep.service.jobs import JobManager
 from lockstep.service.schemas import FINISHED
@@ -28,7 +29,7 @@ ROW = {"messages": [{"role": "user", "content": "one"}, {"role": "assistant", "c
 
 @pytest.fixture
 def manager(make_manager: Callable[..., JobManager], tiny_model: Path) -> JobManager:
-    return make_manager(allow_paths=[tiny_model])
+    return make_manager(allowed=Allowed(read=(tiny_model,)))
 
 
 @pytest.fixture

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lockstep.config import ConfigError
+from lockstep.config.grpo import ENVIRONMENTS as ENVIRONMENT_NAMES
+from lockstep.config.grpo import REWARDS
 from lockstep.data.answer_match import collapse_whitespace, find_last, find_number
 from lockstep.processes.pool import MAX_DEATHS, PoolStartFailed, WorkerPool
 from lockstep.processes.worker import WorkerDied, WorkerError, WorkerFailed, WorkerTimedOut
@@ -91,6 +93,7 @@ BUILTIN: dict[str, Callable[..., RewardFunction]] = {
     "length": length,
     "reasoning_gym": reasoning_gym,
 }
+assert (set(BUILTIN) | {ENVIRONMENT}, set(ENVIRONMENTS)) == (set(REWARDS), set(ENVIRONMENT_NAMES))
 
 
 def _column(row: Row, name: str) -> object:

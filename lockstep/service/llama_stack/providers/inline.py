@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from lockstep.service.access import Caller
+from lockstep.service.admission import Allowed
 from lockstep.service.errors import Forbidden
 from lockstep.service.jobs import JobManager
 from lockstep.service.llama_stack.post_training import PostTraining
@@ -53,7 +54,7 @@ class EmbeddedService:
         self._manager = JobManager(
             Path(config.data_dir).expanduser(),
             max_jobs=config.max_jobs,
-            allow_paths=[Path(path).expanduser() for path in config.allow_paths],
+            allowed=Allowed(read=tuple(Path(path).expanduser() for path in config.allow_paths)),
         )
         self._training = PostTraining(self._manager)
         self._manager.start()

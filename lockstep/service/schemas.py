@@ -86,6 +86,9 @@ class JobView(Wire):
 class JobList(Wire):
     jobs: list[JobView]
     total: int
+    """How many there are in the state asked for, on all pages."""
+    counts: dict[str, int] = {}
+    """How many there are in each state, of those that were searched for."""
 
 
 class DatasetView(Wire):
@@ -173,6 +176,10 @@ class Health(Wire):
     user: str = ""
     role: str = "admin"
     """Of who asks."""
+
+
+class Alive(Wire):
+    status: Literal["healthy"] = "healthy"
 
 
 class ErrorDetail(Wire):

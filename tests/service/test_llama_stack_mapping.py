@@ -130,6 +130,23 @@ def test_optimizer():
     assert (config.learning_rate, config.optim.weight_decay, config.optim.warmup_steps) == (0.001, 0.1, 3)
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "expected"),
+    [
+        ({"lr": 0.01, "lr_min": 0.001}, {"learning_rate": 0.01, "min_learning_rate_ratio": 0.1}),
+        ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2}, {"schedule": "constant", "warmup_steps": 2}),
+        ({"warmup_ratio": 0.25}, {"warmup_steps": 3}),  # of 10 steps: 2 epochs of 10 rows, 2 at a time
+        ({"warmup_ratio": 0.25, "num_warmup_steps": 7}, {"warmup_steps": 7}),
+        ({"warmup_ratio": 0.0}, {}),
+    ],
+)
+def test_optimizers_of_other_documents(optimizer, expected):
+    job = fine_tune(training(optimizer_config=optimizer))
+    settled(job)
+    assert job.config["optim"] == {"epochs": 2, **expected}
+    assert ("warmup_ratio" in " ".join(job.warnings)) == ("num_warmup_steps" in optimizer)
+
+
 def test_efficiency():
     every = dict.fromkeys(
         (
@@ -215,6 +232,20 @@ def test_beta_wins_over_reward_scale_and_says_so():
             "training_config.optimizer_config.optimizer_type",
             {"training_config": training(optimizer_config={**ADAMW, "optimizer_type": "adam"})},
         ),
+        ("algorithm_config.adapter_dim", {"algorithm_config": {**LORA, "adapter_dim": 5}}),
+        ("algorithm_config.lora_attn_modules", {"algorithm_config": {"apply_lora_to_mlp": True}}),
+        (
+            "training_config.optimizer_config.warmup_steps",
+            {"training_config": training(optimizer_config={"num_warmup_steps": 1, "warmup_steps": 2})},
+        ),
+        (
+            "training_config.optimizer_config.lr_min",
+            {"training_config": training(optimizer_config={"lr": 0.1, "lr_min": 0.2})},
+        ),
+        (
+            "training_config.optimizer_config.warmup_ratio",
+            {"training_config": training({"packed": True}, optimizer_config={"warmup_ratio": 0.1})},
+        ),
         ("provider_config.job", {"provider_config": {"job": {"prio": 1}}}),
         ("provider_config.job.priority", {"provider_config": {"job": {"priority": "high"}}}),
     ],
@@ -292,6 +323,13 @@ def test_tokens_may_replace_samples():
 
 def test_adapters_for_preferences_come_by_provider_config():
     assert settled(prefer({"beta": 0.1}, provider_config={"lora": True})).lora is not None
+
+
+def test_rows_are_held_out_in_one_way_only():
+    config = settled(fine_tune(training({"train_split_percentage": 1.0})))
+    assert config.data.validation_fraction == 0
+    with pytest.raises(RequestError, match="train_split_percentage: rows are held out by validation_dataset_id"):
+        fine_tune(training({"train_split_percentage": 0.9}), TrainingData("/data/train.jsonl", 10, "/data/more.jsonl"))
 
 
 def test_the_request_is_left_as_it_was():

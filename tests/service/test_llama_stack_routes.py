@@ -132,6 +132,125 @@ def test_preferences(service):
     assert events == warnings  # so that they are seen on the page, too
 
 
+def prefer(service: Service, **body: Any) -> Any:
+    service.upload("pairs", PAIRS)
+    return service.client.post("/v1/post-training/preference-optimize", json=body)
+
+
+def warnings_of(service: Service, job: str) -> str:
+    return " ".join(service.client.get(f"/v1alpha/post-training/jobs/{job}/status").json()["warnings"])
+
+
+def test_preferences_as_a_providers_document_writes_them(service):
+    """Neither shape is Llama Stack's own; what each means is plain."""
+    answer = prefer(
+        service,
+        job_uuid="fsdp-dpo-large-model",
+        model="org/base",
+        finetuned_model="llama-2-7b-dpo-fsdp",
+        checkpoint_dir="./fsdp_checkpoints",
+        algorithm_config={"type": "dpo", "reward_scale": 1.0, "reward_clip": 5.0},
+        training_config={
+            "n_epochs": 3,
+            "max_steps_per_epoch": 100,
+            "learning_rate": 5e-5,
+            "data_config": {"dataset_id": "pairs", "batch_size": 4},
+        },
+    )
+    assert answer.status_code == 200, message(answer)
+    config = service.config("fsdp-dpo-large-model")
+    assert (config.model.path, config.algorithm.kind, config.algorithm.beta) == ("org/base", "dpo", 1.0)
+    assert (config.learning_rate, config.data.shuffle, config.optim.epochs) == (5e-5, True, 3)
+    said = warnings_of(service, "fsdp-dpo-large-model")
+    assert "finetuned_model llama-2-7b-dpo-fsdp is taken as a name for the result" in said
+    assert "shuffle was not given" in said
+    assert (service.manager.data_dir.path / "checkpoints" / "fsdp_checkpoints").is_symlink()
+
+
+def test_preferences_as_a_providers_notebook_writes_them(service):
+    optimizer = {"optimizer_type": "adamw", "weight_decay": 0.01, "num_warmup_steps": 0, "lr": 5e-5}
+    answer = prefer(
+        service,
+        job_uuid="dpo",
+        finetuned_model="org/model",
+        algorithm_config={
+            **dict.fromkeys(("reward_scale", "reward_clip", "epsilon", "gamma"), 0.0),
+            "beta": 0.1,
+            "loss_type": "sigmoid",
+        },
+        training_config={
+            "n_epochs": 3,
+            "max_steps_per_epoch": 50,
+            "gradient_accumulation_steps": 1,
+            "optimizer_config": {**optimizer, "warmup_ratio": 0.1, "lr_scheduler_type": "linear"},
+            "data_config": {
+                "data_format": "instruct",
+                "dataset_id": "pairs",
+                "batch_size": 2,
+                "train_split_percentage": 0.75,
+                "shuffle": True,
+            },
+        },
+        hyperparam_search_config={},
+        logger_config={},
+    )
+    assert answer.status_code == 200, message(answer)
+    config = service.config("dpo")
+    assert (config.algorithm.beta, config.data.validation_fraction, config.optim.schedule) == (0.1, 0.25, "linear")
+    assert config.checkpoint.every_steps == 3  # of 8 rows 6 are trained on, 2 at a time
+    assert config.optim.warmup_steps == 1  # a tenth of 9 steps, as Transformers rounds
+
+
+def test_preferences_may_train_adapters(service):
+    adapter = {"type": "LoRA", "lora_attn_modules": ["q_proj"], "apply_lora_to_mlp": False, "rank": 16, "alpha": 32}
+    body = {"job_uuid": "dpo", "model": "org/base", "algorithm_config": adapter, "training_config": training("pairs")}
+    answer = prefer(service, **body)
+    assert answer.status_code == 200, message(answer)
+    config = service.config("dpo")
+    assert (config.algorithm.kind, config.lora.rank, config.lora.targets) == ("dpo", 16, ("q_proj",))
+
+
+@pytest.mark.parametrize(
+    ("start", "changes"),
+    [
+        ("finetuned_model is missing", {"finetuned_model": None}),
+        ("finetuned_model: job:one is a model to train", {"finetuned_model": "job:one", "model": "org/base"}),
+        ("algorithm_config", {"algorithm_config": {"type": "QAT", "quantizer_name": "x", "group_size": 1}}),
+        ("algorithm_config.DPO.beta: ", {"algorithm_config": {"beta": 0}}),
+        (
+            "training_config.learning_rate: it is 0.1, and training_config.optimizer_config.lr, which means the same",
+            {"training_config": training("pairs", learning_rate=0.1, optimizer_config={"lr": 0.2})},
+        ),
+        ("provider_confg: Extra inputs", {"provider_confg": {}}),
+    ],
+)
+def test_bad_preferences_are_named(service, start, changes):
+    body = {"job_uuid": "two", "finetuned_model": "org/model", "algorithm_config": {"beta": 0.1}}
+    answer = prefer(service, **{**body, "training_config": training("pairs"), **changes})
+    assert answer.status_code == 400
+    assert message(answer).startswith(start)
+
+
+def test_fine_tuning_as_llama_stacks_documents_write_it(service):
+    """Of inline::huggingface and inline::torchtune; of remote::nvidia."""
+    adapter = {"type": "LoRA", "lora_attn_modules": ["q_proj"], "apply_lora_to_mlp": True, "rank": 1, "alpha": 1}
+    wanted = training(max_steps_per_epoch=0, max_validation_steps=1, gradient_accumulation_steps=1, n_epochs=4)
+    answer = service.fine_tune(
+        training_config=wanted, algorithm_config={**adapter, "apply_lora_to_output": False}, checkpoint_dir="output"
+    )
+    assert answer.status_code == 200, message(answer)
+    assert (service.config().optim.epochs, service.config().optim.max_steps) == (4, None)
+    assert "max_steps_per_epoch" not in warnings_of(service, "one")
+    least = {"n_epochs": 2, "optimizer_config": {"lr": 0.0001}, "data_config": {"dataset_id": "chat", "batch_size": 16}}
+    answer = service.fine_tune(
+        "two", training_config=least, algorithm_config={"type": "LoRA", "adapter_dim": 16}, checkpoint_dir=""
+    )
+    assert answer.status_code == 200, message(answer)
+    config = service.config("two")
+    assert (config.lora.rank, config.lora.targets, config.learning_rate) == (16, "all-linear", 0.0001)
+    assert "every linear layer" in warnings_of(service, "two")
+
+
 def test_the_same_request_again_is_the_same_job(service):
     assert service.fine_tune().status_code == 200
     assert service.fine_tune().status_code == 200
@@ -311,6 +430,13 @@ def test_without_a_token_nobody_comes_in(guarded, tokens):
     assert guarded.fine_tune(headers={"Authorization": "Bearer wrong"}).status_code == 401
     assert guarded.fine_tune(headers=tokens["eve"]).status_code == 403
     assert guarded.client.get("/v1/post-training/jobs").status_code == 401
+
+
+def test_health_is_told_to_everybody_and_nothing_else(guarded):
+    assert guarded.client.get("/health").json() == {"status": "healthy"}  # what TRL's remote provider waits for
+    for version in ("v1", "v1alpha"):
+        assert guarded.client.get(f"/{version}/health").json() == {"status": "OK"}  # what Llama Stack answers itself
+    assert guarded.client.get("/api/health").status_code == 401
 
 
 # --- what jobs leave --------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ modest = settings(
 
 
 def test_every_path_is_described(operations):
-    assert len(operations) == 2 * 6 + 3
+    assert len(operations) == 2 * 7 + 3
 
 
 @pytest.mark.parametrize("mode", list(schemathesis.GenerationMode))

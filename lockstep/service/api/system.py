@@ -25,7 +25,7 @@ from lockstep.service.api.error_responses import documented
 from lockstep.service.data_dir import DataDir
 from lockstep.service.errors import Busy, ServiceError
 from lockstep.service.jobs import JobManager
-from lockstep.service.schemas import Health, JobState, JobView, PlanRequest, PlanView
+from lockstep.service.schemas import Alive, Health, JobState, JobView, PlanRequest, PlanView
 from lockstep.service.settings import VERSION
 
 _MAX_RUNNING = 2
@@ -173,6 +173,12 @@ def _escape(text: str) -> str:
 
 
 # --- routes ----------------------------------------------------------------------------------------------------------
+
+
+@router.get("/health", responses=documented())
+async def get_liveness() -> Alive:
+    """That the service answers. For probes: it wants no token, and tells nothing else."""
+    return Alive()
 
 
 @router.get("/api/health", responses=documented())

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from lockstep.config.loading import merge_settings
 from lockstep.service.errors import ServiceError
@@ -29,6 +29,7 @@ Row = dict[str, Any]
 _TURNS = ("messages", "conversations", "conversation")
 _PAIR = ("chosen", "rejected")
 Tree = dict[str, Any]
+Number = TypeVar("Number", int, float)
 MAX_LENGTH = 2048  # tokens in a row, as Lockstep's own default
 _MICRO_BATCH_TOKENS = 4096
 _PRECISIONS = {
@@ -39,9 +40,11 @@ _PRECISIONS = {
 }
 # What torchtune calls a module, and what Hugging Face models call it.
 _MODULE_NAMES = {"output_proj": "o_proj", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_OPTIMIZER = "training_config.optimizer_config"
 _MLP_MODULES = ("gate_proj", "up_proj", "down_proj")
 _LOGGING_NAMES = {"log_every_n_steps": "every_steps", "every_steps": "every_steps", "tensorboard": "tensorboard"}
 _JOB_SETTINGS = ("priority", "max_restarts")
+JOB = "job:"  # begins the name of what an earlier job made
 
 
 class RequestError(ServiceError):
@@ -63,7 +66,7 @@ def convert_rows(rows: Iterable[Mapping[str, object]], name: str) -> list[Row]:
     return [_convert(row, f"row {number} of data set {name}") for number, row in enumerate(rows, start=1)]
 
 
-def check_format(row: Mapping[str, object], data_format: str, name: str) -> None:
+def check_format(row: Mapping[str, object], data_format: str | None, name: str) -> None:
     """Refuse `dialog` for rows that hold no conversation; `row` is the first one, converted."""
     if data_format == "dialog" and not any(key in row for key in (*_TURNS, *_PAIR)):
         found = ", ".join(sorted(row)) or "none"
@@ -168,8 +171,31 @@ def map_fine_tune(request: FineTuneRequest, model: str, data: TrainingData) -> M
 
 def map_preference(request: PreferenceRequest, model: str, data: TrainingData) -> MappedJob:
     draft = _begin(request, model)
-    _map_dpo(draft, request.algorithm_config)
+    if request.model and request.finetuned_model not in (None, request.model):
+        draft.warn(
+            f"finetuned_model {request.finetuned_model} is taken as a name for the result: model {request.model} is "
+            "what is trained"
+        )
+    if isinstance(request.algorithm_config, LoraFinetuningConfig):
+        draft.tree["algorithm"] = {"kind": "dpo"}
+        draft.warn("algorithm_config is LoRA's: DPO trains adapters, with Lockstep's own beta and loss")
+        _map_adapter(draft, request.algorithm_config)
+    else:
+        _map_dpo(draft, request.algorithm_config)
     return _finish(draft, request, data, pairs=True)
+
+
+def base_model(request: FineTuneRequest | PreferenceRequest) -> tuple[str, str | None]:
+    """The field that names the model to train, and what it says."""
+    if isinstance(request, FineTuneRequest):
+        return "model", request.model
+    if request.model is None:
+        return "finetuned_model", request.finetuned_model
+    if request.finetuned_model and request.finetuned_model.startswith(JOB):
+        raise RequestError(
+            f"finetuned_model: {request.finetuned_model} is a model to train, and so is model {request.model}: give one"
+        )
+    return "model", request.model
 
 
 def _begin(request: FineTuneRequest | PreferenceRequest, model: str) -> _Draft:
@@ -193,7 +219,7 @@ def _finish(
     _map_data(draft, config, data, pairs=pairs)
     _map_batch(draft, config, pairs=pairs)
     epoch_steps = _map_steps(draft, config, data)
-    _map_optimizer(draft, config.optimizer_config)
+    _map_optimizer(draft, config, data)
     _map_efficiency(draft, config.efficiency_config)
     _map_logging(draft, request.logger_config or {})
     job = _read_job_settings(draft.overrides.pop("job", {}))
@@ -212,24 +238,47 @@ def _map_adapter(draft: _Draft, lora: LoraFinetuningConfig | QATFinetuningConfig
         raise RequestError(
             "algorithm_config.apply_lora_to_output: the output layer gets no adapter here: set it to false"
         )
+    if None not in (lora.rank, lora.adapter_dim) and lora.rank != lora.adapter_dim:
+        raise RequestError(
+            f"algorithm_config.adapter_dim: it is {lora.adapter_dim}, and rank, which is the same, is {lora.rank}: "
+            "give one"
+        )
+    settings = {"rank": lora.rank or lora.adapter_dim, "alpha": lora.alpha, "targets": _adapter_targets(draft, lora)}
+    missing = [name for name, value in settings.items() if value is None and name != "targets"]
+    if missing:
+        draft.warn(f"algorithm_config says no {' and no '.join(missing)}: Lockstep's own is used")
+    given = {name: value for name, value in settings.items() if value is not None}
+    draft.tree["lora"] = {**given, "dora": bool(lora.use_dora)}
+
+
+def _adapter_targets(draft: _Draft, lora: LoraFinetuningConfig) -> list[str] | None:
+    """None: every linear layer, where the request does not say."""
+    if lora.lora_attn_modules is None:
+        if lora.apply_lora_to_mlp is not None:
+            raise RequestError(
+                "algorithm_config.lora_attn_modules: it is missing beside apply_lora_to_mlp: name modules of the "
+                "attention, or give an empty list for none"
+            )
+        draft.warn("algorithm_config.lora_attn_modules was not given: every linear layer gets an adapter")
+        return None
     targets = [_MODULE_NAMES.get(name, name) for name in lora.lora_attn_modules]
     targets += [name for name in _MLP_MODULES if lora.apply_lora_to_mlp]
     if not targets:
         raise RequestError(
             "algorithm_config.lora_attn_modules: no module gets an adapter: name some, or set apply_lora_to_mlp"
         )
-    adapter = {"rank": lora.rank, "alpha": lora.alpha, "targets": list(dict.fromkeys(targets))}
-    draft.tree["lora"] = {**adapter, "dora": bool(lora.use_dora)}
+    return list(dict.fromkeys(targets))
 
 
 def _map_dpo(draft: _Draft, dpo: DPOAlignmentConfig) -> None:
     if dpo.loss_type == "kto_pair":
         raise RequestError("algorithm_config.loss_type: kto_pair is not available for pairs: use sigmoid, hinge or ipo")
     settings: Tree = {"kind": "dpo", "loss": dpo.loss_type or "sigmoid"}
-    if dpo.beta is not None:
-        settings["beta"] = dpo.beta
-        if dpo.reward_scale not in (None, dpo.beta):
-            draft.warn(f"algorithm_config.reward_scale {dpo.reward_scale} is not used: beta {dpo.beta} says it")
+    beta = draft.overridden("algorithm").get("beta", dpo.beta)
+    if beta is not None:
+        settings["beta"] = beta
+        if dpo.reward_scale not in (None, beta):
+            draft.warn(f"algorithm_config.reward_scale {dpo.reward_scale} is not used: beta {beta} says it")
     elif dpo.reward_scale is not None:
         if dpo.reward_scale <= 0:
             raise RequestError(
@@ -255,18 +304,35 @@ def _map_precision(draft: _Draft, dtype: str | None) -> None:
 def _map_data(draft: _Draft, config: TrainingConfig, data: TrainingData, *, pairs: bool) -> None:
     data_config = config.data_config
     assert data_config is not None, "without it there is no TrainingData"
-    draft.put("data", train=data.train, shuffle=data_config.shuffle, max_length=draft.max_length)
+    draft.put("data", train=data.train, max_length=draft.max_length)
+    if data_config.shuffle is None:
+        draft.warn("training_config.data_config.shuffle was not given: rows are shuffled")
+    else:
+        draft.put("data", shuffle=data_config.shuffle)
     if data.validation is not None:
         draft.put("data", validation=data.validation)
+    _map_held_out(draft, data_config.train_split_percentage, data)
     if pairs:
         if data_config.train_on_input:
             raise RequestError(
                 "training_config.data_config.train_on_input: DPO compares answers and learns no prompts: set it false"
             )
         return
-    # An instruction has one answer, the last; in a dialogue every answer is learned.
+    # An instruction has one answer, the last; in a dialogue every answer is learned. Where the request does not say
+    # which it is, the rows do: what is no conversation has one answer.
     answers = "last" if data_config.data_format == "instruct" else "assistant"
     draft.put("data", train_on="all" if data_config.train_on_input else answers)
+
+
+def _map_held_out(draft: _Draft, share: float | None, data: TrainingData) -> None:
+    if share is None or share == 1:
+        return
+    if data.validation is not None:
+        raise RequestError(
+            "training_config.data_config.train_split_percentage: rows are held out by validation_dataset_id already: "
+            "give one of the two"
+        )
+    draft.put("data", validation_fraction=round(1 - share, 9))
 
 
 def _map_batch(draft: _Draft, config: TrainingConfig, *, pairs: bool) -> None:
@@ -290,14 +356,19 @@ def _map_batch(draft: _Draft, config: TrainingConfig, *, pairs: bool) -> None:
     merge_settings(draft.tree["batch"], draft.overridden("batch"))
 
 
+def _num_train(draft: _Draft, data: TrainingData) -> int:
+    held_out = draft.tree["data"].get("validation_fraction", 0)
+    return data.num_train - (max(round(data.num_train * held_out), 1) if held_out else 0)
+
+
 def _map_steps(draft: _Draft, config: TrainingConfig, data: TrainingData) -> int | None:
-    limit = config.max_steps_per_epoch
+    limit = config.max_steps_per_epoch or None  # documents write 0 for no limit
     samples = draft.tree["batch"].get("samples")
-    whole = math.ceil(data.num_train / samples) if isinstance(samples, int) and samples > 0 else None
+    whole = math.ceil(_num_train(draft, data) / samples) if isinstance(samples, int) and samples > 0 else None
     draft.put("optim", epochs=config.n_epochs)
-    if limit is None:
+    if config.max_steps_per_epoch is None:
         draft.warn("training_config.max_steps_per_epoch was not given: every epoch goes through all rows")
-    elif whole is None or limit < whole:
+    elif limit is not None and (whole is None or limit < whole):
         draft.put("optim", max_steps=config.n_epochs * limit)
         if config.n_epochs > 1:
             draft.warn(
@@ -311,23 +382,56 @@ def _map_steps(draft: _Draft, config: TrainingConfig, data: TrainingData) -> int
     return epoch_steps
 
 
-def _map_optimizer(draft: _Draft, optimizer: OptimizerConfig | None) -> None:
-    if optimizer is None:
-        return
-    place = "training_config.optimizer_config"
+def _map_optimizer(draft: _Draft, config: TrainingConfig, data: TrainingData) -> None:
+    optimizer = config.optimizer_config or OptimizerConfig()
     if optimizer.optimizer_type == "sgd":
-        raise RequestError(f"{place}.optimizer_type: sgd is not available: use adamw")
+        raise RequestError(f"{_OPTIMIZER}.optimizer_type: sgd is not available: use adamw")
     if optimizer.optimizer_type == "adam" and optimizer.weight_decay:
         raise RequestError(
-            f"{place}.optimizer_type: adam would add weight_decay {optimizer.weight_decay} to the gradient; here it "
-            "shrinks the weights: use adamw, or set weight_decay to 0"
+            f"{_OPTIMIZER}.optimizer_type: adam would add weight_decay {optimizer.weight_decay} to the gradient; here "
+            "it shrinks the weights: use adamw, or set weight_decay to 0"
         )
-    draft.put(
-        "optim",
-        learning_rate=optimizer.lr,
-        weight_decay=optimizer.weight_decay,
-        warmup_steps=optimizer.num_warmup_steps,
+    rate = _same(f"{_OPTIMIZER}.lr", optimizer.lr, "training_config.learning_rate", config.learning_rate)
+    schedule = optimizer.lr_scheduler_type
+    settings: Tree = {
+        "learning_rate": rate,
+        "weight_decay": optimizer.weight_decay,
+        "warmup_steps": _warmup_steps(draft, config, optimizer, data),
+        "schedule": "constant" if schedule == "constant_with_warmup" else schedule,
+    }
+    if optimizer.lr_min is not None:
+        if rate is None or optimizer.lr_min > rate:
+            raise RequestError(f"{_OPTIMIZER}.lr_min: it must lie below lr, which is {rate or 'not given'}")
+        settings["min_learning_rate_ratio"] = optimizer.lr_min / rate
+    draft.put("optim", **{name: value for name, value in settings.items() if value is not None})
+
+
+def _warmup_steps(draft: _Draft, config: TrainingConfig, optimizer: OptimizerConfig, data: TrainingData) -> int | None:
+    steps = _same(
+        f"{_OPTIMIZER}.num_warmup_steps",
+        optimizer.num_warmup_steps,
+        f"{_OPTIMIZER}.warmup_steps",
+        optimizer.warmup_steps,
     )
+    if not optimizer.warmup_ratio:
+        return steps
+    if steps:
+        draft.warn(f"{_OPTIMIZER}.warmup_ratio {optimizer.warmup_ratio} is not used: num_warmup_steps {steps} says it")
+        return steps
+    samples = draft.tree["batch"].get("samples")
+    if not isinstance(samples, int) or samples < 1:
+        raise RequestError(
+            f"{_OPTIMIZER}.warmup_ratio: how many steps packed rows take is not known yet: say num_warmup_steps"
+        )
+    whole = math.ceil(config.n_epochs * _num_train(draft, data) / samples)
+    return math.ceil(optimizer.warmup_ratio * min(whole, draft.tree["optim"].get("max_steps", whole)))
+
+
+def _same(name: str, value: Number | None, other_name: str, other: Number | None) -> Number | None:
+    """What either of two names for one setting says."""
+    if value is not None and other is not None and value != other:
+        raise RequestError(f"{other_name}: it is {other}, and {name}, which means the same, is {value}: give one")
+    return other if value is None else value
 
 
 def _map_efficiency(draft: _Draft, efficiency: EfficiencyConfig | None) -> None:

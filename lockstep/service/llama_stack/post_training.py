@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from lockstep.config import ConfigError
@@ -22,9 +22,11 @@ from lockstep.rundir import MANIFEST, RunDir, write_atomically
 from lockstep.service.access import Caller, own_job, seen_job
 from lockstep.service.jobs import JobManager
 from lockstep.service.llama_stack.mapping import (
+    JOB,
     MappedJob,
     RequestError,
     TrainingData,
+    base_model,
     check_format,
     convert_rows,
     is_foreign,
@@ -59,7 +61,6 @@ STATES: dict[str, JobStatus] = {
 }
 Submission = FineTuneRequest | PreferenceRequest
 _DATASET = "dataset:"
-_JOB = "job:"
 _NO_FOLDER = ("", "null")  # what callers write for a checkpoint_dir that they do not want
 _PAGE = 500
 
@@ -92,9 +93,11 @@ class PostTraining:
 
     def _map(self, request: Submission, caller: Caller) -> MappedJob:
         data = self._find_data(request.training_config, caller)
+        field, name = base_model(request)
+        model = self._find_model(name, field, caller)
         if isinstance(request, FineTuneRequest):
-            return map_fine_tune(request, self._find_model(request.model, "model", caller), data)
-        return map_preference(request, self._find_model(request.finetuned_model, "finetuned_model", caller), data)
+            return map_fine_tune(request, model, data)
+        return map_preference(request, model, data)
 
     def jobs(self, caller: Caller) -> JobList:
         listed: list[ListedJob] = []
@@ -126,9 +129,9 @@ class PostTraining:
         """A name of the Hub, a folder, or `job:ID` for what an earlier job made."""
         if not name:
             raise RequestError(f"{field} is missing: name a model of the Hub or a folder")
-        if not name.startswith(_JOB):
+        if not name.startswith(JOB):
             return name
-        job_id = name.removeprefix(_JOB)
+        job_id = name.removeprefix(JOB)
         if not re.fullmatch(ID_PATTERN, job_id):
             raise RequestError(f"{field}: {job_id!r} is no name of a job")
         job = self._find(job_id, caller)
@@ -149,11 +152,11 @@ class PostTraining:
 
     def _checkpoint_place(self, request: Submission) -> Path | None:
         """Where the caller wants the result: below one folder of the data directory."""
-        wanted = getattr(request, "checkpoint_dir", None)
+        wanted = request.checkpoint_dir
         if wanted is None or wanted in _NO_FOLDER:
             return None
         root = self._manager.data_dir.path / "checkpoints"
-        name = wanted.removeprefix(f"{root}/")
+        name = str(PurePosixPath(wanted.removeprefix(f"{root}/")))  # ./NAME is NAME
         if not re.fullmatch(ID_PATTERN, name):
             raise RequestError(
                 f"checkpoint_dir: {wanted} is not a folder right below {root}: give a plain name, or leave it out and "
@@ -183,7 +186,7 @@ class PostTraining:
         return TrainingData(_DATASET + train.name, train.rows, _DATASET + validation.name)
 
     def _find_rows(
-        self, dataset_id: str, field: str, data_format: str, caller: Caller, limit: int | None = None
+        self, dataset_id: str, field: str, data_format: str | None, caller: Caller, limit: int | None = None
     ) -> DatasetView:
         """A data set in Lockstep's formats with at most `limit` rows: the one named, or one made from it."""
         name = dataset_id.removeprefix(_DATASET)

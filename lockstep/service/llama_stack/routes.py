@@ -19,6 +19,7 @@ from lockstep.service.llama_stack.post_training import PostTraining
 from lockstep.service.llama_stack.schemas import (
     CancelRequest,
     FineTuneRequest,
+    HealthInfo,
     JobArtifactsResponse,
     JobList,
     JobStatusResponse,
@@ -98,9 +99,15 @@ def cancel_by_path(job_uuid: JobInPath, training: Training, caller: Submitter) -
     training.cancel(job_uuid, caller)
 
 
+async def get_health() -> HealthInfo:
+    """Without a token, as Llama Stack's own servers answer it."""
+    return HealthInfo()
+
+
 def build_router() -> APIRouter:
     router = APIRouter(tags=["Llama Stack"], route_class=NamingRoute, responses=documented(400, 408, 409, 413))
     for version in _VERSIONS:
+        router.get(f"{version}/health")(get_health)
         start = f"{version}/post-training"
         router.post(f"{start}/supervised-fine-tune")(supervised_fine_tune)
         router.post(f"{start}/preference-optimize")(preference_optimize)

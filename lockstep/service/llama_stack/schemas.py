@@ -7,11 +7,13 @@ No `from __future__ import annotations`: stack servers read these annotations at
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from lockstep.service.schemas import Identifier
 
 Count = Annotated[int, Field(ge=1)]
+Steps = Annotated[int, Field(ge=0)]
+Rate = Annotated[float, Field(gt=0)]
 Name = Annotated[str, Field(min_length=1, max_length=1000)]
 Settings = dict[str, Any]
 
@@ -24,18 +26,28 @@ class _Wire(BaseModel):
 class DataConfig(_Wire):
     dataset_id: Name
     batch_size: Count
-    shuffle: bool
-    data_format: Literal["instruct", "dialog"]
+    shuffle: bool | None = None
+    data_format: Literal["instruct", "dialog"] | None = None
     validation_dataset_id: str | None = None
     packed: bool | None = None
     train_on_input: bool | None = None
+    train_split_percentage: Annotated[
+        float | None,
+        Field(gt=0, le=1, description="The share of the rows to train on; the rest is held out. Of TRL's providers."),
+    ] = None
 
 
 class OptimizerConfig(_Wire):
-    optimizer_type: Literal["adam", "adamw", "sgd"]
-    lr: Annotated[float, Field(gt=0)]
-    weight_decay: Annotated[float, Field(ge=0)]
-    num_warmup_steps: Annotated[int, Field(ge=0)]
+    """`lr_min` is of versions before 0.2, the last three are of TRL's providers."""
+
+    optimizer_type: Literal["adam", "adamw", "sgd"] | None = None
+    lr: Rate | None = None
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    num_warmup_steps: Steps | None = None
+    lr_min: Annotated[float, Field(ge=0)] | None = None
+    warmup_steps: Steps | None = None
+    warmup_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
+    lr_scheduler_type: Literal["cosine", "linear", "constant", "constant_with_warmup"] | None = None
 
 
 class EfficiencyConfig(_Wire):
@@ -47,38 +59,48 @@ class EfficiencyConfig(_Wire):
 
 class TrainingConfig(_Wire):
     n_epochs: Count
-    max_steps_per_epoch: Count | None = None
+    max_steps_per_epoch: Annotated[Steps | None, Field(description="0 is no limit.")] = None
     gradient_accumulation_steps: Count | None = None
     max_validation_steps: Count | None = None
     data_config: DataConfig | None = None
     optimizer_config: OptimizerConfig | None = None
     efficiency_config: EfficiencyConfig | None = None
     dtype: str | None = None
+    learning_rate: Annotated[Rate | None, Field(description="Another name of optimizer_config.lr.")] = None
+
+
+_TYPES = {"lora": "LoRA", "qat": "QAT", "dpo": "DPO"}
+
+
+def _spell(name: Any) -> Any:
+    """Documents write `dpo` and `lora` where the API has `LoRA`."""
+    return _TYPES.get(name.lower(), name) if isinstance(name, str) else name
 
 
 class LoraFinetuningConfig(_Wire):
-    type: Literal["LoRA"] = "LoRA"
-    lora_attn_modules: list[str]
-    apply_lora_to_mlp: bool
-    apply_lora_to_output: bool
-    rank: Count
-    alpha: Count
+    """`adapter_dim` is what NVIDIA's provider calls the rank."""
+
+    type: Annotated[Literal["LoRA"], BeforeValidator(_spell)] = "LoRA"
+    lora_attn_modules: list[str] | None = None
+    apply_lora_to_mlp: bool | None = None
+    apply_lora_to_output: bool | None = None
+    rank: Count | None = None
+    adapter_dim: Count | None = None
+    alpha: Count | None = None
     use_dora: bool | None = None
     quantize_base: bool | None = None
 
 
 class QATFinetuningConfig(_Wire):
-    type: Literal["QAT"] = "QAT"
+    type: Annotated[Literal["QAT"], BeforeValidator(_spell)] = "QAT"
     quantizer_name: str
     group_size: int
-
-
-AlgorithmConfig = Annotated[LoraFinetuningConfig | QATFinetuningConfig, Field(discriminator="type")]
 
 
 class DPOAlignmentConfig(_Wire):
     """Both shapes: `beta` and `loss_type` since 0.2.16, the other four before."""
 
+    type: Annotated[Literal["DPO"], BeforeValidator(_spell)] = "DPO"
     beta: Annotated[float, Field(gt=0)] | None = None
     loss_type: Literal["sigmoid", "hinge", "ipo", "kto_pair"] | None = None
     reward_scale: float | None = None
@@ -87,9 +109,27 @@ class DPOAlignmentConfig(_Wire):
     gamma: float | None = None
 
 
+def _kind_of(value: Any, otherwise: str) -> str:
+    """Which of the classes a body means: the one that its type names, in any spelling."""
+    kind = _spell(value.get("type") if isinstance(value, dict) else getattr(value, "type", None))
+    return otherwise if kind is None else str(kind)
+
+
+AlgorithmConfig = Annotated[
+    Annotated[LoraFinetuningConfig, Tag("LoRA")] | Annotated[QATFinetuningConfig, Tag("QAT")],
+    Discriminator(lambda value: _kind_of(value, "LoRA")),
+]
+PreferenceConfig = Annotated[
+    Annotated[DPOAlignmentConfig, Tag("DPO")] | Annotated[LoraFinetuningConfig, Tag("LoRA")],
+    Discriminator(lambda value: _kind_of(value, "DPO")),
+]
+
+
 class _Submission(_Wire):
     job_uuid: Identifier
     training_config: TrainingConfig
+    model: Name | None = None
+    checkpoint_dir: str | None = None
     hyperparam_search_config: Settings | None = None
     logger_config: Settings | None = None
     provider_config: Annotated[
@@ -98,18 +138,22 @@ class _Submission(_Wire):
 
 
 class FineTuneRequest(_Submission):
-    model: Name | None = None
-    checkpoint_dir: str | None = None
     algorithm_config: AlgorithmConfig | None = None
 
 
 class PreferenceRequest(_Submission):
-    finetuned_model: Name
-    algorithm_config: DPOAlignmentConfig
+    finetuned_model: Annotated[
+        Name | None, Field(description="The model to train; where `model` is given too, a name for the result.")
+    ] = None
+    algorithm_config: PreferenceConfig
 
 
 class CancelRequest(_Wire):
     job_uuid: Identifier
+
+
+class HealthInfo(BaseModel):
+    status: Literal["OK"] = "OK"
 
 
 JobStatus = Literal["completed", "in_progress", "failed", "scheduled", "cancelled"]

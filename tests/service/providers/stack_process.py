@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import yaml
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "llama_stack"
 LLAMA = Path(sys.executable).parent / "llama"
@@ -72,11 +73,16 @@ class Server:
             self._process.wait()
 
 
-def start_stack(example: str, folder: Path, port: int | None = None, **environment: str) -> Server:
-    """`example` is inline or remote; everything it keeps is in `folder`."""
+def start_stack(
+    example: str, folder: Path, port: int | None = None, config: dict[str, Any] | None = None, **environment: str
+) -> Server:
+    """`example` is inline or remote; everything it keeps is in `folder`. `config`: more of the provider's own."""
     folder.mkdir(parents=True, exist_ok=True)
     port = port or free_port()
-    command = [str(LLAMA), "stack", "run", str(EXAMPLES / f"{example}.yaml"), "--port", str(port)]
+    stack = yaml.safe_load((EXAMPLES / f"{example}.yaml").read_text())
+    stack["providers"]["post_training"][0]["config"] |= config or {}
+    (folder / "run.yaml").write_text(yaml.safe_dump(stack))
+    command = [str(LLAMA), "stack", "run", str(folder / "run.yaml"), "--port", str(port)]
     known = {"STACK_DIR": str(folder), "PROVIDERS_DIR": str(EXAMPLES / "providers.d")}
     return Server(command, port, "/v1/version", folder / "stack.log", **known, **environment)
 

@@ -215,6 +215,58 @@ def test_what_cannot_be_done_is_refused_by_name(inline, words, changes):
         inline.jobs.status(job_uuid="refused")
 
 
+@pytest.mark.parametrize("call", ["supervised-fine-tune", "preference-optimize"])
+def test_a_misspelt_field_of_extra_body_is_refused_too(inline, call):
+    """The stack itself would drop it without a word."""
+    known = {"job_uuid": "refused", "model": inline.model, "training_config": training("pairs"), "provider_confg": {}}
+    algorithm = LORA if call == "supervised-fine-tune" else {"beta": 0.1}
+    with pytest.raises(BadRequestError, match="'provider_confg': there is no such field"):
+        inline.client.post(f"/v1/post-training/{call}", cast_to=object, body={**known, "algorithm_config": algorithm})
+
+
+def test_a_request_as_other_providers_documents_write_it(inline, inline_folder):
+    body = {
+        "job_uuid": "fsdp-dpo",
+        "model": inline.model,
+        "finetuned_model": "tiny-dpo-fsdp",
+        "checkpoint_dir": "./fsdp_checkpoints",
+        "algorithm_config": {"type": "dpo", "reward_scale": 1.0, "reward_clip": 5.0},
+        "training_config": {
+            "n_epochs": 3,
+            "max_steps_per_epoch": 2,
+            "learning_rate": 5e-5,
+            "data_config": {"dataset_id": "pairs", "batch_size": 4},
+        },
+        "provider_config": ON_CPU,
+    }
+    inline.client.post("/v1/post-training/preference-optimize", cast_to=object, body=body)
+    status = inline.wait("fsdp-dpo")
+    assert status.status == "completed", status.error
+    assert status.metrics["train"]["learning_rate"] <= 5e-5
+    assert (inline_folder / "lockstep" / "checkpoints" / "fsdp_checkpoints").is_dir()
+
+
+def test_keys_of_another_providers_run_yaml(tmp_path, tiny_model):
+    model = put_model(tiny_model, tmp_path / "lockstep")
+    keys = {"device": "cpu", "dpo_beta": 0.3, "torch_run_config": {"nproc_per_node": 1, "master_port": 29500}}
+    with ending(start_stack("inline", tmp_path, config=keys)) as server:
+        user = User(server.url, model)
+        user.register("pairs", PAIRS)
+        user.client.post_training.preference_optimize(
+            job_uuid="dpo",
+            finetuned_model=model,
+            algorithm_config={"reward_scale": 1.0, "reward_clip": 0.0, "epsilon": 0.0, "gamma": 0.0},
+            training_config=training("pairs"),
+            hyperparam_search_config={},
+            logger_config={},
+        )
+        status = user.wait("dpo")
+        assert status.status == "completed", status.error
+        assert "reward_scale 1.0 is not used: beta 0.3 says it" in " ".join(status.warnings)
+    with pytest.raises(AssertionError, match="device: 'mps' is not available here: use cuda or cpu or auto"):
+        start_stack("inline", tmp_path, config={"device": "mps"})
+
+
 def test_a_model_elsewhere_on_the_machine_is_forbidden(inline):
     with pytest.raises(PermissionDeniedError, match="not in a folder"):
         inline.fine_tune("refused", model="/etc")

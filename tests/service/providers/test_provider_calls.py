@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from lockstep.service.access import make_token
 from lockstep.service.app import create_app, make_manager
@@ -29,6 +30,7 @@ from lockstep.service.llama_stack.providers.remote import (
     ServiceUnavailable,
     get_adapter_impl,
 )
+from lockstep.service.llama_stack.providers.settings import ProviderConfig
 from lockstep.service.llama_stack.providers.training import (
     StackTraining,
     build_provider,
@@ -120,8 +122,8 @@ def training(rows: str = "chat", **changes: Any) -> TrainingConfig:
     return TrainingConfig(**{"n_epochs": 1, "max_steps_per_epoch": 3, "data_config": data, **changes})
 
 
-def provider(service: Any, settings: Mapping[str, Any] | None = None) -> PostTrainingByKeywords:
-    made = build_provider(service, {Api.datasetio: DatasetIO()}, settings or {})
+def provider(service: Any, config: Mapping[str, Any] | None = None) -> PostTrainingByKeywords:
+    made = build_provider(service, {Api.datasetio: DatasetIO()}, ProviderConfig(**(config or {})))
     if not isinstance(
         made, PostTrainingByKeywords
     ):  # a newer stack is installed here: its rows are asked for otherwise
@@ -178,9 +180,106 @@ def test_rows_that_are_no_json_are_named(monkeypatch):
 def test_the_operators_settings_lie_under_those_of_a_request():
     service = RecordedService()
     settings = {"launch": {"device": "cpu", "procs": 2}, "seed": 1}
-    fine_tune(provider(service, settings), provider_config={"launch": {"procs": 1}})
+    fine_tune(provider(service, {"settings": settings}), provider_config={"launch": {"procs": 1}})
     assert service.requests[0].provider_config == {"launch": {"device": "cpu", "procs": 1}, "seed": 1}
     assert settings == {"launch": {"device": "cpu", "procs": 2}, "seed": 1}
+
+
+TRL = {  # as its run.yaml has them
+    "device": "cpu",
+    "dpo_beta": 0.3,
+    "dpo_loss_type": "ipo",
+    "use_reference_model": True,
+    "max_seq_length": 512,
+    "gradient_checkpointing": True,
+    "logging_steps": 10,
+    "warmup_ratio": 0.1,
+    "weight_decay": 0.01,
+}
+FSDP = {
+    "fsdp_config": {"sharding_strategy": "SHARD_GRAD_OP", "mixed_precision_policy": "bf16", "cpu_offload": True},
+    "torch_run_config": {"nnodes": 1, "nproc_per_node": 2, "master_port": 29500},
+}
+
+
+def prefer(target: PostTrainingByKeywords, algorithm: Any, **changes: Any) -> PostTrainingJob:
+    config = changes.pop("training_config", None) or training("pairs", data={"data_format": None})
+    return asyncio.run(
+        target.preference_optimize(
+            job_uuid="one", training_config=config, algorithm_config=algorithm, finetuned_model="org/model", **changes
+        )
+    )
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_keys_of_other_providers_are_taken(nested, monkeypatch):
+    monkeypatch.setitem(STACK, "pairs", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    service = RecordedService()
+    target = provider(service, {**FSDP, **({"training_config": TRL} if nested else TRL)})
+    prefer(target, DPOAlignmentConfig())
+    prefer(
+        target,
+        DPOAlignmentConfig(beta=0.7),
+        training_config=training("pairs", data={"data_format": None}, dtype="fp32"),
+    )
+    fine_tune(target)
+    left_out, said, tuned = service.requests
+    assert left_out.provider_config == {
+        "launch": {"device": "cpu", "procs": 2},
+        "data": {"max_length": 512},
+        "model": {"activation_checkpointing": "full"},
+        "logging": {"every_steps": 10},
+        "parallel": {"shard": "grad_op", "offload": True},
+    }
+    assert left_out.algorithm_config == DPOAlignmentConfig(beta=0.3, loss_type="ipo")
+    optimizer = left_out.training_config.optimizer_config
+    assert (optimizer.warmup_ratio, optimizer.weight_decay, left_out.training_config.dtype) == (0.1, 0.01, "bf16")
+    assert (said.algorithm_config.beta, said.training_config.dtype) == (0.7, "fp32")
+    assert tuned.algorithm_config is None, "a beta is no setting of fine-tuning"
+
+
+def test_defaults_never_contradict_a_request():
+    service = RecordedService()
+    target = provider(service, TRL)
+    fine_tune(target, training_config=training(optimizer_config={"optimizer_type": "adam", "num_warmup_steps": 3}))
+    fine_tune(target, training_config=training(data={"packed": True}))
+    adam, packed = (request.training_config.optimizer_config for request in service.requests)
+    assert (adam.weight_decay, adam.warmup_ratio, adam.num_warmup_steps) == (None, None, 3)
+    assert (packed.weight_decay, packed.warmup_ratio) == (0.01, None)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"device": "mps"}, "device: 'mps' is not available here: use cuda or cpu or auto"),
+        ({"device": ["cuda"]}, "device: "),
+        ({"dpo_beta": -1}, "greater than 0"),
+        ({"dpo_loss_type": "exo"}, "loss_type"),
+        ({"label_smoothing": 0.1}, "label_smoothing: 0.1 is not available"),
+        ({"checkpoint_format": "full_state"}, "checkpoint_format: 'full_state' is not available"),
+        ({"chat_template": "{prompt}"}, "chat_template: the model's own template is used"),
+        ({"model_specific_config": {"trust_remote_code": True}}, "model_specific_config.trust_remote_code: True"),
+        ({"fsdp_config": "full"}, "fsdp_config: 'full' holds no settings"),
+        ({"fsdp_config": {"sharding": 1}}, "fsdp_config.sharding: there is no such setting"),
+        ({"fsdp_config": {"sharding_strategy": "SOME"}}, "use FULL_SHARD or SHARD_GRAD_OP"),
+        ({"torch_run_config": {"nnodes": 2}}, "torch_run_config.nnodes: 2 is not available here: use 1"),
+        ({"training_config": {"devise": "cpu"}}, "training_config.devise: there is no such setting"),
+        ({"request_defaults": {"training_config": {"epochs": 1}}}, "training_config.epochs"),
+        ({"unheard_of": 1}, "unheard_of: there is no such setting"),
+    ],
+)
+def test_keys_that_cannot_be_meant_are_refused_by_name(config, words):
+    with pytest.raises(ValidationError, match=re.escape(words)):
+        ProviderConfig(**config)
+
+
+def test_keys_without_effect_are_said(caplog):
+    assert ProviderConfig(dataloader_num_workers=4, max_retries=3).settings == {}
+    assert "dataloader_num_workers in run.yaml is not used" in caplog.text
+    config = RemoteConfig(base_url="http://127.0.0.1:8080", timeout=3600)
+    assert (config.url, config.timeout_s) == ("http://127.0.0.1:8080", 3600)
+    with pytest.raises(ValidationError, match="base_url"):
+        InlineConfig(base_url="http://127.0.0.1:8080")
 
 
 def test_what_was_left_out_stays_left_out():
@@ -234,7 +333,7 @@ def test_a_request_object_is_taken_as_its_caller_wrote_it():
     async def rows(dataset_id: str) -> Any:
         return STACK[dataset_id]
 
-    target = PostTrainingByRequest(StackTraining(service, rows, {}))
+    target = PostTrainingByRequest(StackTraining(service, rows, ProviderConfig()))
     body = Body(
         job_uuid="two",
         finetuned_model="org/model",
@@ -254,7 +353,7 @@ def test_metrics_with_a_gap_are_left_out_for_stacks_that_refuse_them():
     async def rows(dataset_id: str) -> Any:
         return []
 
-    target = PostTrainingByRequest(StackTraining(RecordedService(), rows, {}))
+    target = PostTrainingByRequest(StackTraining(RecordedService(), rows, ProviderConfig()))
     answer = asyncio.run(target.get_training_job_status(SimpleNamespace(job_uuid="two")))
     first, second = answer["checkpoints"]
     assert first["training_metrics"] is None

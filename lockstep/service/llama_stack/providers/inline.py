@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from lockstep.service.access import Caller
 from lockstep.service.admission import Allowed
 from lockstep.service.errors import Forbidden
 from lockstep.service.jobs import JobManager
 from lockstep.service.llama_stack.post_training import PostTraining
+from lockstep.service.llama_stack.providers.settings import ProviderConfig
 from lockstep.service.llama_stack.providers.training import build_provider
 from lockstep.service.llama_stack.schemas import (
     FineTuneRequest,
@@ -26,19 +27,15 @@ from lockstep.service.llama_stack.schemas import (
 )
 
 
-class InlineConfig(BaseModel):
+class InlineConfig(ProviderConfig):
     """The provider's settings in run.yaml."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     data_dir: str = "~/.lockstep/stack"
     """Jobs, data sets and their state. What is here is found again when the stack starts again."""
     max_jobs: Annotated[int, Field(ge=1)] = 1
     """How many jobs run at a time; the others wait."""
-    allow_paths: list[str] = []
+    allow_paths: list[str] = Field(default=[])
     """Folders besides data_dir/models whose models a request may name. Names of the Hub need none."""
-    settings: dict[str, Any] = Field(default={})
-    """Lockstep's own configuration, under every job: a request's provider_config wins over it."""
 
     @classmethod
     def sample_run_config(cls, **_: Any) -> dict[str, Any]:
@@ -90,4 +87,4 @@ async def _in_thread(call: Callable[..., Result], *arguments: Any) -> Result:
 
 
 async def get_provider_impl(config: InlineConfig, deps: Mapping[Any, Any]) -> Any:
-    return build_provider(EmbeddedService(config), deps, config.settings)
+    return build_provider(EmbeddedService(config), deps, config)

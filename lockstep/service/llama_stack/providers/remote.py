@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 import httpx
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from lockstep.service.llama_stack.providers.settings import ProviderConfig
 from lockstep.service.llama_stack.providers.training import build_provider
 from lockstep.service.llama_stack.schemas import (
     FineTuneRequest,
@@ -20,10 +21,8 @@ from lockstep.service.llama_stack.schemas import (
 )
 
 
-class RemoteConfig(BaseModel):
+class RemoteConfig(ProviderConfig):
     """The provider's settings in run.yaml."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     url: str = "http://127.0.0.1:8322"
     """Where `lockstep serve` answers."""
@@ -31,8 +30,6 @@ class RemoteConfig(BaseModel):
     """Default: the environment's LOCKSTEP_TOKEN. Stacks hide a setting of this name when they print run.yaml."""
     timeout_s: Annotated[float, Field(gt=0)] = 60.0
     """How long one request may take. A job may of course take longer."""
-    settings: dict[str, Any] = Field(default={})
-    """Lockstep's own configuration, under every job: a request's provider_config wins over it."""
 
     @classmethod
     def sample_run_config(cls, **_: Any) -> dict[str, Any]:
@@ -118,4 +115,4 @@ def _refusal(answer: httpx.Response, url: str) -> Exception:
 
 
 async def get_adapter_impl(config: RemoteConfig, deps: Mapping[Any, Any]) -> Any:
-    return build_provider(RemoteService(config), deps, config.settings)
+    return build_provider(RemoteService(config), deps, config)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from lockstep.config.loading import merge_settings
 from lockstep.service.llama_stack.mapping import RequestError, check_format, convert_rows
+from lockstep.service.llama_stack.providers.settings import ProviderConfig, fill_in
 from lockstep.service.llama_stack.schemas import (
     FineTuneRequest,
     JobArtifactsResponse,
@@ -46,15 +47,17 @@ class PostTrainingService(Protocol):
 
 
 class StackTraining:
-    """`settings` are the operator's: a configuration under every request's own provider_config."""
+    """`config` is the operator's: settings under every request's own provider_config, and defaults of its fields."""
 
-    def __init__(self, service: PostTrainingService, read_rows: ReadRows, settings: Mapping[str, Any]) -> None:
+    def __init__(self, service: PostTrainingService, read_rows: ReadRows, config: ProviderConfig) -> None:
         self.service = service
         self._read_rows = read_rows
-        self._settings = settings
+        self._settings = config.settings
+        self._defaults = config.request_defaults
 
     async def submit(self, request: Request) -> PostTrainingJob:
-        return await self.service.submit(await self._with_rows(self._with_settings(request)))
+        filled = self._with_settings(fill_in(request, self._defaults))
+        return await self.service.submit(await self._with_rows(filled))
 
     def _with_settings(self, request: Request) -> Request:
         merged: dict[str, Any] = {}
@@ -73,7 +76,7 @@ class StackTraining:
         training = request.training_config.model_copy(update={"data_config": data.model_copy(update=names)})
         return request.model_copy(update={"training_config": training})
 
-    async def _pass_on(self, dataset_id: str, data_format: str) -> str:
+    async def _pass_on(self, dataset_id: str, data_format: str | None) -> str:
         rows = convert_rows(await self._read_rows(dataset_id), dataset_id)
         if not rows:
             raise RequestError(f"data set {dataset_id} has no rows: register some")
@@ -134,8 +137,8 @@ def request_class(name: str) -> Any | None:
         return None
 
 
-def build_provider(service: PostTrainingService, deps: Mapping[Any, Any], settings: Mapping[str, Any]) -> Any:
-    training = StackTraining(service, rows_of(find_datasetio(deps)), settings)
+def build_provider(service: PostTrainingService, deps: Mapping[Any, Any], config: ProviderConfig) -> Any:
+    training = StackTraining(service, rows_of(find_datasetio(deps)), config)
     if request_class("SupervisedFineTuneRequest") is not None:
         from lockstep.service.llama_stack.providers.versions import PostTrainingByRequest
 

@@ -4,21 +4,44 @@ Up to 0.4 methods take keyword arguments, and the server makes its HTTP schema f
 are the wire format, so there is no `from __future__ import annotations` here. From 0.5 on methods take one request.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
+from fastapi import Depends, Request
+
+from lockstep.service.llama_stack.mapping import RequestError
 from lockstep.service.llama_stack.providers.training import StackTraining
 from lockstep.service.llama_stack.schemas import (
     AlgorithmConfig,
-    DPOAlignmentConfig,
     FineTuneRequest,
     JobArtifactsResponse,
     JobList,
     JobStatusResponse,
     PostTrainingJob,
+    PreferenceConfig,
     PreferenceRequest,
     Settings,
     TrainingConfig,
 )
+
+
+async def _unknown_fields(request: Request) -> tuple[str, ...]:
+    """Stacks drop fields of a body that no parameter has. A misspelt one would then be ignored without a word."""
+    try:
+        body = await request.json()
+    except ValueError:
+        return ()  # said better by who validates it
+    if not isinstance(body, dict):
+        return ()
+    kind = PreferenceRequest if request.url.path.endswith("preference-optimize") else FineTuneRequest
+    return tuple(name for name in body if name not in kind.model_fields)
+
+
+Unknown = Annotated[tuple[str, ...], Depends(_unknown_fields)]
+
+
+def _refuse(unknown: tuple[str, ...]) -> None:
+    if unknown:
+        raise RequestError(f"{', '.join(map(repr, unknown))}: there is no such field: see docs/llama-stack.md")
 
 
 class PostTrainingByKeywords:
@@ -35,7 +58,9 @@ class PostTrainingByKeywords:
         checkpoint_dir: str | None = None,
         algorithm_config: AlgorithmConfig | None = None,
         provider_config: Settings | None = None,
+        unknown: Unknown = (),
     ) -> PostTrainingJob:
+        _refuse(unknown)
         request = FineTuneRequest(
             job_uuid=job_uuid,
             training_config=training_config,
@@ -51,16 +76,22 @@ class PostTrainingByKeywords:
     async def preference_optimize(
         self,
         job_uuid: str,
-        finetuned_model: str,
-        algorithm_config: DPOAlignmentConfig,
+        algorithm_config: PreferenceConfig,
         training_config: TrainingConfig,
+        finetuned_model: str | None = None,
         hyperparam_search_config: Settings | None = None,
         logger_config: Settings | None = None,
+        model: str | None = None,
+        checkpoint_dir: str | None = None,
         provider_config: Settings | None = None,
+        unknown: Unknown = (),
     ) -> PostTrainingJob:
+        _refuse(unknown)
         request = PreferenceRequest(
             job_uuid=job_uuid,
+            model=model,
             finetuned_model=finetuned_model,
+            checkpoint_dir=checkpoint_dir,
             algorithm_config=algorithm_config,
             training_config=training_config,
             hyperparam_search_config=hyperparam_search_config,

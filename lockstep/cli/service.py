@@ -127,6 +127,7 @@ def submit(
 @app.command()
 def jobs(
     state: Annotated[str | None, typer.Option(help="Only jobs in this state: queued, running, completed, ...")] = None,
+    search: Annotated[str | None, typer.Option(help="Only jobs with these words in name, id, owner or model.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=1000)] = 50,
     server: Server = None,
     as_json: Json = False,
@@ -140,7 +141,7 @@ def jobs(
     if state is not None and state not in get_args(JobState):
         raise ValueError(f"there is no state {state!r}: choose one of {', '.join(get_args(JobState))}")
     with Client(server) as client:
-        listing = client.jobs(state, limit=limit)  # type: ignore[arg-type]
+        listing = client.jobs(state, search=search, limit=limit)  # type: ignore[arg-type]
     if as_json:
         typer.echo(listing.model_dump_json())
     elif not listing.jobs:

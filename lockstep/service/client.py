@@ -92,9 +92,15 @@ class Client:
         return self._ask(JobView, "GET", f"/api/jobs/{job_id}")
 
     def jobs(
-        self, state: JobState | None = None, *, owner: str | None = None, limit: int = 100, offset: int = 0
+        self,
+        state: JobState | None = None,
+        *,
+        owner: str | None = None,
+        search: str | None = None,
+        limit: int = 100,
+        offset: int = 0,
     ) -> JobList:
-        wanted = {"state": state, "owner": owner, "limit": limit, "offset": offset}
+        wanted = {"state": state, "owner": owner, "search": search, "limit": limit, "offset": offset}
         return self._ask(JobList, "GET", "/api/jobs", params={k: v for k, v in wanted.items() if v is not None})
 
     def cancel(self, job_id: str) -> JobView:

@@ -158,10 +158,15 @@ class JobManager:
         return self.view(self.store.get(job_id))
 
     def list(
-        self, state: JobState | None = None, owner: str | None = None, limit: int = 100, offset: int = 0
+        self,
+        state: JobState | None = None,
+        owner: str | None = None,
+        limit: int = 100,
+        offset: int = 0,
+        search: str | None = None,
     ) -> tuple[builtins.list[JobView], int]:
         """Newest first, and how many there are in all."""
-        jobs, total = self.store.select(state=state, owner=owner, limit=limit, offset=offset)
+        jobs, total = self.store.select(state=state, owner=owner, limit=limit, offset=offset, search=search)
         waits = any(job.state == "queued" for job in jobs)
         places = {name: number for number, name in enumerate(self.store.queue_order(), start=1)} if waits else {}
         return [self.view(job, places.get(job.id)) for job in jobs], total

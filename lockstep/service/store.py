@@ -160,12 +160,11 @@ class Store:
         with self._engine.connect() as connection:
             return connection.execute(sa.select(_jobs.c.state).where(_jobs.c.id == job_id)).scalar()
 
-    def select(self, *, state: str | None, owner: str | None, limit: int, offset: int = 0) -> tuple[list[Job], int]:
+    def select(
+        self, *, state: str | None, owner: str | None, limit: int, offset: int = 0, search: str | None = None
+    ) -> tuple[list[Job], int]:
         """Newest first, and how many there are in all."""
-        wanted = sa.and_(
-            sa.true() if state is None else _jobs.c.state == state,
-            sa.true() if owner is None else _jobs.c.owner == owner,
-        )
+        wanted = sa.and_(sa.true() if state is None else _jobs.c.state == state, _matches(owner, search))
         page = sa.select(*_JOB_COLUMNS).where(wanted).order_by(_jobs.c.number.desc()).limit(limit).offset(offset)
         jobs = self._read(page)
         with self._engine.connect() as connection:
@@ -200,9 +199,11 @@ class Store:
             sa.select(*_JOB_COLUMNS).where(_jobs.c.requested_action == "delete", _jobs.c.state.not_in(UNFINISHED))
         )
 
-    def counts(self) -> dict[str, int]:
+    def counts(self, owner: str | None = None, search: str | None = None) -> dict[str, int]:
+        """How many jobs there are in each state that has some."""
+        by_state = sa.select(_jobs.c.state, sa.func.count()).where(_matches(owner, search)).group_by(_jobs.c.state)
         with self._engine.connect() as connection:
-            rows = connection.execute(sa.select(_jobs.c.state, sa.func.count()).group_by(_jobs.c.state))
+            rows = connection.execute(by_state)
             return {row.state: row[1] for row in rows}
 
     def change(self, job: Job, *, states: Sequence[str] | None = None, **values: object) -> bool:
@@ -255,6 +256,15 @@ class Store:
         unfinished = sa.select(_jobs.c.id, _jobs.c.datasets).where(_jobs.c.state.in_(UNFINISHED))
         with self._engine.connect() as connection:
             return [job_id for job_id, needed in connection.execute(unfinished) if dataset in needed]
+
+
+def _matches(owner: str | None, search: str | None) -> sa.ColumnElement[bool]:
+    """Every word of `search` is somewhere in the job's name, id, owner or model, in any case of letters."""
+    wanted = [sa.true() if owner is None else _jobs.c.owner == owner]
+    seen = (_jobs.c.name, _jobs.c.id, _jobs.c.owner, _jobs.c.model)
+    for word in (search or "").split():
+        wanted.append(sa.or_(*(column.icontains(word, autoescape=True) for column in seen)))
+    return sa.and_(*wanted)
 
 
 def _connect(url: str) -> sa.Engine:

@@ -108,6 +108,32 @@ def test_lists_are_newest_first_in_pages(store: Store) -> None:
     assert [job.id for job in store.active()] == ["job-4"]
 
 
+@pytest.mark.parametrize(
+    ("search", "found"),
+    [
+        ("QWEN", ["b", "a"]),
+        ("qwen maths", ["a"]),
+        ("ann", ["c"]),
+        ("100%", ["c"]),
+        ("_", []),
+        ("%", ["c"]),
+        ("' OR 1=1 --", []),
+        ("  ", ["c", "b", "a"]),
+    ],
+)
+def test_jobs_are_found_by_words(store: Store, search: str, found: list[str]) -> None:
+    """In name, id, owner and model; what a database reads as a pattern is plain text here."""
+    add(store, "a", name="Maths", model="org/Qwen3-1.7B", owner="bob")
+    add(store, "b", name="chat", model="org/Qwen3-1.7B", owner="bob")
+    add(store, "c", name="100%", owner="ann")
+    store.change(store.get("a"), state="running")
+    jobs, total = store.select(state=None, owner=None, limit=10, search=search)
+    assert ([job.id for job in jobs], total) == (found, len(found))
+    running, queued = "a" in found, len(found) - ("a" in found)
+    expected = {"running": int(running), "queued": queued}
+    assert store.counts(search=search) == {state: count for state, count in expected.items() if count}
+
+
 def test_data_sets(store: Store) -> None:
     rows = Dataset("rows", "ann", 3, 100, "digest", 1.0)
     store.add_dataset(rows)

@@ -69,12 +69,14 @@ def list_jobs(
     caller: Reader,
     state: JobState | None = None,
     owner: Annotated[str | None, Query(max_length=64)] = None,
+    search: Annotated[str | None, Query(max_length=200)] = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     offset: Annotated[int, Query(ge=0, le=10**9)] = 0,
 ) -> JobList:
-    """Newest first."""
-    jobs, total = manager.list(state, owner if caller.sees_owner is None else caller.sees_owner, limit, offset)
-    return JobList(jobs=jobs, total=total)
+    """Newest first. `search`: each of its words is in the name, id, owner or model. `counts` are of every state."""
+    seen = owner if caller.sees_owner is None else caller.sees_owner
+    jobs, total = manager.list(state, seen, limit, offset, search)
+    return JobList(jobs=jobs, total=total, counts=manager.store.counts(seen, search))
 
 
 @router.get("/{job_id}", responses=documented())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -87,19 +87,27 @@ class MicroBatchPlan:
     """All completions of each datum are in one micro-batch, on all ranks."""
 
 
-def documents_of(batch: Sequence[Datum], *, max_shared_tokens: int = 0) -> list[Document]:
-    """Completions of a datum behind one copy of its prompt, as long as they fit into `max_shared_tokens` together."""
+def documents_of(
+    batch: Sequence[Datum], *, max_shared_tokens: int = 0, group_of: Callable[[int], object] = lambda length: None
+) -> list[Document]:
+    """Completions of a datum behind one copy of its prompt, as long as they fit into `max_shared_tokens` together.
+
+    `group_of` a text's length: a prompt is computed in the same way in texts of one group only.
+    """
     documents, offset = [], 0
     for d, datum in enumerate(batch):
         prompt = np.asarray(datum.prompt, dtype=np.int64)
         together: list[Branch] = []
-        num_tokens = len(prompt)
+        num_tokens, last_group = len(prompt), None
         for c, completion in enumerate(datum.completions):
             branch = _branch(c, completion, offset)
             offset += len(branch.supervised)
-            if together and num_tokens + len(branch.tokens) > max_shared_tokens:
+            is_full = num_tokens + len(branch.tokens) > max_shared_tokens
+            group = group_of(len(prompt) + len(branch.tokens))
+            if together and (is_full or group != last_group):
                 documents.append(Document(d, prompt, tuple(together)))
                 together, num_tokens = [], len(prompt)
+            last_group = group
             together.append(branch)
             num_tokens += len(branch.tokens)
         documents.append(Document(d, prompt, tuple(together)))
@@ -173,6 +181,7 @@ def to_micro_batch(
         to_device(predictors[mine] - here.start),
         to_device(targets[mine]),
         shared,
+        padding,
     )
     inputs = _loss_inputs(branches, batch, loss, lambda array, kind=None: to_device(array[mine], kind or dtype))
     if is_padding:

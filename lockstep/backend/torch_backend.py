@@ -258,7 +258,8 @@ class TorchBackend:
 
     def _rank_batch(self, batch: Sequence[Datum], loss: LossSpec) -> RankBatch:
         budget = self.micro_batch_tokens * self.group.degrees.context
-        documents = documents_of(batch, max_shared_tokens=budget if self.policy.shares_prompts else 0)
+        shared = budget if self.policy.shares_prompts else 0
+        documents = documents_of(batch, max_shared_tokens=shared, group_of=self.policy.rotary.group)
         plan = plan_micro_batches(
             documents,
             rank=self.group.data_rank,

@@ -28,10 +28,9 @@ from lockstep.inference.kv_cache import (
 )
 from lockstep.inference.token_sampling import Truncation, sample_tokens, uniforms
 from lockstep.model.policy import CausalLM, causal_lm, decoder_layers, logit_transform
+from lockstep.model.rotary import RotaryByLength, Span
 
 _PREFILL_TOKENS = 8192  # packed into one pass, at most; a longer prompt has a pass of its own
-# Rotary embeddings that depend on the longest sequence of a batch, not on the position alone.
-_DYNAMIC_ROPE = ("dynamic", "longrope")
 
 
 class Decoder:
@@ -48,6 +47,7 @@ class Decoder:
         self._model, self._causal = model, causal_lm(model)
         _refuse_unsuitable(self._causal)
         kv_cache.register()
+        self.rotary = RotaryByLength.of(self._causal)
         self._head = self._causal.get_output_embeddings()
         self._transform = logit_transform(self._causal)
         self._sharded = sharded and dist.is_initialized()
@@ -153,13 +153,15 @@ class Decoder:
         self._cache = None
 
     def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """(slot, tokens): keys and values of the first tokens of a sequence."""
+        """(slot, tokens): keys and values of all tokens of a sequence but its last one."""
         for part in _split_prefill([(slot, tokens) for slot, tokens in prompts if len(tokens)]):
             slots, lengths = [slot for slot, _ in part], [len(tokens) for _, tokens in part]
             attention = PrefillPass(self._kv_cache, slots, lengths, self.device)
             packed = torch.tensor(list(itertools.chain.from_iterable(tokens for _, tokens in part)), device=self.device)
             self._announce(working=True)
-            self._hidden(packed[None], attention.positions[None], attention)
+            # The next token belongs to the text as well: its length decides.
+            with self.rotary.texts([Span(length, length + 1) for length in lengths]):
+                self._hidden(packed[None], attention.positions[None], attention)
 
     def copy(self, moves: Sequence[tuple[int, int]], length: int) -> None:
         """The first `length` tokens of one slot to another, for each (from slot, to slot)."""
@@ -246,7 +248,8 @@ class Decoder:
     def _logits(self, batch_size: int, length: int) -> Tensor:
         """[slots, V] after the current tokens, as in the trainer's head: transformed in float32 or wider."""
         tokens, positions = self._tokens[:batch_size], self._positions[:batch_size]
-        hidden = self._hidden(tokens[:, None], positions[:, None], DecodePass(self._kv_cache, positions, length))
+        with self.rotary.next_tokens():
+            hidden = self._hidden(tokens[:, None], positions[:, None], DecodePass(self._kv_cache, positions, length))
         logits = self._head(hidden[:, 0])
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
         return self._transform.apply(logits.to(wide))
@@ -309,12 +312,6 @@ def _refuse_unsuitable(causal: CausalLM) -> None:
     name = type(causal).__name__
     if not getattr(causal, "_supports_attention_backend", False):
         raise UnsupportedModelError(f"{name} does not take its attention from transformers' AttentionInterface")
-    rope = str(getattr(causal.config.get_text_config(), "rope_parameters", None))
-    for kind in _DYNAMIC_ROPE:
-        if f"'{kind}'" in rope:
-            raise UnsupportedModelError(
-                f"{name} has {kind} positions, which change with the longest sequence of a batch"
-            )
 
 
 def _compare(logits: Tensor, own: Tensor) -> None:

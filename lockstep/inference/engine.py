@@ -35,6 +35,7 @@ from lockstep.model.load import (
 )
 from lockstep.model.lora import speed_up_eager
 from lockstep.model.policy import CausalLM
+from lockstep.model.rotary import RotaryByLength
 from lockstep.types import (
     PartialCompletion,
     PartialCompletions,
@@ -173,7 +174,9 @@ class LocalEngine:
         pad = self.tokenizer.pad_token_id
         pad = pad if pad is not None else next(iter(self._end_tokens), 0)
         unfinished = [sequence for sequence in sequences if not sequence.finished]
-        _hf_generate(self.model, unfinished, params, pad_id=pad, batch_size=self.batch_size, sharded=self._sharded)
+        # Where positions depend on the longest sequence of a batch, each is sampled alone.
+        batch_size = 1 if RotaryByLength.of(self.model).rules else self.batch_size
+        _hf_generate(self.model, unfinished, params, pad_id=pad, batch_size=batch_size, sharded=self._sharded)
 
     def stream(self, prompt: Prompt, params: SamplingParams, on_text: Callable[[str], None]) -> TextCompletion:
         """One completion, whose text also arrives in pieces. An exception in `on_text` ends it."""

@@ -62,6 +62,14 @@ class SlotSchedule:
         assert all(slot < num_slots for slot in self.active)
         self._cached = [*self._cached[:num_slots], *[None] * (num_slots - len(self._cached))]
 
+    def name(self, slot: int) -> Hashable:
+        """Of the prompt of an active slot."""
+        return self._prompts[self.active[slot]]
+
+    def rename(self, slot: int, prompt: Hashable) -> None:
+        """The cache of an active slot was computed anew, in a way that other samples of its prompt cannot share."""
+        self._prompts[self.active[slot]] = self._cached[slot] = prompt
+
     def forget_cached(self) -> None:
         """The cache is outdated. The caller recomputes the slots of active sequences."""
         active = self.active
@@ -164,7 +172,7 @@ class ContinuousBatch:
             self._refuse_too_long(max(sequences, key=lambda sequence: sequence.max_length))
         for sequence in sequences:
             if not sequence.finished:
-                sequence_id = self._schedule.add(sequence.prompt, partial=sequence.num_sampled > 0)
+                sequence_id = self._schedule.add(self._cache_name(sequence), partial=sequence.num_sampled > 0)
                 self._sequences[sequence_id] = sequence
                 self._has_new = True
 
@@ -181,6 +189,7 @@ class ContinuousBatch:
         if self._has_new:
             self._make_slots()
         self._admit()
+        self._recompute_rotated()
         finished = self._step()
         if self._schedule.active and not self._decoder.has_fixed_batch:
             longest = max(self._sequences[sequence_id].length for sequence_id in self._schedule.active.values())
@@ -188,6 +197,12 @@ class ContinuousBatch:
         return finished
 
     def _refuse_too_long(self, sequence: TokenSequence) -> None:
+        longest = self._decoder.rotary.longest_decoded
+        if longest is not None and sequence.max_length > longest:
+            raise ValueError(
+                f"a prompt of {len(sequence.prompt)} tokens and {sequence.num_left} new ones: beyond {longest} every "
+                "token would change the positions of all others. Lower max_tokens"
+            )
         needed = self._decoder.slot_bytes(sequence.max_length)
         if needed > self._max_bytes:
             raise ValueError(
@@ -226,6 +241,23 @@ class ContinuousBatch:
         active = self._schedule.active.items()
         self._decoder.prefill([(slot, self._sequences[sequence_id].tokens[:-1]) for slot, sequence_id in active])
 
+    def _cache_name(self, sequence: TokenSequence) -> Hashable:
+        """Sequences with this in common have the same keys and values for their prompt."""
+        return sequence.prompt, self._decoder.rotary.group(sequence.length)
+
+    def _recompute_rotated(self) -> None:
+        """Of sequences that are now so long that their model rotates keys in another way, as it does in training."""
+        if not self._decoder.rotary.rules:
+            return
+        crossed = []
+        for slot, sequence_id in self._schedule.active.items():
+            sequence = self._sequences[sequence_id]
+            name = self._cache_name(sequence)
+            if name != self._schedule.name(slot):
+                self._schedule.rename(slot, name)
+                crossed.append((slot, sequence.tokens[:-1]))
+        self._decoder.prefill(crossed)
+
     def _admit(self) -> None:
         """The last token is left to the first step, which gives the token after it in every slot."""
         admission = self._schedule.admit(self._may_start)
@@ -251,6 +283,8 @@ class ContinuousBatch:
         active = [(slot, self._sequences[sequence_id]) for slot, sequence_id in self._schedule.active.items()]
         batch_size = self._schedule.num_slots if self._decoder.has_fixed_batch else max(self._schedule.active) + 1
         num_steps = min(self._limits.steps_per_read, min(sequence.num_left for _, sequence in active))
+        for _, sequence in active:
+            num_steps = min(num_steps, self._decoder.rotary.steps_in_group(sequence.length) or num_steps)
         length = max(sequence.length for _, sequence in active) + num_steps - 1
         tokens, logprobs = self._decoder.advance(num_steps, batch_size, length, active[0][1].truncation)
         finished = []

@@ -6,6 +6,7 @@ Wraps any transformers causal LM (also inside PEFT) without changing its code; p
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from lockstep.model.head import (
     token_facts,
     weighted_logprob_sum,
 )
+from lockstep.model.rotary import RotaryByLength, Span
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -48,6 +50,14 @@ class PackedTokens:
     predictors: Tensor  # [N] indices into T: the hidden state there predicts the target
     targets: Tensor  # [N] int64
     shared: tuple[tuple[int, int], ...] = ()  # of each segment's prompt (start, length), or (0, 0)
+    padding: int = 0  # tokens at the end that are of no document
+
+    @property
+    def text_lengths(self) -> list[int]:
+        """Of the text that each segment ends: with its prompt, without padding."""
+        lengths = list(attention.PackedLayout(self.lengths, self.shared).key_lengths)
+        lengths[-1] = max(lengths[-1] - self.padding, 1)
+        return lengths
 
 
 class Policy(nn.Module):
@@ -70,6 +80,7 @@ class Policy(nn.Module):
         self.shares_prompts = self.packs
         self.split_tokens: attention.SplitTokens | None = None
         self.noisy_routers = noisy_routers(model)
+        self.rotary = RotaryByLength.of(model)
         self._own_attention = causal.config._attn_implementation
         if self.packs:
             causal.set_attn_implementation(attention.PACKED)
@@ -126,12 +137,14 @@ class Policy(nn.Module):
         return self.apply_head(hidden[0], packed, grad_logprobs, facts=facts)
 
     def own_logprobs(self, packed: PackedTokens, inputs: dict[str, Tensor]) -> Tensor:
-        logits = causal_lm(self.model)(**inputs, **self._arguments(packed)).logits[0, packed.predictors].double()
+        with self.rotary.texts(self._spans(packed)):
+            logits = causal_lm(self.model)(**inputs, **self._arguments(packed)).logits[0, packed.predictors].double()
         return torch.log_softmax(logits, dim=-1).gather(1, packed.targets[:, None])[:, 0]
 
     def run_layers(self, body: nn.Module, packed: PackedTokens, inputs: dict[str, Tensor]) -> Tensor:
         """[1, T, H] hidden states of a model without its head."""
-        return body(**inputs, **self._arguments(packed)).last_hidden_state
+        with self.rotary.texts(self._spans(packed)):
+            return body(**inputs, **self._arguments(packed)).last_hidden_state
 
     def apply_head(
         self, hidden: Tensor, packed: PackedTokens, grad_logprobs: Tensor | None = None, *, facts: bool = False
@@ -145,6 +158,20 @@ class Policy(nn.Module):
             return weighted_logprob_sum(hidden, weight, bias, packed.targets, grad_logprobs, self.head_options)
         measure = token_facts if facts else target_logprobs
         return measure(hidden, weight, bias, packed.targets, self.head_options)
+
+    def _spans(self, packed: PackedTokens) -> list[Span]:
+        """The texts of this rank's tokens."""
+        start, stop = 0, len(packed.tokens)
+        if self.split_tokens is not None:
+            start = self.split_tokens.place * stop
+            stop += start
+        ends = itertools.accumulate(packed.lengths)
+        found = []
+        for end, length, text_length in zip(ends, packed.lengths, packed.text_lengths, strict=True):
+            here = min(end, stop) - max(end - length, start)
+            if here > 0:
+                found.append(Span(here, text_length))
+        return found
 
     def _arguments(self, packed: PackedTokens) -> dict[str, Any]:
         return {"position_ids": packed.positions[None], "use_cache": False, **self._attention_arguments(packed)}

@@ -88,8 +88,19 @@ def _is_full(batch: Sequence[Datum], following: Datum, config: RunConfig) -> boo
 def token_distributions(model: nn.Module, datum: Datum, completion: Completion, temperature: float = 1.0) -> Tensor:
     """Log-probs of the whole vocabulary at each token of the completion: (tokens, vocabulary)."""
     tokens = torch.tensor([[*datum.prompt, *completion.tokens]])
+    _forget_lengths(model)
     logits = model(input_ids=tokens, use_cache=False).logits[0]
     return torch.log_softmax(logits / temperature, dim=-1)[len(datum.prompt) - 1 : -1]
+
+
+def _forget_lengths(model: nn.Module) -> None:
+    """Dynamic NTK keeps the frequencies of the longest text so far: each text is to be computed as the first."""
+    for module in model.modules():
+        for name, frequencies in list(module.named_buffers(recurse=False)):
+            if name.endswith("original_inv_freq"):
+                setattr(module, name.removesuffix("original_inv_freq") + "inv_freq", frequencies)
+        for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
+            setattr(module, name, module.original_max_seq_len)
 
 
 def target_logprobs(distributions: Tensor, completion: Completion) -> Tensor:

@@ -121,7 +121,16 @@ def make_batch(seed: int = 0, rows: int = 11) -> list[Datum]:
     return batch
 
 
+def forget_lengths(model: nn.Module) -> None:
+    """Dynamic NTK keeps the frequencies of the longest text so far: each text is to be the first."""
+    for module in model.modules():
+        if hasattr(module, "original_inv_freq"):
+            module.inv_freq = module.original_inv_freq
+            module.max_seq_len_cached = module.original_max_seq_len
+
+
 def logprobs_of(model: nn.Module, datum: Datum, completion: Completion) -> torch.Tensor:
+    forget_lengths(model)
     tokens = torch.tensor([*datum.prompt, *completion.tokens])
     logits = model(input_ids=tokens[None], use_cache=False).logits[0]
     every = torch.log_softmax(logits, dim=-1)[:-1].gather(1, tokens[1:, None])[:, 0]

@@ -1,6 +1,6 @@
 """Models with uncommon parts, on real processes: each document as the plain model computes it alone.
 
-Adapters on a tied embedding, which two stages have.
+Adapters on a tied embedding, which two stages have; positions that depend on the length of a text.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers
 from equivalence.layouts import everywhere, spawn, whole
-from equivalence.plain import make_batch, make_model, plain_loss, scale_of
+from equivalence.plain import TINY, keep_float64, make_batch, make_model, plain_loss, scale_of
 
 from lockstep.backend.torch_backend import TorchBackend, join_group
 from lockstep.config import ParallelConfig
 from lockstep.types import LossSpec, OptimStep
 
-LAYOUTS = {"pipeline": ParallelConfig(shard=1, pipeline=2)}
+LAYOUTS = {"pipeline": ParallelConfig(shard=1, pipeline=2), "context": ParallelConfig(shard=1, context=2)}
 STEP = OptimStep(0.01, eps=1e-4)
 
 
@@ -29,7 +30,23 @@ def tied_embedding() -> Any:
     return peft.get_peft_model(make_model("qwen3", lora=False), settings).double()
 
 
-MODELS = {"tied": tied_embedding}
+def longrope() -> Any:
+    """Texts of more than 17 tokens have other frequencies."""
+    factors = {"short_factor": [1.0, 1.2, 1.4, 1.6], "long_factor": [2.0, 3.0, 5.0, 7.0]}
+    rope = {"rope_type": "longrope", "rope_theta": 100.0, **factors, "original_max_position_embeddings": 17}
+    config = transformers.Phi3Config(**TINY, original_max_position_embeddings=17, rope_parameters=rope)
+    torch.manual_seed(0)
+    return keep_float64(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64))
+
+
+def dynamic_ntk() -> Any:
+    rope = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
+    config = transformers.LlamaConfig(**{**TINY, "max_position_embeddings": 17}, rope_parameters=rope)
+    torch.manual_seed(0)
+    return keep_float64(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64))
+
+
+MODELS = {"tied": tied_embedding, "longrope": longrope, "dynamic": dynamic_ntk}
 
 
 def compute_step(layout: str, out: Path) -> None:

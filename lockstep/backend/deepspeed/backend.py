@@ -309,7 +309,8 @@ class DeepSpeedBackend:
             self.policy.train()
 
     def _rank_batch(self, batch: Sequence[Datum], loss: LossSpec) -> RankBatch:
-        documents = documents_of(batch, max_shared_tokens=self.micro_batch_tokens * self.policy.shares_prompts)
+        shared = self.micro_batch_tokens if self.policy.shares_prompts else 0
+        documents = documents_of(batch, max_shared_tokens=shared, group_of=self.policy.rotary.group)
         plan = plan_micro_batches(
             documents,
             rank=self.group.data_rank,

@@ -22,7 +22,7 @@ from lockstep.inference.token_sampling import random_streams, uniforms
 from lockstep.model.head import LogitTransform
 from lockstep.model.lora import add_lora
 from lockstep.model.policy import PackedTokens, Policy
-from lockstep.types import SamplingParams, TextCompletion
+from lockstep.types import PartialCompletion, SamplingParams, TextCompletion
 
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -48,6 +48,14 @@ SERVED: dict[str, tuple[str, dict[str, Any]]] = {
         {"sliding_window": 5, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
     ),
     "granite": ("GraniteConfig", {"logits_scaling": 3.0, "attention_multiplier": 0.2}),
+    "dynamic": ("LlamaConfig", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}}),
+}
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "short_factor": [1.0, 1.2, 1.4, 1.6],
+    "long_factor": [2.0, 3.0, 5.0, 7.0],
+    "original_max_position_embeddings": 15,
 }
 PROMPTS = [[10, 20, 30, 40, 50, 60, 70], [11], [12, 13], [9, 8, 7, 6, 5, 4, 3, 9, 8, 7, 6, 5], [11, 12, 13, 14]]
 
@@ -233,6 +241,56 @@ def test_the_cache_stays_within_its_bound() -> None:
     assert small.cache_bytes == 0
 
 
+# --- positions that depend on length --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps_per_read", [1, 4])
+def test_an_answer_that_grows_past_a_limit_of_its_positions_is_computed_anew(steps_per_read: int) -> None:
+    """Each token from all before it, as a plain forward of those gives it; in few slots, so that prompts are copied."""
+    torch.manual_seed(0)
+    config = transformers.Phi3Config(**SHAPE, original_max_position_embeddings=15, rope_parameters={**LONGROPE})
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    engine = LocalEngine(model, build_tokenizer(), batch_size=3, steps_per_read=steps_per_read)
+    prompts = [*PROMPTS, list(range(20, 35)), list(range(20, 36)), list(range(20, 44))]
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=5, num_samples=3, logprobs=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = engine.sample(prompts, params)
+    assert_from_each_prefix(model, prompts, found)
+    one_sided = [
+        (prompt, [answer for answer in answers if len(prompt) > 15 or len(prompt) + len(answer.tokens) <= 15])
+        for prompt, answers in zip(prompts, found, strict=True)
+    ]
+    assert sum(len(answers) for _, answers in one_sided) >= 6
+    assert_as_the_trainer(model, *zip(*one_sided, strict=True), 1.0)
+    # A part that another engine sampled, across the limit, beside new samples of the same prompt.
+    part = PartialCompletion(found[0][0].tokens[:10], found[0][0].logprobs[:10], (0,) * 10)
+    again = engine.sample([prompts[0]], params, partial=[[part, None, None]])
+    assert [answer.tokens for answer in again[0]] == [answer.tokens for answer in found[0]]
+    assert_from_each_prefix(model, prompts[:1], again)
+
+
+def assert_from_each_prefix(model: Any, prompts: Any, found: list[list[TextCompletion]]) -> None:
+    for prompt, answers in zip(prompts, found, strict=True):
+        for answer in answers:
+            text = [*prompt, *answer.tokens]
+            expected = []
+            for end in range(len(prompt), len(text)):
+                with torch.no_grad():
+                    logits = model(torch.tensor([text[:end]]), use_cache=False).logits[0, -1]
+                expected.append(logits.log_softmax(-1)[text[end]].item())
+            assert answer.logprobs == pytest.approx(expected, abs=1e-10, rel=0)
+
+
+def test_dynamic_positions_are_not_those_of_a_longer_text_before() -> None:
+    engine = make_engine("dynamic", batch_size=3)
+    params = SamplingParams(max_tokens=9, temperature=1.0, seed=1, logprobs=True)
+    before = engine.sample(PROMPTS, params)
+    with torch.no_grad():
+        engine.model(torch.arange(200)[None], use_cache=False)  # leaves its frequencies in the model
+    assert engine.sample(PROMPTS, params) == before
+
+
 # --- models that it does not serve ----------------------------------------------------------------------------------
 
 
@@ -253,35 +311,37 @@ def test_a_model_that_keeps_more_than_keys_and_values_is_found_out() -> None:
     [
         (transformers.Gemma2Config(**{**SHAPE, "query_pre_attn_scalar": 8}), "softcap"),
         (
-            transformers.LlamaConfig(
-                **SHAPE, rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+            transformers.Gemma2Config(
+                **{**SHAPE, "query_pre_attn_scalar": 8},
+                rope_parameters={**LONGROPE, "original_max_position_embeddings": 18},
             ),
-            "dynamic positions",
+            "softcap",
         ),
     ],
-    ids=["gemma2", "dynamic-rope"],
+    ids=["gemma2", "longrope"],
 )
 def test_models_that_are_not_served_are_answered_by_transformers(config: Any, message: str) -> None:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     engine = LocalEngine(model, build_tokenizer(), batch_size=2)
     params = SamplingParams(max_tokens=6, logprobs=True)
+    prompts = [*PROMPTS, list(range(20, 44))]
     with pytest.warns(UserWarning, match=message):
-        greedy = engine.sample(PROMPTS, params)
+        greedy = engine.sample(prompts, params)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it is said once
-        assert engine.sample(PROMPTS, params) == greedy
+        assert engine.sample(prompts, params) == greedy
         sampled_params = SamplingParams(
             max_tokens=6, temperature=0.5, top_k=9, min_p=0.01, top_p=0.9, seed=1, num_samples=2, logprobs=True
         )
-        sampled = engine.sample(PROMPTS, sampled_params)
+        sampled = engine.sample(prompts, sampled_params)
         pieces: list[str] = []
-        streamed = engine.stream(PROMPTS[0], replace(params, logprobs=False), pieces.append)
+        streamed = engine.stream(prompts[0], replace(params, logprobs=False), pieces.append)
     assert model.config._attn_implementation != "lockstep_cached"
     assert streamed.tokens == greedy[0][0].tokens
     assert "".join(pieces) == streamed.text
     for temperature, found in ((1.0, greedy), (0.5, sampled)):
-        for prompt, answers in zip(PROMPTS, found, strict=True):
+        for prompt, answers in zip(prompts, found, strict=True):
             for answer in answers:
                 assert answer.logprobs is not None
                 with torch.no_grad():

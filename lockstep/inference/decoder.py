@@ -28,7 +28,7 @@ from lockstep.inference.kv_cache import (
 )
 from lockstep.inference.token_sampling import Truncation, sample_tokens, uniforms
 from lockstep.model.policy import CausalLM, causal_lm, decoder_layers, logit_transform
-from lockstep.model.rotary import RotaryByLength, Span
+from lockstep.model.rotary import RotaryByLength, TextSpan
 
 _PREFILL_TOKENS = 8192  # packed into one pass, at most; a longer prompt has a pass of its own
 
@@ -160,7 +160,7 @@ class Decoder:
             packed = torch.tensor(list(itertools.chain.from_iterable(tokens for _, tokens in part)), device=self.device)
             self._announce(working=True)
             # The next token belongs to the text as well: its length decides.
-            with self.rotary.texts([Span(length, length + 1) for length in lengths]):
+            with self.rotary.texts([TextSpan(length, length + 1) for length in lengths]):
                 self._hidden(packed[None], attention.positions[None], attention)
 
     def copy(self, moves: Sequence[tuple[int, int]], length: int) -> None:

@@ -27,7 +27,7 @@ from lockstep.model.head import (
     token_facts,
     weighted_logprob_sum,
 )
-from lockstep.model.rotary import RotaryByLength, Span
+from lockstep.model.rotary import RotaryByLength, TextSpan
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -159,7 +159,7 @@ class Policy(nn.Module):
         measure = token_facts if facts else target_logprobs
         return measure(hidden, weight, bias, packed.targets, self.head_options)
 
-    def _spans(self, packed: PackedTokens) -> list[Span]:
+    def _spans(self, packed: PackedTokens) -> list[TextSpan]:
         """The texts of this rank's tokens."""
         start, stop = 0, len(packed.tokens)
         if self.split_tokens is not None:
@@ -170,7 +170,7 @@ class Policy(nn.Module):
         for end, length, text_length in zip(ends, packed.lengths, packed.text_lengths, strict=True):
             here = min(end, stop) - max(end - length, start)
             if here > 0:
-                found.append(Span(here, text_length))
+                found.append(TextSpan(here, text_length))
         return found
 
     def _arguments(self, packed: PackedTokens) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class LengthRule(NamedTuple):
         return 1 if self.kind == "longrope" else length
 
 
-class Span(NamedTuple):
+class TextSpan(NamedTuple):
     """Consecutive tokens of texts with this length."""
 
     num_tokens: int
@@ -41,7 +41,7 @@ class RotaryByLength:
 
     def __init__(self) -> None:
         self.rules: tuple[LengthRule, ...] = ()
-        self._spans: Sequence[Span] | None = None
+        self._spans: Sequence[TextSpan] | None = None
         self._known: dict[tuple[nn.Module, str | None, int, torch.device], Tensor] = {}
         self._is_next = False
 
@@ -74,7 +74,7 @@ class RotaryByLength:
         return min((rule.limit for rule in self.rules if rule.kind != "longrope"), default=None)
 
     @contextlib.contextmanager
-    def texts(self, spans: Sequence[Span]) -> Iterator[None]:
+    def texts(self, spans: Sequence[TextSpan]) -> Iterator[None]:
         """Around a pass over these tokens, one after the other in a row."""
         if not self.rules:
             yield
@@ -94,11 +94,11 @@ class RotaryByLength:
         finally:
             self._is_next = False
 
-    def _join(self, spans: Sequence[Span]) -> list[Span]:
-        joined: list[Span] = []
+    def _join(self, spans: Sequence[TextSpan]) -> list[TextSpan]:
+        joined: list[TextSpan] = []
         for span in spans:
             if joined and self.group(joined[-1].length) == self.group(span.length):
-                joined[-1] = Span(joined[-1].num_tokens + span.num_tokens, span.length)
+                joined[-1] = TextSpan(joined[-1].num_tokens + span.num_tokens, span.length)
             else:
                 joined.append(span)
         return joined

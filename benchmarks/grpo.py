@@ -184,7 +184,7 @@ def run_lockstep(mode: str, arguments: argparse.Namespace) -> dict[str, Any]:
         **rates([record["time"] for record in records], arguments),
         "sampling_share": round(sum(r["sample_time_s"] for r in timed) / sum(r["step_time_s"] for r in timed), 2),
         "length": round(sum(r["length"] for r in timed) / len(timed), 1),
-        "sampler_trainer_logprob_diff": max(record["sampler_trainer_logprob_diff"] for record in records),
+        "sampler_trainer_logprob_diff": max(record.get("sampler_trainer_logprob_diff", 0.0) for record in records),
         "rewards": [round(record["reward"], 4) for record in records],
     }
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lockstep.algorithms.loss import CompletionSums, Loss, LossInputs, Options, TensorMetrics, nothing_learned
 
+FRESH_DIFF, STALE_DIFF = "sampler_trainer_logprob_diff", "stale_logprob_diff"
 _METRICS = ("ratio", "clipped_low", "clipped_high", "policy_shift")
 # Larger exponents are clamped: their exponential, and a gradient multiplied by it, would overflow float32.
 _MAX_EXPONENT = 80.0
@@ -28,6 +29,7 @@ class PolicyGradientOptions:
     `kl`: which estimate of the KL from the reference the loss adds, `kl_coefficient` times.
     `importance_weighting`: weighs with trainer over sampler, of each token or each answer, at most `importance_cap`.
     `on_policy`: nothing was learned from these answers before: the old log-probs are the present ones.
+    `stale_apart`: then, sampler and trainer are compared for fresh and for stale tokens separately.
     """
 
     ratio: Literal["token", "sequence"] = "token"
@@ -41,11 +43,13 @@ class PolicyGradientOptions:
     importance_weighting: Literal["none", "token", "sequence"] = "none"
     importance_cap: float = 2.0
     on_policy: bool = False
+    stale_apart: bool = False
 
 
 def policy_gradient(logprobs: Tensor, inputs: LossInputs) -> tuple[Tensor, TensorMetrics]:
     """Values: "advantages", "old_logprobs" (the trainer's before this step, unless on policy), and where options ask
-    for them "behaviour_logprobs" (the sampler's; on policy always), "reference_logprobs" and "entropies"."""
+    for them "behaviour_logprobs" (the sampler's; on policy always), "fresh" (1 where the present weights have sampled,
+    otherwise 0), "reference_logprobs" and "entropies"."""
     if inputs.num_completions == 0:
         return nothing_learned(logprobs, _metric_names(inputs.options))
     options, sums = PolicyGradientOptions(**inputs.options), CompletionSums(inputs)
@@ -56,7 +60,12 @@ def policy_gradient(logprobs: Tensor, inputs: LossInputs) -> tuple[Tensor, Tenso
     losses = -_objective(ratio, now, advantages, options)
     found = _measure(ratio, now - old, advantages, options)
     if options.on_policy:
-        found["sampler_trainer_logprob_diff"] = (old - values["behaviour_logprobs"]).abs().sum()
+        diffs = (old - values["behaviour_logprobs"]).abs()
+        if options.stale_apart:
+            fresh = values["fresh"] != 0
+            found[STALE_DIFF] = diffs.masked_fill(fresh, 0.0).sum()
+            diffs = diffs.masked_fill(~fresh, 0.0)
+        found[FRESH_DIFF] = diffs.sum()
     if options.importance_weighting != "none":
         correction = _correction(old - values["behaviour_logprobs"], sums, inputs, options)
         losses, found["importance_weight"] = losses * correction, correction.sum()
@@ -124,7 +133,8 @@ def _measure(ratio: Tensor, gained: Tensor, advantages: Tensor, options: PolicyG
 def _metric_names(options: Options) -> tuple[str, ...]:
     wanted = PolicyGradientOptions(**options)
     extra = {
-        "sampler_trainer_logprob_diff": wanted.on_policy,
+        FRESH_DIFF: wanted.on_policy,
+        STALE_DIFF: wanted.on_policy and wanted.stale_apart,
         "importance_weight": wanted.importance_weighting != "none",
         "kl": wanted.kl_coefficient,
         "entropy": _needs_entropy(options),

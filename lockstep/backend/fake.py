@@ -174,16 +174,18 @@ class FakeBackend:
             "clipped_low",
             "clipped_high",
             "policy_shift",
-            *(("sampler_trainer_logprob_diff",) if on_policy else ()),
+            *(("sampler_trainer_logprob_diff", "stale_logprob_diff") if on_policy else ()),
         )
         metrics = dict.fromkeys(names, 0.0)
         for c in datum.completions:
             now = _logprobs(self.weight, c.tokens, c.weights)
             if on_policy:
-                gaps = (abs(a - b) for a, b in zip(now, c.values["behaviour_logprobs"], strict=True))
-                metrics["sampler_trainer_logprob_diff"] += sum(
-                    gap for gap, weight in zip(gaps, c.weights, strict=True) if weight
-                )
+                fresh = c.values["fresh"] if loss.options.get("stale_apart") else [1.0] * len(now)
+                for one, other, weight, is_fresh in zip(
+                    now, c.values["behaviour_logprobs"], c.weights, fresh, strict=True
+                ):
+                    name = "sampler_trainer_logprob_diff" if is_fresh else "stale_logprob_diff"
+                    metrics[name] += abs(one - other) if weight else 0.0
             before = now if on_policy else c.values["old_logprobs"]
             columns = (c.tokens, c.weights, now, before, c.values["advantages"])
             for token, weight, logprob, old, advantage in zip(*columns, strict=True):

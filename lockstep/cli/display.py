@@ -38,6 +38,7 @@ _SAMPLE_METRICS = (
     ("entropy_estimate", "entropy", ".2f"),
     ("kl", "kl", ".2g"),
     ("sampler_trainer_logprob_diff", "logprob diff", ".1e"),
+    ("stale_logprob_diff", "stale diff", ".1e"),
     ("staleness", "staleness", ".2g"),
     ("reward_failed", "rewards failed", ".0f"),
 )

@@ -123,8 +123,8 @@ class GrpoConfig(Section):
     importance_cap: Positive = 2.0
     """The largest such weight."""
     max_sampler_trainer_logprob_diff: Positive | None = 0.2
-    """Stop the run when the log-probs of sampler and trainer differ by more than this per token, on average. null:
-    never."""
+    """Stop the run when the log-probs of sampler and trainer differ by more than this per token, on average. Of fresh
+    tokens: in those that older weights have sampled, there is also what was learned since. null: never."""
     num_updates: PositiveInt = 1
     """Passes of a step over its samples."""
     minibatches: PositiveInt = 1

@@ -22,20 +22,24 @@ Places = list[tuple[int, list[int]]]
 
 @dataclass(frozen=True)
 class LogprobDiff:
-    """|log-prob of the sampler - of the trainer| of the same tokens. `origin`: the row of the largest."""
+    """|log-prob of the sampler - of the trainer| of the same `count` tokens. `origin`: the row of the largest."""
 
+    count: int
     mean: float
     max: float
     origin: str
 
 
-def as_data(groups: Sequence[Group], algorithm: GrpoConfig) -> tuple[list[Datum], Places]:
-    """One datum for each group, without rollouts that cannot be trained on; groups without any others are left out."""
+def as_data(groups: Sequence[Group], algorithm: GrpoConfig, version: int | None = None) -> tuple[list[Datum], Places]:
+    """One datum for each group, without rollouts that cannot be trained on; groups without any others are left out.
+
+    `version`: of the present weights, where rollouts may be older: their tokens are then marked as "fresh" or not.
+    """
     batch, places = [], []
     for number, group in enumerate(groups):
         trained = [i for i, rollout in enumerate(group.rollouts) if _is_trained(rollout, algorithm)]
         if trained:
-            completions = [_as_completion(group.rollouts[i], algorithm.aggregation) for i in trained]
+            completions = [_as_completion(group.rollouts[i], algorithm.aggregation, version) for i in trained]
             batch.append(Datum(group.prompt.tokens, completions, group.prompt.origin))
             places.append((number, trained))
     return batch, places
@@ -47,26 +51,47 @@ def _is_trained(rollout: Rollout, algorithm: GrpoConfig) -> bool:
     return not (rollout.truncated and algorithm.overlong == "mask")
 
 
-def _as_completion(rollout: Rollout, aggregation: str) -> Completion:
+def _as_completion(rollout: Rollout, aggregation: str, version: int | None) -> Completion:
     weight = token_weight(aggregation, rollout.num_sampled)
     # An environment's tokens after the last sampled one are context of nothing.
     stop = len(rollout.sampled) - rollout.sampled[::-1].index(True)
     weights = [weight if sampled else 0.0 for sampled in rollout.sampled[:stop]]
-    return Completion(rollout.tokens[:stop], weights, {"behaviour_logprobs": rollout.logprobs[:stop]})
+    values: dict[str, Sequence[float]] = {"behaviour_logprobs": rollout.logprobs[:stop]}
+    if version is not None:
+        # After an older token, the engine's cache still has what the older weights made of it.
+        is_fresh = min(rollout.sampled_versions) >= version
+        values["fresh"] = [float(is_fresh)] * stop
+    return Completion(rollout.tokens[:stop], weights, values)
 
 
-def measure_logprob_diff(batch: Sequence[Datum], trainer: Sequence[Logprobs]) -> LogprobDiff:
+def count_fresh(batch: Sequence[Datum]) -> int:
+    """Tokens to learn that the present weights have sampled."""
+    return sum(len(_targets(completion, fresh=True)) for datum in batch for completion in datum.completions)
+
+
+def _targets(completion: Completion, *, fresh: bool) -> np.ndarray:
+    """Places of the tokens to learn, of one kind. Where none is marked, all are fresh."""
+    marks = np.asarray(completion.values.get("fresh", np.ones(len(completion.tokens))))
+    return np.flatnonzero((np.asarray(completion.weights) != 0) & (marks.astype(bool) == fresh))
+
+
+def measure_logprob_diff(
+    batch: Sequence[Datum], trainer: Sequence[Logprobs], *, fresh: bool = True
+) -> LogprobDiff | None:
+    """Of fresh tokens, or of stale ones. None: there are none."""
     total, count, largest, origin = 0.0, 0, 0.0, ""
     for datum, rows in zip(batch, trainer, strict=True):
         for completion, row in zip(datum.completions, rows, strict=True):
-            targets = np.flatnonzero(completion.weights)
+            targets = _targets(completion, fresh=fresh)
+            if not len(targets):
+                continue
             sampler = np.asarray(completion.values["behaviour_logprobs"], dtype=np.float64)[targets]
             diffs = np.abs(np.asarray(row, dtype=np.float64)[targets] - sampler)
             total, count = total + float(diffs.sum()), count + len(diffs)
             worst = float(diffs.max()) if np.isfinite(diffs).all() else math.inf
             if worst > largest or not origin:
                 largest, origin = worst, datum.origin
-    return LogprobDiff(total / count, largest, origin)
+    return LogprobDiff(count, total / count, largest, origin) if count else None
 
 
 def kl_of_rollouts(

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lockstep.algorithms.advantages import has_zero_std
+from lockstep.algorithms.policy_gradient import FRESH_DIFF, STALE_DIFF
 from lockstep.rollouts.episode import Group, Rollout
 from lockstep.rundir import RunDir, write_atomically
 from lockstep.types import LossResult, Metrics, OptimResult
@@ -16,7 +17,7 @@ from lockstep.types import LossResult, Metrics, OptimResult
 # Metrics that the loss returns as sums over supervised tokens.
 _SUMS = (
     "ratio", "clipped_low", "clipped_high", "policy_shift", "importance_weight", "kl", "entropy",
-    "sampler_trainer_logprob_diff",
+    FRESH_DIFF, STALE_DIFF,
 )  # fmt: skip
 
 
@@ -27,14 +28,17 @@ class Updates:
     count: int = 0
     tokens: int = 0
     supervised: int = 0
+    fresh: int = 0
     memory_gib: float = 0.0
     _losses: list[float] = field(default_factory=list)
     _norms: list[float] = field(default_factory=list)
     _sums: Metrics = field(default_factory=dict)
     _last: Metrics = field(default_factory=dict)
 
-    def add(self, result: LossResult, optim: OptimResult) -> None:
+    def add(self, result: LossResult, optim: OptimResult, num_fresh: int) -> None:
+        """`num_fresh`: of its tokens to learn, those that the present weights have sampled."""
         self.count += 1
+        self.fresh += num_fresh
         self.tokens += result.num_tokens
         self.supervised += result.num_supervised
         self.memory_gib = max(self.memory_gib, optim.peak_memory_gib)
@@ -62,7 +66,15 @@ class Updates:
             "tokens": self.tokens,
             "supervised_tokens": self.supervised,
             "memory_gib": self.memory_gib,
-            **{name: value / self.supervised for name, value in self._sums.items()},
+            **self._means(),
+        }
+
+    def _means(self) -> Metrics:
+        counts = {FRESH_DIFF: self.fresh, STALE_DIFF: self.supervised - self.fresh}
+        return {
+            name: value / count
+            for name, value in self._sums.items()
+            if (count := counts.get(name, self.supervised))  # without such tokens there is no mean
         }
 
 

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,6 +24,8 @@ from lockstep.types import Metrics, PartialCompletion, PartialCompletions, Promp
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_PROBE_KEY = 1 << 50  # far from the keys of any prompt and turn: their random streams never meet
 
 
 class Engines(Protocol):
@@ -154,7 +156,7 @@ class Orchestrator:
         self._failure: BaseException | None = None
         self._is_closed = False
         self._published, self._is_publishing = -1, False
-        self._evaluated: list[Group] | None = None
+        self._evaluated: list[Any] | None = None
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._num_threads = num_threads
         for number in range(num_threads):
@@ -204,19 +206,37 @@ class Orchestrator:
 
     def start_evaluation(self, prompts: Sequence[PromptRow], params: SamplingParams) -> None:
         """With the current version and no other. `take_evaluation` returns the groups when all are complete."""
+
+        def evaluate(versions: tuple[int, int]) -> list[Group]:
+            return self._run(prompts, range(len(prompts)), params, versions, PartialGroup())
+
+        self._start_evaluation(evaluate)
+
+    def start_probe(self, prompts: Sequence[Prompt], max_tokens: int) -> None:
+        """A completion of each, as it is sampled for training, with the current version and no other, and not scored.
+        `take_evaluation` returns them."""
+        params = replace(self._stream.params, num_samples=1, max_tokens=max_tokens)
+
+        def probe(versions: tuple[int, int]) -> list[TextCompletion]:
+            keys = range(_PROBE_KEY, _PROBE_KEY + len(prompts))
+            return [first for (first,) in self._sample(versions, PartialGroup(), prompts, params, keys)]
+
+        self._start_evaluation(probe)
+
+    def _start_evaluation(self, compute: Callable[[tuple[int, int]], list[Any]]) -> None:
         with self._changed:
             self._evaluated, version = None, self._buffer.version
 
         def evaluate() -> None:
-            groups = self._run(prompts, range(len(prompts)), params, (version, version), PartialGroup())
+            found = compute((version, version))
             with self._changed:
-                self._evaluated = groups
+                self._evaluated = found
                 self._changed.notify_all()
 
         self._start(evaluate, f"evaluate-{version}")
 
-    def take_evaluation(self, timeout_s: float) -> list[Group] | None:
-        """None: not yet."""
+    def take_evaluation(self, timeout_s: float) -> list[Any] | None:
+        """Of `start_evaluation` or `start_probe`. None: not yet."""
         with self._changed:
             self._changed.wait_for(lambda: self._evaluated is not None or self._failure is not None, timeout_s)
             self._raise_failure()

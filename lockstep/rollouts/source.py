@@ -61,6 +61,10 @@ class RolloutSource(Protocol):
         """Groups from the weights as they are now, outside the order of training."""
         ...
 
+    def probe(self, prompts: Sequence[PromptRow], max_tokens: int) -> list[TextCompletion]:
+        """A completion of each from the weights as they are now, sampled as for training, and not scored."""
+        ...
+
     def metrics(self) -> Metrics:
         """For a step's record; nothing on ranks that do not write it."""
         ...
@@ -305,6 +309,9 @@ class ColocatedRollouts:
     def evaluate(self, prompts: Sequence[PromptRow], params: SamplingParams) -> list[Group]:
         return self._run(prompts, range(len(prompts)), params)
 
+    def probe(self, prompts: Sequence[PromptRow], max_tokens: int) -> list[TextCompletion]:
+        raise AssertionError("every step's own tokens are fresh")
+
     def metrics(self) -> Metrics:
         return {}
 
@@ -353,6 +360,11 @@ class EngineRollouts:
     def evaluate(self, prompts: Sequence[PromptRow], params: SamplingParams) -> list[Group]:
         if self._orchestrator is not None:
             self._orchestrator.start_evaluation(prompts, params)
+        return self._wait_for(lambda orchestrator: orchestrator.take_evaluation(self._interval_s))
+
+    def probe(self, prompts: Sequence[PromptRow], max_tokens: int) -> list[TextCompletion]:
+        if self._orchestrator is not None:
+            self._orchestrator.start_probe([prompt.tokens for prompt in prompts], max_tokens)
         return self._wait_for(lambda orchestrator: orchestrator.take_evaluation(self._interval_s))
 
     def metrics(self) -> Metrics:

@@ -10,12 +10,14 @@ import time
 from collections.abc import Sequence
 
 from lockstep.algorithms.advantages import find_advantages
+from lockstep.algorithms.policy_gradient import FRESH_DIFF, STALE_DIFF
 from lockstep.config import GrpoConfig, RunConfig
 from lockstep.data.order import Batches
 from lockstep.data.prompts import PromptRow, Prompts
 from lockstep.rollouts.batch import (
     LogprobDiff,
     as_data,
+    count_fresh,
     kl_of_rollouts,
     loss_scale,
     measure_logprob_diff,
@@ -41,7 +43,9 @@ from lockstep.train.steps import (
     starts_with_validation,
     stop_if_not_finite,
 )
-from lockstep.types import Datum, LossSpec, Metrics, SamplingParams, Tokenizer, TrainingBackend
+from lockstep.types import Completion, Datum, Logprobs, LossSpec, Metrics, SamplingParams, Tokenizer, TrainingBackend
+
+_PROBE_PROMPTS, _PROBE_TOKENS = 8, 32
 
 
 def train(inputs: LoopInputs[PromptRow], rollouts: RolloutSource, total: int) -> Progress:
@@ -50,6 +54,7 @@ def train(inputs: LoopInputs[PromptRow], rollouts: RolloutSource, total: int) ->
     validation, checkpoints, algorithm = inputs.validation, inputs.checkpoints, config.algorithm
     assert isinstance(algorithm, GrpoConfig)
     metrics = MetricsLog(run, config.logging, last_step=progress.step)
+    check = SamplerCheck(algorithm, config.rollouts.max_staleness)
     run.write_status(state="running", phase="publishing", step=progress.step, total_steps=total)
     rollouts.start()
 
@@ -67,7 +72,8 @@ def train(inputs: LoopInputs[PromptRow], rollouts: RolloutSource, total: int) ->
         run.write_status(phase="training")
         rate = learning_rate_at(progress.step, peak=config.learning_rate, num_steps=total, config=config.optim)
         progress.step, progress.cursor = progress.step + 1, batch.last_row
-        advantages, learned = learn(config, algorithm, backend, batch.groups, progress, rate)
+        probed = probe(check, backend, rollouts, batch.groups, progress.step) if check.is_overdue() else {}
+        advantages, learned = learn(config, algorithm, backend, batch.groups, progress, rate, check)
         if is_due(progress.step, algorithm.reference_sync_steps):
             backend.mix_reference(algorithm.reference_mix)
         run.write_status(phase="publishing")
@@ -80,6 +86,7 @@ def train(inputs: LoopInputs[PromptRow], rollouts: RolloutSource, total: int) ->
                 "learning_rate": rate,
                 "epoch": progress.cursor / len(inputs.rows),
                 "row_range": [batch.first_row, batch.last_row],
+                **probed,
                 **learned,
                 **sampling,
                 **rollouts.metrics(),
@@ -127,10 +134,13 @@ def learn(
     groups: Sequence[Group],
     progress: Progress,
     learning_rate: float,
+    check: SamplerCheck | None = None,
 ) -> tuple[list[list[float]], Metrics]:
     """All updates of one step: (the advantages of each group, metrics). All ranks."""
+    check = check or SamplerCheck(algorithm, config.rollouts.max_staleness)
     rewards = [group.rewards for group in groups]
-    batch, places = as_data(groups, algorithm)
+    version = (progress.step - 1) * algorithm.updates
+    batch, places = as_data(groups, algorithm, version if config.rollouts.max_staleness else None)
     if not batch:  # every rollout was truncated, left out, or its reward failed
         return find_advantages(rewards, algorithm.advantage), {"num_updates": 0}
     reference = backend.forward(batch, reference=True) if algorithm.needs_reference else None
@@ -139,9 +149,7 @@ def learn(
     old = backend.forward(batch) if algorithm.updates > 1 or kl_in_reward else None
     metrics: Metrics = {}
     if old is not None:
-        diff = measure_logprob_diff(batch, old)
-        metrics = {"sampler_trainer_logprob_diff": diff.mean, "sampler_trainer_logprob_diff_max": diff.max}
-        _stop_if_too_far(config, algorithm, diff, progress.step)
+        metrics = check.compare(batch, old, progress.step)
     if reference is not None and old is not None and kl_in_reward:
         divergences = kl_of_rollouts(batch, places, old, reference, algorithm.kl)
         for (group, rollout), divergence in divergences.items():
@@ -150,7 +158,7 @@ def learn(
     advantages = find_advantages(rewards, algorithm.advantage)
     in_loss = reference if algorithm.kl_in == "loss" else None
     data = with_values(batch, places, advantages, old, in_loss)
-    updates = update(config, algorithm, backend, data, progress, learning_rate)
+    updates = update(config, algorithm, backend, data, progress, learning_rate, check)
     return advantages, {**metrics, **updates.metrics()}
 
 
@@ -161,22 +169,23 @@ def update(
     batch: Sequence[Datum],
     progress: Progress,
     learning_rate: float,
+    check: SamplerCheck,
 ) -> Updates:
     on_policy = bool(batch) and "old_logprobs" not in batch[0].completions[0].values
-    updates, options = Updates(), policy_options(algorithm, on_policy=on_policy)
+    options = policy_options(algorithm, on_policy=on_policy)
+    if on_policy and config.rollouts.max_staleness:
+        options["stale_apart"] = True
+    updates = Updates()
     for _ in range(algorithm.num_updates if batch else 0):
         for minibatch in split_minibatches(batch, algorithm.minibatches):
             loss = LossSpec("policy_gradient", loss_scale(minibatch, algorithm), options)
-            result = backend.forward_backward(minibatch, loss)
-            if on_policy:
-                mean = result.metrics["sampler_trainer_logprob_diff"] / result.num_supervised
-                if not _is_near(mean, algorithm):
-                    diff = measure_logprob_diff(minibatch, backend.forward(minibatch))
-                    _stop_if_too_far(config, algorithm, diff, progress.step)
+            result, num_fresh = backend.forward_backward(minibatch, loss), count_fresh(minibatch)
+            if on_policy and check.is_too_far(result.metrics[FRESH_DIFF], num_fresh):
+                raise check.diverged(measure_logprob_diff(minibatch, backend.forward(minibatch)), progress.step)
             optim = backend.optim_step(optim_step(config, learning_rate))
             stop_if_not_finite(minibatch, result, optim, progress.step)
             progress.tokens += result.num_tokens
-            updates.add(result, optim)
+            updates.add(result, optim, num_fresh)
     if updates.count:
         progress.loss = updates.loss
     return updates
@@ -190,22 +199,67 @@ def policy_options(algorithm: GrpoConfig, *, on_policy: bool = False) -> dict[st
     return {**options, "kl_coefficient": kl_coefficient, "on_policy": on_policy}
 
 
-def _is_near(diff: float, algorithm: GrpoConfig) -> bool:
-    limit = algorithm.max_sampler_trainer_logprob_diff
-    return limit is None or diff <= limit
+class SamplerCheck:
+    """Whether the sampler computes what the trainer does: algorithm.max_sampler_trainer_logprob_diff.
+
+    Only fresh tokens show it, those that the present weights have sampled: in the others there is also what was learned
+    since. Where steps may learn from stale ones, fresh ones are few: they are added up over steps until their mean
+    means something, and sampled for this alone (`probe`) where they do not come by themselves.
+    """
+
+    min_tokens = 64
+    max_steps = 10
+    """Without a complete comparison, before fresh tokens are asked for."""
+
+    def __init__(self, algorithm: GrpoConfig, max_staleness: int) -> None:
+        self.limit = algorithm.max_sampler_trainer_logprob_diff
+        self._may_be_stale = max_staleness > 0
+        self._total, self._count, self._num_steps = 0.0, 0, 0
+        self.mean = 0.0
+
+    def is_overdue(self) -> bool:
+        """Called once in each step. The same on all ranks."""
+        self._num_steps += 1
+        return self._may_be_stale and self.limit is not None and self._num_steps > self.max_steps
+
+    def is_too_far(self, total: float, count: int) -> bool:
+        """`total` of the differences of `count` more fresh tokens."""
+        self._total, self._count = self._total + total, self._count + count
+        if not self._count or (self._may_be_stale and self._count < self.min_tokens and math.isfinite(self._total)):
+            return False
+        self.mean, self._total, self._count, self._num_steps = self._total / self._count, 0.0, 0, 0
+        return self.limit is not None and not self.mean <= self.limit
+
+    def compare(self, batch: Sequence[Datum], trainer: Sequence[Logprobs], step: int) -> Metrics:
+        """Metrics of fresh and stale tokens, given the trainer's log-probs before the step."""
+        fresh, stale = (measure_logprob_diff(batch, trainer, fresh=is_fresh) for is_fresh in (True, False))
+        if fresh is not None and self.is_too_far(fresh.mean * fresh.count, fresh.count):
+            raise self.diverged(fresh, step)
+        metrics = {} if fresh is None else {FRESH_DIFF: fresh.mean, f"{FRESH_DIFF}_max": fresh.max}
+        return metrics | ({} if stale is None else {STALE_DIFF: stale.mean})
+
+    def diverged(self, diff: LogprobDiff | None, step: int) -> Diverged:
+        """`diff`: of this step's fresh tokens, in which the last difference was found."""
+        most = "" if diff is None else f" (at most {diff.max:.3g}, in an answer to {diff.origin})"
+        return Diverged(
+            f"at step {step} sampler and trainer differ by {self.mean:.3g} in a token's log-prob on average{most}, and "
+            f"algorithm.max_sampler_trainer_logprob_diff is {self.limit:g}: what is sampled is not what is trained. "
+            "Use a higher model.precision, or raise the limit if this is known"
+        )
 
 
-def _stop_if_too_far(config: RunConfig, algorithm: GrpoConfig, diff: LogprobDiff, step: int) -> None:
-    if _is_near(diff.mean, algorithm):
-        return
-    # With stale rollouts, the difference includes the updates since they were sampled.
-    steps = "Learn in smaller steps, lower rollouts.max_staleness, use" if config.rollouts.max_staleness else "Use"
-    raise Diverged(
-        f"at step {step} sampler and trainer differ by {diff.mean:.3g} in a token's log-prob on average (at most "
-        f"{diff.max:.3g}, in an answer to {diff.origin}), and algorithm.max_sampler_trainer_logprob_diff is "
-        f"{algorithm.max_sampler_trainer_logprob_diff:g}: what is sampled is not what is trained. "
-        f"{steps} a higher model.precision, or raise the limit if this is known"
-    )
+def probe(
+    check: SamplerCheck, backend: TrainingBackend, rollouts: RolloutSource, groups: Sequence[Group], step: int
+) -> Metrics:
+    """Sample a few tokens with the present weights, only to compare sampler and trainer. All ranks."""
+    prompts = [group.prompt for group in groups[:_PROBE_PROMPTS]]
+    completions = rollouts.probe(prompts, _PROBE_TOKENS)
+    batch = [
+        Datum(p.tokens, [Completion(c.tokens, [1.0] * len(c.tokens), {"behaviour_logprobs": c.logprobs})], p.origin)
+        for p, c in zip(prompts, completions, strict=True)
+        if c.tokens and c.logprobs
+    ]
+    return check.compare(batch, backend.forward(batch), step) if batch else {}
 
 
 def evaluate(

@@ -166,7 +166,7 @@ def test_ahead_a_killed_run_learns_every_prompt_once_and_none_too_late(
 ) -> None:
     draw, num_ranks = random.Random(seed), LAYOUTS[layout][0]
     run = make_run(
-        tmp_path, model, {"engines": 2, "max_staleness": 2}, layout, optim={"epochs": 1, "learning_rate": 1e-3}
+        tmp_path, model, {"engines": 2, "max_staleness": 2}, layout, optim={"epochs": 1, "learning_rate": 0.03}
     )
     for _ in range(kills):
         kill_at_a_random_moment(run, num_ranks, draw)
@@ -177,4 +177,6 @@ def test_ahead_a_killed_run_learns_every_prompt_once_and_none_too_late(
     records = [record for record in run.metrics() if record["split"] == "train"]
     assert all(record["staleness_max"] <= 2 for record in records)
     assert any(record["staleness"] > 0 for record in records), "nothing was sampled ahead"
+    assert max(record.get("sampler_trainer_logprob_diff", 0) for record in records) < 1e-10
+    assert max(record.get("stale_logprob_diff", 0) for record in records) > 0.2, "the limit is tried"
     wait_for_the_end_of(engine_pids(run))

@@ -17,12 +17,13 @@ from lockstep.types import PartialCompletion, Prompt, SamplingParams, TextComple
 class FakeEngines:
     """`pause_s(key)`: time per token of a prompt. `hold(key, place)`: whether it waits there for `released`.
 
-    `late`: by how many optimizer steps the first completions of a key are stale. `failures` are raised for their keys,
-    or by "publish".
+    `gap(version)`: by how much its log-probs are off. `late`: by how many optimizer steps the first completions of a
+    key are stale. `failures` are raised for their keys, or by "publish".
     """
 
     pause_s: Callable[[int], float] = lambda key: 0.0
     hold: Callable[[int, int], bool] = lambda key, place: False
+    gap: Callable[[int], float] = lambda version: 0.0
     late: dict[int, int] = field(default_factory=dict)
     failures: Mapping[int | str, Exception] = field(default_factory=dict)
     published: dict[int, float] = field(default_factory=dict)
@@ -83,7 +84,7 @@ class FakeEngines:
             self.released.wait(20)
         time.sleep(self.pause_s(key))
         version, token = self.version, tokens[len(old.tokens)]
-        logprob = -((self.published[version] - token) ** 2) / 2
+        logprob = -((self.published[version] - token) ** 2) / 2 + self.gap(version)
         grown[place][number] = PartialCompletion(
             (*old.tokens, token), (*old.logprobs, logprob), (*old.versions, version)
         )

@@ -24,6 +24,7 @@ from lockstep.rollouts.orchestrator import PartialGroup
 from lockstep.rollouts.rewards import Outcome
 from lockstep.rollouts.source import EngineRollouts
 from lockstep.rundir import RunDir
+from lockstep.train.grpo import SamplerCheck
 from lockstep.train.steps import Diverged
 from lockstep.types import PartialCompletion
 
@@ -214,10 +215,67 @@ def test_partial_groups_of_a_checkpoint_are_continued(tmp_path):
     assert all(rows[place]["turns"] == other[place]["turns"] for place in rows.keys() & other.keys())
 
 
-def test_weights_that_move_too_far_while_answers_wait_end_the_run(tmp_path):
-    config = with_engines(2, optim={"learning_rate": 0.1})
-    with pytest.raises(Diverged, match=r"Learn in smaller steps, lower rollouts.max_staleness, use a higher"):
-        train(tmp_path / "run", config, FakeBackend(), make_prompts(30), engines=FakeEngines())
+# --- fresh and stale tokens -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_updates", [1, 2])
+def test_what_was_learned_since_an_answer_was_sampled_ends_no_run(tmp_path, num_updates):
+    """Prompt 5 waits, so that later steps have stale tokens, and the weights move far."""
+    engines = FakeEngines(hold=lambda key, place: key == 5 and place == 1)
+    settings = {"max_tokens": 8, "group_size": 8, "num_updates": num_updates}
+    config = with_engines(4, settings, optim={"learning_rate": 0.3})
+    backend = Releasing(engines, at_step=num_updates)
+    run, progress = train(tmp_path / "run", config, backend, make_prompts(30), engines=engines)
+    assert progress.step == 8
+    records = records_of(run)
+    assert max(record.get("stale_logprob_diff", 0) for record in records) > 0.2
+    for record in records:
+        assert record.get("sampler_trainer_logprob_diff", 0) < 1e-12
+        assert ("stale_logprob_diff" in record) == (record["staleness"] > 0)
+
+
+@pytest.mark.parametrize("num_updates", [1, 2])
+def test_a_sampler_that_is_wrong_ends_a_run_that_learns_from_stale_tokens_too(tmp_path, num_updates):
+    engines = FakeEngines(gap=lambda version: 0.3)
+    config = with_engines(2, {"max_tokens": 8, "group_size": 8, "num_updates": num_updates})
+    with pytest.raises(Diverged, match=r"at step 1 sampler and trainer differ by 0\.3 .* higher model\.precision"):
+        train(tmp_path / "run", config, FakeBackend(), make_prompts(30), engines=engines)
+
+
+def test_few_fresh_tokens_are_added_up_until_their_mean_means_something(tmp_path):
+    engines = FakeEngines(gap=lambda version: 0.3 if version == 0 else 0.0)
+    config = with_engines(2, {"max_tokens": 1, "group_size": 2}, optim={"max_steps": 4, "learning_rate": 1e-4})
+    run, _ = train(tmp_path / "run", config, FakeBackend(), make_prompts(30), engines=engines)
+    first = records_of(run)[0]
+    assert first["sampler_trainer_logprob_diff"] == pytest.approx(0.3)
+    assert first["supervised_tokens"] < SamplerCheck.min_tokens
+
+
+def test_where_all_tokens_are_stale_fresh_ones_are_sampled_to_compare(tmp_path, monkeypatch):
+    """The engines are right at first, and wrong from version 1 on; what a step learns from is always older than it."""
+    monkeypatch.setattr(EngineRollouts, "take", _only_stale(EngineRollouts.take))
+    engines = FakeEngines(gap=lambda version: 0.3 if version else 0.0)
+    config = with_engines(4, {"max_tokens": 8, "group_size": 8}, optim={"max_steps": 40, "learning_rate": 1e-4})
+    with pytest.raises(Diverged, match=r"sampler and trainer differ by 0\.3 "):
+        train(tmp_path / "run", config, FakeBackend(), make_prompts(160), engines=engines)
+    probes = [versions for keys, versions in engines.requests if keys[0] >= 1 << 50]
+    first = SamplerCheck.max_steps + 1  # of the steps after the first, whose tokens are fresh
+    assert probes[0] == (first, first)
+    assert len(probes) < 4
+
+
+def _only_stale(honest: Any) -> Any:
+    versions = itertools.count()
+
+    def take(self: EngineRollouts) -> Any:
+        batch, version = honest(self), next(versions)
+
+        def age(rollout: Rollout) -> Rollout:
+            return replace(rollout, versions=(max(version - 1, 0),) * len(rollout.tokens))
+
+        return replace(batch, groups=[replace(g, rollouts=tuple(map(age, g.rollouts))) for g in batch.groups])
+
+    return take
 
 
 # --- what goes wrong ------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from lockstep.algorithms.advantages import AGGREGATIONS, scale_of, token_weight
 from lockstep.algorithms.losses import LOSSES, LossInputs
+from lockstep.algorithms.policy_gradient import POLICY_GRADIENT
 
 LENGTHS = (3, 7, 1, 4, 9, 2, 5, 5)
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -207,3 +209,13 @@ def test_on_policy_the_old_logprobs_are_these(name):
         assert torch.equal(ours, theirs)
     gaps = torch.cat([(answer.logprobs - answer.behaviour).abs() for answer in answers])
     assert float(metrics["sampler_trainer_logprob_diff"]) == pytest.approx(float(gaps.sum()), rel=1e-12)
+
+
+def test_stale_tokens_are_compared_apart_from_fresh_ones():
+    logprobs, behaviour = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.5, -2.25, -math.inf])
+    values = {"advantages": torch.ones(3), "behaviour_logprobs": behaviour, "fresh": torch.tensor([1.0, 1.0, 0.0])}
+    inputs = LossInputs(torch.ones(3), 1.0, values, {"on_policy": True, "stale_apart": True}, torch.zeros(3).long(), 1)
+    _, metrics = POLICY_GRADIENT.fn(logprobs, inputs)
+    assert float(metrics["sampler_trainer_logprob_diff"]) == 0.75
+    assert float(metrics["stale_logprob_diff"]) == math.inf
+    assert set(metrics) == set(POLICY_GRADIENT.metrics(inputs.options))

@@ -373,7 +373,9 @@ def print_summary(console: Console, run: RunDir) -> None:
         speed = f", {format_count(status['tokens_per_s'])} per second" if status.get("tokens_per_s") else ""
         rows["tokens"] = f"{format_count(status['tokens'])}{speed}"
     if status.get("started_at"):
-        rows["time"] = format_duration(float(status.get("updated_at", time.time())) - float(status["started_at"]))
+        # Before the end there is only the wall clock, which may have been set back.
+        elapsed_s = float(status.get("updated_at", time.time())) - float(status["started_at"])
+        rows["time"] = format_duration(float(status.get("duration_s") or max(elapsed_s, 0.0)))
     if status.get("export"):
         rows["export"] = str(status["export"])
     if state == "completed":

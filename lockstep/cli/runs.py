@@ -48,7 +48,7 @@ def _run_row(run: RunDir) -> dict[str, object]:
     keys = ("step", "total_steps", "loss", "validation_loss", "tokens_per_s")
     since = status.get("started_at") or run.config_path.stat().st_mtime
     row = {"name": run.path.resolve().name, "run_dir": str(run.path), "state": state}
-    return row | {key: status.get(key) for key in keys} | {"age_s": time.time() - float(since)}
+    return row | {key: status.get(key) for key in keys} | {"age_s": max(time.time() - float(since), 0.0)}
 
 
 @app.command()

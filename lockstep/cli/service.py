@@ -162,7 +162,7 @@ def _row(job: Any) -> dict[str, Any]:
         "loss": train.get("loss"),
         "validation_loss": validation.get("loss"),
         "tokens_per_s": train.get("tokens_per_s"),
-        "age_s": time.time() - job.created_at,
+        "age_s": max(time.time() - job.created_at, 0.0),
     }
 
 

@@ -1,4 +1,5 @@
-"""`lockstep train` and `lockstep init`: start a run or go on with one and follow it; write a first configuration."""
+"""`lockstep train`, `attach` and `init`: start a run, go on with one or take it over, and follow it; write a first
+configuration."""
 
 from __future__ import annotations
 
@@ -9,11 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lockstep.cli.display import RunDisplay, make_console, print_facts, print_header, print_summary
+from lockstep.cli.display import LITERAL, RunDisplay, make_console, print_facts, print_header, print_summary
 from lockstep.cli.options import DEFAULT_CONFIG, Config, Json, Overrides, app, load_settings
 
 if TYPE_CHECKING:
     from lockstep.config import RunConfig
+    from lockstep.launch.start import RestartingRun
     from lockstep.rundir import RunDir
 
 
@@ -78,16 +80,22 @@ def _follow(run: RunDir, settings: RunConfig, as_json: bool, resumed: bool) -> i
     print_header(console, run, settings, resumed)
     display = RunDisplay(run, console)
     with catch_signals() as received:
-        handle = start(run, settings, lambda line: console.print(line, highlight=False, soft_wrap=True, markup=False))
-        try:
-            display.follow(lambda: not received and handle.poll().state == "running")
-        except BaseException:
-            handle.stop()
-            raise
-        if received:
-            console.print("stopping the run (Ctrl-C again ends it at once)", highlight=False)
-            handle.stop(hurry=lambda: len(received) > 1)
-        ended = handle.poll()
+        handle = start(run, settings, lambda line: console.print(line, **LITERAL))
+        return _supervise(run, handle, display, received, as_json)
+
+
+def _supervise(run: RunDir, handle: RestartingRun, display: RunDisplay, received: list[int], as_json: bool) -> int:
+    """Until the run ends, or a signal (`received`) ends it."""
+    console = display.console
+    try:
+        display.follow(lambda: not received and handle.poll().state == "running")
+    except BaseException:
+        handle.stop()
+        raise
+    if received:
+        console.print("stopping the run (Ctrl-C again ends it at once)", highlight=False)
+        handle.stop(hurry=lambda: len(received) > 1)
+    ended = handle.poll()
     print_summary(console, run)
     _print_result(run, as_json)
     if ended.state == "cancelled":
@@ -95,6 +103,56 @@ def _follow(run: RunDir, settings: RunConfig, as_json: bool, resumed: bool) -> i
     if ended.state == "failed":
         _print_failure(run, ended.reason)
     return ended.exit_code
+
+
+@app.command()
+def attach(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    watch: Annotated[bool, typer.Option("--watch", help="Only follow it: never supervise or stop it.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Follow a run, and take the place of its launcher where that was killed: restart it, and stop it with Ctrl-C."""
+    from lockstep.launch import start
+    from lockstep.processes.tree import catch_signals
+    from lockstep.rundir import RunDir
+
+    run = RunDir(run_dir)
+    run.config()  # raises where this is not a run directory
+    console = make_console(stderr=as_json)
+    display = RunDisplay(run, console)
+    with catch_signals() as received:
+        while not start.has_ended(run):
+            taken = None if watch else start.attach(run.path, lambda line: console.print(line, **LITERAL))
+            if taken is not None:
+                console.print("Nobody supervised this run; now this command does. Ctrl-C stops the run.", **LITERAL)
+                raise typer.Exit(_supervise(run, taken, display, received, as_json))
+            _watch(run, display, received, forever=watch)
+            if received:
+                console.print("The run goes on.", **LITERAL)
+                raise typer.Exit(128 + received[0])
+            if not (start.has_ended(run) or start.is_supervised(run.path) or start.is_running(run.path)):
+                raise ValueError(f"no process of {run_dir} is left: go on with lockstep train --resume {run_dir}")
+    print_summary(console, run)
+    _print_result(run, as_json)
+    status = run.status()
+    if status.get("state") == "failed":
+        _print_failure(run, str(status.get("error")))
+    raise typer.Exit(0 if status.get("state") == "completed" else 1)
+
+
+def _watch(run: RunDir, display: RunDisplay, received: list[int], *, forever: bool) -> None:
+    """Show a run that others supervise, until it ends, a signal comes or, unless `forever`, nobody supervises it."""
+    from lockstep.launch import start
+
+    display.console.print("Only following this run: Ctrl-C leaves it running.", **LITERAL)
+    was_supervised = start.is_supervised(run.path)  # not so a job of the service, which watches it by other means
+
+    def goes_on() -> bool:
+        if received or start.has_ended(run):
+            return False
+        return start.is_supervised(run.path) or (start.is_running(run.path) and (forever or not was_supervised))
+
+    display.follow(goes_on)
 
 
 def _print_failure(run: RunDir, reason: str) -> None:

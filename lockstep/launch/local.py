@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -42,6 +43,7 @@ LOCK_FILE = ".launch.lock"
 LAUNCH_ID_VARIABLE = "LOCKSTEP_LAUNCH_ID"
 _OLD_LAUNCH_ID_VARIABLE = "LOCKSTEP_LAUNCH_MARK"  # of runs that version 0.1 has started
 _TORCHRUN = "torch.distributed.run"
+_TORCHRUN_FILES = "torchrun"  # in the folder of logs, while it runs
 _FIND_TIMEOUT_S = 5.0
 
 
@@ -59,13 +61,17 @@ class LocalLauncher:
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._ended: set[str] = set()  # ids of launches that failed and that we ended: signals are not their cause
         self._stopped: dict[str, StoppedTimes] = {}  # by launch id
+        self._failed_at: dict[str, float] = {}  # by launch id: when a failure was first seen, by the monotonic clock
 
     def start(self, run_dir: Path, resources: Resources, *, launch_id: str | None = None) -> RunHandle:
         run_dir = Path(run_dir).resolve()
         earlier = read_handle(run_dir)
         if earlier is not None:
             if self._is_alive(earlier):
-                raise ValueError(f"{run_dir} is still running as process {earlier.pid}: end that process first")
+                raise ValueError(
+                    f"{run_dir} is still running as process {earlier.pid}: follow it with lockstep attach {run_dir}, "
+                    "or end that process first"
+                )
             self._end(earlier)  # workers that outlived a killed torchrun would write into the same run
         self._check_kind(run_dir)
         launch_id = launch_id or uuid.uuid4().hex
@@ -74,6 +80,7 @@ class LocalLauncher:
             run.clear_failures()
             run.write_status(state="created", error=None, phase="starting", launch=launch_id)
             run.logs.mkdir(exist_ok=True)
+            _remove_torchrun_files(run)  # what a killed one left
             _keep_log(run.logs / "launcher.log")
             with (run.logs / "launcher.log").open("wb") as log:
                 child = subprocess.Popen(
@@ -111,9 +118,7 @@ class LocalLauncher:
 
     def poll(self, handle: RunHandle) -> RunState:
         if self._is_alive(handle):
-            failures = RunDir(handle.run_dir).failures()
-            is_fresh = not failures or time.time() - failures[0]["time"] < self.patience_s
-            if is_fresh and not self._record_stopped(handle):
+            if not self._is_overdue(handle) and not self._record_stopped(handle):
                 return RunState("running")
             self._ended.add(handle.launch_id)
         # torchrun is gone but not all of its workers, or it waits for one that hangs: nothing else would end them.
@@ -132,7 +137,9 @@ class LocalLauncher:
         if procs == 1:
             return [sys.executable, *worker]
         torchrun = ["-m", _TORCHRUN, "--standalone", "--nproc-per-node", str(procs)]
-        return [sys.executable, *torchrun, *worker]
+        # Its own files, which it never removes, go where a launcher will: not into the system's temporary folder.
+        log_dir = ["--log-dir", str(RunDir(run_dir).logs / _TORCHRUN_FILES)]
+        return [sys.executable, *torchrun, *log_dir, *worker]
 
     def _environment(self, launch_id: str, resources: Resources) -> dict[str, str]:
         environment = {**os.environ, LAUNCH_ID_VARIABLE: launch_id, "PYTHONUNBUFFERED": "1"}
@@ -153,6 +160,14 @@ class LocalLauncher:
         if kind != self.kind:
             raise ValueError(f"launch.kind is {kind}, and runs are started here with kind {self.kind}: set that")
 
+    def _is_overdue(self, handle: RunHandle) -> bool:
+        """Whether a rank failed a while ago, and the others have not ended. By our own clock: that of the record may
+        have been set since."""
+        if not RunDir(handle.run_dir).failures():
+            return False
+        seen_at = self._failed_at.setdefault(handle.launch_id, time.monotonic())
+        return time.monotonic() - seen_at >= self.patience_s
+
     def _record_stopped(self, handle: RunHandle) -> bool:
         """Whether a rank has been stopped for too long: recorded as its failure, since it cannot do so itself."""
         watched = self._watched(handle)
@@ -161,7 +176,10 @@ class LocalLauncher:
         overdue = times.update(stopped, time.monotonic())
         for name in overdue:
             rank, pid = watched[name]
-            RunDir(handle.run_dir).record_failure(rank, describe_stop(name, pid, times.limit_s))
+            reason = describe_stop(name, pid, times.limit_s)
+            # Appended to beside rank 0, if that is another: ending all of them can take longer than may be waited.
+            RunDir(handle.run_dir, owner=True).log_event("rank_stopped", rank=rank, pid=pid, reason=reason)
+            RunDir(handle.run_dir).record_failure(rank, reason)
         return bool(overdue)
 
     def _watched(self, handle: RunHandle) -> dict[str, tuple[int, int]]:
@@ -183,6 +201,7 @@ class LocalLauncher:
 
     def _end(self, handle: RunHandle, hurry: Callable[[], bool] = lambda: False) -> None:
         end_all(lambda: self._processes(handle), self.grace_s, hurry)
+        _remove_torchrun_files(RunDir(handle.run_dir))
 
     def _processes(self, handle: RunHandle) -> list[int]:
         return sorted({*launched_processes(handle.launch_id), *([handle.pid] if self._is_alive(handle) else [])})
@@ -252,6 +271,10 @@ def _is_locked(run_dir: Path) -> bool:
         return False
     except ValueError:
         return True
+
+
+def _remove_torchrun_files(run: RunDir) -> None:
+    shutil.rmtree(run.logs / _TORCHRUN_FILES, ignore_errors=True)
 
 
 def _keep_log(path: Path) -> None:

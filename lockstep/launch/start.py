@@ -1,25 +1,30 @@
 """A run from its start, or its resumption, to its end: the one path of the command and of Python.
 
-When a rank is lost, the run goes on from its last checkpoint, within limits. The job service restarts jobs itself,
-through its queue.
+When a rank is lost, the run goes on from its last checkpoint, within limits. One process supervises a run; when that is
+killed, the ranks go on, and another process can take its place. The job service restarts jobs itself, through its
+queue.
 """
 
 from __future__ import annotations
 
+import fcntl
+import json
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from lockstep.config import ConfigError, RunConfig, check_config, load_config, resolve_config
 from lockstep.launch.launcher import Launcher, Resources, RunHandle, RunState
-from lockstep.launch.local import LocalLauncher, is_running
+from lockstep.launch.local import LocalLauncher, is_running, read_handle
 from lockstep.launch.ray_driver import RayLauncher
-from lockstep.rundir import RunDir
+from lockstep.rundir import FINISHED_STATES, RunDir, write_atomically
 
 _FIRST_PAUSE_S = 1.0
 _MAX_PAUSE_S = 60.0
+_SUPERVISOR_FILE, _SUPERVISOR_LOCK = "supervisor.json", ".supervisor.lock"
 _MAY_CHANGE = ("parallel.", "launch.", "cluster", "batch.micro_batch_tokens", "rollouts.")
 # The settings there that change the numbers, or how old samples may be.
 _MAY_NOT = ("parallel.compression", "rollouts.endpoint", "rollouts.kind", "rollouts.max_staleness")
@@ -64,12 +69,62 @@ def train(
 
 def start(run: RunDir, settings: RunConfig, say: Callable[[str], None] = lambda line: None) -> RestartingRun:
     """Start the processes of a run where launch.kind says. `say` gets a line for people at every restart."""
+    supervision = Supervision.take(run.path)
+    if supervision is None:
+        raise ValueError(f"{run.path} is supervised by another process: end that, or follow it with lockstep attach")
+    before = supervision.read()
+    try:
+        launcher, resources = _launcher_of(settings)
+        supervision.record(Restarts())
+        handle = launcher.start(run.path, resources)
+    except BaseException:
+        if before is None:
+            supervision.end()
+        else:  # it runs already, and can still be taken over
+            supervision.record(before)
+            supervision.release()
+        raise
+    return RestartingRun(launcher, handle, run, resources, settings.launch.max_restarts, say, supervision)
+
+
+def attach(path: str | Path, say: Callable[[str], None] = lambda line: None) -> RestartingRun | None:
+    """Take the place of a supervisor that is gone: with its restarts counted on, and what it had planned.
+
+    None: another process supervises the run, which is the job service where it is one of its jobs.
+    """
+    run = RunDir(Path(path).resolve())
+    settings = run.config()
+    supervision = Supervision.take(run.path)
+    if supervision is None:
+        return None
+    try:
+        restarts = supervision.read()
+        if restarts is None:
+            supervision.release()
+            return None
+        launcher, resources = _launcher_of(settings)
+        # The last one that was begun: whoever began it may have been killed before it could write the handle.
+        launch_id = run.status().get("launch")
+        handle = launcher.find(run.path, launch_id) if launch_id else read_handle(run.path)
+        if handle is None:
+            raise ValueError(f"no process of {path} was started: start it with lockstep train --resume {path}")
+        supervision.record(restarts)
+        RunDir(run.path, owner=True).log_event("attached", pid=os.getpid())  # rank 0 may live: appending is safe
+    except BaseException:
+        supervision.release()
+        raise
+    return RestartingRun(launcher, handle, run, resources, settings.launch.max_restarts, say, supervision, restarts)
+
+
+def has_ended(run: RunDir) -> bool:
+    """Finished, and no supervisor was killed before it could decide whether to start it again."""
+    return run.status().get("state") in FINISHED_STATES and not (run.path / _SUPERVISOR_FILE).exists()
+
+
+def _launcher_of(settings: RunConfig) -> tuple[Launcher, Resources]:
     launch = settings.launch
-    launcher, resources = (
-        RayLauncher() if launch.kind == "ray" else LocalLauncher(),
-        Resources(launch.procs, launch.device),
-    )
-    return RestartingRun(launcher, launcher.start(run.path, resources), run, resources, launch.max_restarts, say)
+    launcher = RayLauncher() if launch.kind == "ray" else LocalLauncher()
+    return launcher, Resources(launch.procs, launch.device)
 
 
 def new_run_dir(name: str) -> Path:
@@ -132,6 +187,82 @@ def pause_before(restart: int) -> float:
     return min(_FIRST_PAUSE_S * 2 ** (restart - 1), _MAX_PAUSE_S)
 
 
+@dataclass(frozen=True)
+class Restarts:
+    """How often a run was started again, how far it had come the last time, and which launch had then failed."""
+
+    count: int = 0
+    reached: Reached = field(default_factory=Reached)
+    failed_launch: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Restarts:
+        return cls(int(values["count"]), Reached(**values["reached"]), str(values["failed_launch"]))
+
+
+class Supervision:
+    """Of one run, by one process at a time: its lock is free when that ends, however it ends.
+
+    What the next one must know is in supervisor.json, until the run has ended. A job of the service has none: the
+    service supervises it.
+    """
+
+    def __init__(self, folder: Path, lock: int) -> None:
+        self._folder, self._lock = folder, lock
+
+    @classmethod
+    def take(cls, run_dir: Path) -> Supervision | None:
+        """None: another process has it."""
+        lock = os.open(run_dir / _SUPERVISOR_LOCK, os.O_RDWR | os.O_CREAT, 0o644)  # not inherited by what we start
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            return None
+        return cls(run_dir, lock)
+
+    def record(self, restarts: Restarts) -> None:
+        text = json.dumps({"pid": os.getpid(), **restarts.to_json()})
+        write_atomically(self._folder / _SUPERVISOR_FILE, text)
+
+    def read(self) -> Restarts | None:
+        try:
+            return Restarts.from_json(json.loads((self._folder / _SUPERVISOR_FILE).read_text()))
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError):  # damaged
+            return Restarts()
+
+    def end(self) -> None:
+        """The run has ended, and nobody needs to take over."""
+        if self._lock >= 0:
+            (self._folder / _SUPERVISOR_FILE).unlink(missing_ok=True)
+        self.release()
+
+    def release(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+        self._lock = -1
+
+
+def is_supervised(run_dir: Path) -> bool:
+    """Whether a command or a Python program watches the run and would start it again."""
+    try:
+        lock = os.open(run_dir / _SUPERVISOR_LOCK, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
 class RestartingRun:
     """A run that `launcher` has started, as `handle` says. Poll it often: restarts happen in `poll`."""
 
@@ -143,17 +274,27 @@ class RestartingRun:
         resources: Resources,
         max_restarts: int,
         say: Callable[[str], None] = lambda line: None,
+        supervision: Supervision | None = None,
+        restarts: Restarts | None = None,
     ) -> None:
+        """`supervision` is given up when the run has ended. `restarts`: of a supervisor before this one."""
         self._launcher, self._handle = launcher, handle
         self._run = RunDir(run.path, owner=True)
         self._resources = resources
         self._max_restarts = max_restarts
         self._say = say
-        self._num_restarts = 0
-        self._reached = Reached()
-        self._due_at: float | None = None  # when the next start is due, between two starts
+        self._supervision = supervision
+        self._restarts = restarts or Restarts()
+        # When the next start is due, between two starts.
+        self._due_at = time.monotonic() if self._restarts.failed_launch == handle.launch_id else None
 
     def poll(self) -> RunState:
+        outcome = self._poll()
+        if outcome.state != "running":
+            self._end_supervision()
+        return outcome
+
+    def _poll(self) -> RunState:
         if self._due_at is not None:
             if time.monotonic() < self._due_at:
                 return RunState("running")
@@ -163,7 +304,8 @@ class RestartingRun:
         if outcome.state != "failed" or outcome.would_fail_again or not self._max_restarts:
             return outcome
         reached = reached_by(self._run)
-        refusal = why_not_again(outcome, self._num_restarts, self._max_restarts, reached, self._reached)
+        before = self._restarts
+        refusal = why_not_again(outcome, before.count, self._max_restarts, reached, before.reached)
         if refusal:
             outcome = replace(outcome, reason=f"{outcome.reason}; {refusal}")
             self._run.write_status(error=outcome.reason)
@@ -176,23 +318,30 @@ class RestartingRun:
         """Returns when no process of the run is left, and none will be started."""
         self._due_at, self._max_restarts = None, 0
         self._launcher.stop(self._handle, hurry)
+        self._end_supervision()
+
+    def _end_supervision(self) -> None:
+        if self._supervision is not None:
+            self._supervision.end()
 
     def _plan_restart(self, reason: str, reached: Reached) -> None:
-        self._num_restarts += 1
-        self._reached = reached
-        pause_s = pause_before(self._num_restarts)
+        number = self._restarts.count + 1
+        self._restarts = Restarts(number, reached, self._handle.launch_id)
+        if self._supervision is not None:
+            self._supervision.record(self._restarts)
+        pause_s = pause_before(number)
         self._due_at = time.monotonic() + pause_s
         self._run.log_event(
             "restarted",
             reason=reason,
             step=reached.checkpoint,
-            restart=self._num_restarts,
+            restart=number,
             max_restarts=self._max_restarts,
             pause_s=pause_s,
         )
         self._run.write_status(state="created", error=None, phase=f"starting again in {pause_s:g} s")
         start = f"from step {reached.checkpoint}" if reached.checkpoint else "from the start"
-        self._say(f"{reason}; starting again {start} (restart {self._num_restarts} of {self._max_restarts})")
+        self._say(f"{reason}; starting again {start} (restart {number} of {self._max_restarts})")
 
 
 # --- resuming --------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ it is opened.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -93,6 +94,7 @@ class ReferenceStore:
         self._sweep()
         path = self._path(identity)
         made = Path(tempfile.mkdtemp(prefix=f"{path.name}.making-", dir=self._folder))
+        lock = _lock_folder(made)  # whatever the clock says: who writes is alive
         try:
             manifest = _write_values(made / "values.bin", str(identity["dtype"]), batches)
             sizes = token_counts(rows)
@@ -105,6 +107,8 @@ class ReferenceStore:
                 os.rename(path, made.with_name(f"{made.name}-old"))
             os.rename(made, path)
         finally:
+            if lock is not None:
+                os.close(lock)
             shutil.rmtree(made, ignore_errors=True)
             shutil.rmtree(made.with_name(f"{made.name}-old"), ignore_errors=True)
 
@@ -115,8 +119,23 @@ class ReferenceStore:
         """Remove what killed writers left behind."""
         for made in self._folder.glob("*.making-*"):
             changed = max((file.stat().st_mtime for file in made.glob("*")), default=made.stat().st_mtime)
-            if time.time() - changed > _ABANDONED_S:
+            lock = _lock_folder(made) if time.time() - changed > _ABANDONED_S else None
+            if lock is not None:
                 shutil.rmtree(made, ignore_errors=True)
+                os.close(lock)
+
+
+def _lock_folder(path: Path) -> int | None:
+    """Until it is closed, or its process ends. None: another process has it."""
+    lock = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        return None
+    except OSError:  # a file system without locks
+        pass
+    return lock
 
 
 def describe_files(path: Path) -> dict[str, str]:

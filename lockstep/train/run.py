@@ -77,7 +77,9 @@ def run(run_dir: Path) -> None:
     run = RunDir(run_dir, owner=rank == 0)
     config = run.config()
     config.parallel.degrees(num_ranks)
-    run.write_status(state="preparing", phase="reading data", error=None, started_at=time.time(), ranks=num_ranks)
+    started = time.monotonic()
+    beginning = {"started_at": time.time(), "duration_s": None, "ranks": num_ranks}
+    run.write_status(state="preparing", phase="reading data", error=None, **beginning)
     run.sweep()
     tokenizer = load_run_tokenizer(config)
     check_reference_model(config, tokenizer)
@@ -116,7 +118,9 @@ def run(run_dir: Path) -> None:
     backend.close()
     if run.owner and config.checkpoint.export == "merged":
         exported = merge(run)
-    run.write_status(state="completed", phase="done", export=exported, completed_at=time.time(), step=progress.step)
+    # By a clock that nobody sets: the difference of the two times may be anything.
+    ending = {"completed_at": time.time(), "duration_s": time.monotonic() - started}
+    run.write_status(state="completed", phase="done", export=exported, step=progress.step, **ending)
 
 
 # --- data -------------------------------------------------------------------------------------------------------------

@@ -78,3 +78,28 @@ def test_a_lost_rank_costs_the_steps_since_the_checkpoint(
     assert launched_processes(first.launch_id) == []
     assert run.status()["state"] == "completed"
     assert run.status()["error"] is None
+
+
+@pytest.mark.slow
+def test_a_run_whose_launcher_was_killed_is_taken_over(following: Any, undisturbed: RunDir) -> None:
+    """The command that started it is killed, another attaches; a rank that is lost then costs no more than before."""
+    run, command = following
+    os.kill(command.pid, signal.SIGKILL)
+    command.communicate(timeout=300)
+    refused = tiny.start_lockstep("train", "--resume", run.path)
+    assert "lockstep attach" in refused.communicate(timeout=300)[1]
+    attached = tiny.start_lockstep("attach", run.path)
+    try:
+        deadline = time.monotonic() + 120
+        while not [event for event in run.events() if event["event"] == "attached"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(tiny.pid_of_rank(run, 1), signal.SIGKILL)
+        out, err = attached.communicate(timeout=300)
+    finally:
+        attached.kill()
+    assert (attached.returncode, err) == (0, "")
+    assert "now this command does. Ctrl-C stops the run." in out
+    assert [event["restart"] for event in run.events() if event["event"] == "restarted"] == [1]
+    assert tiny.digest_weights(exported(run)) == tiny.digest_weights(exported(undisturbed))
+    assert run.status()["state"] == "completed"

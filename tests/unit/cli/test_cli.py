@@ -21,7 +21,7 @@ from lockstep.launch.local import is_running, read_handle
 from lockstep.launch.start import new_run_dir
 from lockstep.rundir import RunDir
 
-COMMANDS = ["train", "init", "export", "chat", "generate", "runs", "plot", "demo"]
+COMMANDS = ["train", "attach", "init", "export", "chat", "generate", "runs", "plot", "demo"]
 HEAVY = ("torch", "transformers", "matplotlib", "numpy")
 # A worker that does what the name of the run says.
 WORKER = """
@@ -260,6 +260,50 @@ def test_every_commented_default_is_the_default() -> None:
     assert uncommented == active
     defaults = RunConfig(model=active.model, data=active.data, lora=active.lora, name=active.name)
     assert active == defaults
+
+
+# --- attach ---------------------------------------------------------------------------------------------------------
+
+
+def read_until(process: subprocess.Popen[str], words: str) -> str:
+    assert process.stdout is not None
+    lines: list[str] = []
+    while not lines or words not in lines[-1]:
+        lines.append(process.stdout.readline())
+        assert lines[-1], f"ended after {lines}"
+    return "".join(lines)
+
+
+def test_a_run_whose_launcher_was_killed_is_taken_over_and_stopped(folder: Path) -> None:
+    first = start(folder, "train", "c.yaml", "name=slow", "--run-dir", "r")
+    read_until(first, "step 1/4")
+    first.kill()
+    first.communicate()
+    assert is_running(folder / "r")
+    code, _, err = lockstep(folder, "train", "--resume", "r")
+    assert code == 2
+    assert "follow it with lockstep attach" in err
+    second = start(folder, "attach", "r")
+    read_until(second, "Nobody supervised this run; now this command does. Ctrl-C stops the run.")
+    third = start(folder, "attach", "r")
+    read_until(third, "Only following this run: Ctrl-C leaves it running.")
+    third.send_signal(signal.SIGINT)
+    assert third.communicate(timeout=300)[0].endswith("The run goes on.\n")
+    assert (third.returncode, is_running(folder / "r")) == (130, True)
+    second.send_signal(signal.SIGINT)
+    out, _ = second.communicate(timeout=300)
+    assert (second.returncode, is_running(folder / "r")) == (130, False)
+    assert "cancelled" in out
+    code, out, _ = lockstep(folder, "attach", "r")
+    assert (code, "cancelled" in out) == (1, True), "there is nothing left to follow"
+
+
+def test_a_run_that_follows_nobody_and_has_no_process_is_not_waited_for(folder: Path) -> None:
+    run = RunDir.create(folder / "lost", load_config(folder / "c.yaml"))
+    run.write_status(state="running", step=1)
+    code, _, err = lockstep(folder, "attach", "lost")
+    assert code == 2
+    assert "no process of lost is left: go on with lockstep train --resume lost" in err
 
 
 # --- runs -----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -124,6 +126,16 @@ def test_summary_says_how_to_go_on(run: RunDir) -> None:
     run.commit_checkpoint(2, {})
     print_summary(console, run)
     assert "(from step 2)" in text_of(console)
+
+
+def test_how_long_a_run_took_is_not_what_the_clock_says_after_it_was_set(run: RunDir) -> None:
+    console = make_console(terminal=False)
+    run.write_status(state="completed", step=3, started_at=time.time() + 3600, duration_s=75.0)
+    print_summary(console, run)
+    assert re.search(r"time +1m15s", text_of(console))
+    run.write_status(state="failed", duration_s=None)
+    print_summary(console, run)
+    assert re.search(r"time +0s", text_of(console))
 
 
 def test_a_run_on_pairs_shows_margin_accuracy_and_its_reference(run: RunDir) -> None:

@@ -182,8 +182,12 @@ def test_starting_again_forgets_how_it_ended(launcher: LocalLauncher, tmp_path: 
 
 
 @pytest.fixture
-def torchrun(launcher: LocalLauncher, tmp_path: Path) -> tuple[LocalLauncher, RunHandle, RunDir]:
+def torchrun(
+    launcher: LocalLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[LocalLauncher, RunHandle, RunDir]:
     run = make_run(tmp_path, "hangs")
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     handle = launcher.start(run.path, Resources(procs=2, device="cpu"))
     wait_for(lambda: (run.path / "pid-0").exists() and (run.path / "pid-1").exists(), 40.0)
     return launcher, handle, run
@@ -207,6 +211,23 @@ def test_workers_do_not_outlive_a_killed_torchrun(torchrun: tuple[LocalLauncher,
     wait_until_ended(launcher, handle)
     assert run.status()["state"] == "failed"
     assert launched_processes(handle.launch_id) == []
+    assert list((run.path.parent / "temporary").iterdir()) == []
+    assert sorted(path.name for path in run.logs.iterdir()) == ["launcher.log"], "nothing of torchrun stays"
+
+
+def test_a_clock_that_is_set_back_does_not_make_the_launcher_wait(launcher: LocalLauncher, tmp_path: Path) -> None:
+    """A rank failed before the clock went back by an hour, and the process does not end."""
+    run = make_run(tmp_path, "hangs")
+    handle = launcher.start(run.path, Resources())
+    wait_for(lambda: (run.path / "pid-0").exists())
+    run.record_failure(0, "it broke", at=time.time() + 3600)
+    launcher.patience_s = 0.3
+    try:
+        assert launcher.poll(handle).state == "running", "the others get some time to end by themselves"
+        wait_for(lambda: launcher.poll(handle).state != "running", 30)
+        assert launcher.poll(handle).reason == "it broke"
+    finally:
+        launcher.stop(handle)
 
 
 def test_does_not_import_torch() -> None:

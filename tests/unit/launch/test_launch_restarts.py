@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -161,6 +163,71 @@ def test_stopping_in_a_pause_starts_nothing_more(tmp_path: Path) -> None:
     restarting.stop()
     assert restarting.poll().state == "failed"
     assert (launcher.num_started, launcher.num_stopped) == (1, 1)
+
+
+# --- one supervisor at a time ----------------------------------------------------------------------------------------
+
+
+class FindingLauncher(ScriptedLauncher):
+    def find(self, run_dir: Path, launch_id: str) -> RunHandle | None:
+        return RunHandle("scripted", str(run_dir), 0, "", launch_id)
+
+
+@pytest.mark.usefixtures("clock")
+def test_who_takes_over_counts_the_restarts_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first supervisor is killed after one restart: the second has one less to go."""
+    config = parse_config("model: x\ndata: {train: a}\nlaunch: {max_restarts: 2}")
+    run = RunDir.create(tmp_path / "run", config)
+    launcher = FindingLauncher(run, (FAILED, 5), (FAILED, 9), (FAILED, 12), (RunState("completed"), 12))
+    monkeypatch.setattr(start, "LocalLauncher", lambda: launcher)
+    supervision = start.Supervision.take(run.path)
+    assert supervision is not None
+    first = RestartingRun(launcher, launcher.start(run.path, Resources()), run, Resources(), 2, supervision=supervision)
+    assert first.poll().state == "running"  # the first failure: a restart is planned, and the supervisor killed
+    run.write_status(launch="1")
+    assert start.attach(run.path) is None, "there is one"
+    assert start.is_supervised(run.path)
+    supervision.release()
+    assert not start.is_supervised(run.path)
+    second = start.attach(run.path)
+    assert second is not None
+    ended = follow(second)
+    assert launcher.num_started == 3, "what was planned is begun, and once more"
+    assert ended.reason.endswith("it was started again 2 times, as often as launch.max_restarts allows")
+    assert [event["restart"] for event in restarts_of(run)] == [1, 2]
+    assert start.has_ended(run)
+    assert not start.is_supervised(run.path)
+
+
+def test_a_supervisor_that_is_killed_leaves_the_run_to_the_next(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    program = (
+        "import sys, time; from pathlib import Path; from lockstep.launch.start import Restarts, Supervision\n"
+        "s = Supervision.take(Path(sys.argv[1])); s.record(Restarts(count=2))\n"
+        "print('taken', flush=True); time.sleep(300)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, run.path], stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "taken\n"
+            assert start.Supervision.take(run.path) is None
+            with pytest.raises(ValueError, match="is supervised by another process"):
+                start.start(run, run.config())
+            run.write_status(state="failed")
+            assert not start.has_ended(run), "its supervisor has not decided yet"
+        finally:
+            holder.kill()
+    taken = start.Supervision.take(run.path)
+    assert taken is not None
+    assert taken.read() == start.Restarts(count=2)
+    taken.end()
+    assert start.has_ended(run)
+
+
+def test_a_job_of_the_service_is_not_taken_over(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    run.write_status(launch="1")
+    assert start.attach(run.path) is None
 
 
 def test_progress_is_a_later_checkpoint_or_a_later_step() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -210,15 +211,20 @@ def test_a_killed_writer_leaves_nothing_that_is_used(tmp_path):
 
 
 def test_what_a_killed_writer_left_is_removed_and_a_living_ones_is_not(tmp_path):
-    for name, age_s in (("dead", 2 * 3600), ("alive", 5)):
+    """One that holds its folder lives, however old its files look: the clock may have been set meanwhile."""
+    for name, age_s in (("dead", 2 * 3600), ("alive", 5), ("held", 2 * 3600)):
         folder = tmp_path / f"{name}.making-1"
         folder.mkdir()
         (folder / "values.bin").write_bytes(b"1234")
         then = time.time() - age_s
         os.utime(folder / "values.bin", (then, then))
+    lock = os.open(tmp_path / "held.making-1", os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
     Place(tmp_path).add(make_pairs(2))
+    os.close(lock)
     assert not (tmp_path / "dead.making-1").exists()
     assert (tmp_path / "alive.making-1").exists()
+    assert (tmp_path / "held.making-1").exists()
 
 
 def test_all_compute_together_one_of_a_machine_writes_and_all_read(tmp_path):

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from lockstep.rundir import RunDir
 
@@ -94,10 +95,45 @@ def run_to_the_end(run: RunDir, num_ranks: int) -> None:
     assert run.status()["state"] == "completed"
 
 
-def _be_rank(run_dir: str, rank: int, num_ranks: int, port: int) -> None:
+def run_together(num_ranks: int, body: Callable[..., None], *arguments: Any, timeout_s: float = 240.0) -> None:
+    """`body(*arguments)` in each of as many processes that can meet."""
+    port = free_port()
+    members = [
+        _CONTEXT.Process(target=_be_member, args=(rank, num_ranks, port, body, arguments), daemon=True)
+        for rank in range(num_ranks)
+    ]
+    try:
+        for member in members:
+            member.start()
+        deadline = time.monotonic() + timeout_s
+        while any(member.is_alive() for member in members) and not any(member.exitcode for member in members):
+            assert time.monotonic() < deadline, f"ranks still run after {timeout_s} s"
+            time.sleep(0.01)
+        for member in members:
+            member.join(5)  # one that failed takes the others with it
+    finally:
+        for member in members:
+            member.kill()
+            member.join()
+    assert [member.exitcode for member in members] == [0] * num_ranks
+
+
+def _be_member(rank: int, num_ranks: int, port: int, body: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    _set_place(rank, num_ranks, port)
+    import torch
+
+    torch.set_num_threads(1)
+    body(*arguments)
+
+
+def _set_place(rank: int, num_ranks: int, port: int) -> None:
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in places.items()} | {"MASTER_ADDR": "127.0.0.1"}
     os.environ |= {"HF_HUB_OFFLINE": "1"}
+
+
+def _be_rank(run_dir: str, rank: int, num_ranks: int, port: int) -> None:
+    _set_place(rank, num_ranks, port)
     import torch
 
     from lockstep.train.worker import main

@@ -110,7 +110,7 @@ class TorchBackend:
         self._optimizer = loss_step.build_optimizer(self.parameters(), self.device)
         self.traffic = Traffic(self.group, unseen=("tensor", "context") if compiles else ())
         self._expected = expect_traffic(built, self.group, parallel, DTYPES[self.precision].itemsize)
-        state.seed_rank(seed, self.group.data_rank)
+        state.seed_rank(seed, self.group.dropout_rank)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """What is trained, by the names that the model itself uses."""

@@ -44,6 +44,12 @@ class ProcessGroup:
         return self.place("replicate") * self.degrees.shard + self.place("shard")
 
     @property
+    def dropout_rank(self) -> int:
+        """Its stream of dropout: another for ranks with other tokens or layers, the same for tensor ranks."""
+        others = self.place("context") + self.degrees.context * self.place("pipeline")
+        return self.data_rank + self.degrees.data * others
+
+    @property
     def counts(self) -> bool:
         """Whether its results enter sums: tensor ranks have the same ones, and only the last stage has any."""
         return self.place("tensor") == 0 and self.place("pipeline") == self.degrees.pipeline - 1

@@ -36,7 +36,8 @@ def shard(
     axes = mesh["replicate", name] if mesh["replicate"].size() > 1 else mesh[name]
     policy = MixedPrecisionPolicy()
     if compute_dtype is not None:
-        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+        # Inputs as they come: the weights of tokens in the loss are float32, and rounding them would change the loss.
+        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
     options: dict[str, Any] = {"mesh": axes, "mp_policy": policy, "offload_policy": place}
     units = [fully_shard(layer, reshard_after_forward=not keep_parameters, **options) for layer in layers]

@@ -58,12 +58,15 @@ SEQUENCE_FAMILIES = {
     for family in ("llama", "qwen3")
 }
 
+# With what FAMILIES do not have: layers that are split by rows and have a bias.
+BIASED_FAMILIES = {"llama-biased": lambda: transformers.LlamaConfig(**TINY, attention_bias=True, mlp_bias=True)}
+
 STEP = OptimStep(learning_rate=1e-2, beta2=0.99, eps=1e-6, weight_decay=0.1, max_grad_norm=0.5)
 
 
 def make_model(family: str, *, lora: bool) -> nn.Module:
     torch.manual_seed(0)
-    config = {**FAMILIES, **SEQUENCE_FAMILIES}[family]()
+    config = {**FAMILIES, **SEQUENCE_FAMILIES, **BIASED_FAMILIES}[family]()
     model = keep_float64(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64))
     if not lora:
         return model

@@ -52,6 +52,10 @@ def serve(
         bool,
         typer.Option("--allow-code", help="Let requests name code to run: as the service's user, with its rights."),
     ] = False,
+    job_env: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Jobs also get this variable, like HF_TOKEN. Can be repeated."),
+    ] = None,
     max_upload_mb: Annotated[int, typer.Option(help="Largest upload, in MB.", min=1)] = 1024,
     max_datasets: Annotated[int, typer.Option(help="Most data sets kept.", min=1)] = 1000,
     max_connections: Annotated[int, typer.Option(help="At once, in all.", min=16)] = 1000,
@@ -83,6 +87,7 @@ def serve(
             allowed=Allowed(
                 tuple(allow_path or ()), tuple(allow_write or ()), tuple(allow_endpoint or ()), code=allow_code
             ),
+            job_env=tuple(job_env or ()),
             max_upload_mb=max_upload_mb,
             max_datasets=max_datasets,
             max_connections=max_connections,

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from lockstep.launch.launcher import Resources, RunHandle, RunState
@@ -53,11 +53,17 @@ class LocalLauncher:
     stopped_limit_s = STOPPED_LIMIT_S
 
     def __init__(
-        self, worker_module: str | None = None, grace_s: float = 10.0, working_dir: Path | None = None
+        self,
+        worker_module: str | None = None,
+        grace_s: float = 10.0,
+        working_dir: Path | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
+        """`environment` is what runs get instead of ours."""
         self.worker_module = worker_module or WORKER_MODULE
         self.grace_s = grace_s
         self.working_dir = working_dir
+        self._inherited = environment
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._ended: set[str] = set()  # ids of launches that failed and that we ended: signals are not their cause
         self._stopped: dict[str, StoppedTimes] = {}  # by launch id
@@ -142,7 +148,8 @@ class LocalLauncher:
         return [sys.executable, *torchrun, *log_dir, *worker]
 
     def _environment(self, launch_id: str, resources: Resources) -> dict[str, str]:
-        environment = {**os.environ, LAUNCH_ID_VARIABLE: launch_id, "PYTHONUNBUFFERED": "1"}
+        inherited = os.environ if self._inherited is None else self._inherited
+        environment = {**inherited, LAUNCH_ID_VARIABLE: launch_id, "PYTHONUNBUFFERED": "1"}
         on_cpu = resources.device == "cpu" or (resources.device == "auto" and not Path("/dev/nvidiactl").exists())
         if on_cpu:
             threads = resources.threads or max(num_cores() // resources.procs, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import sys
 from collections import Counter
@@ -26,6 +27,8 @@ from lockstep.service.settings import VERSION, ServiceSettings
 
 _MAX_SUBMISSIONS = 8  # at once: each may take some milliseconds, or wait for the database
 
+_PR_SET_DUMPABLE = 4
+
 
 def create_app(settings: ServiceSettings, manager: JobManager | None = None) -> FastAPI:
     """`manager` is made from the settings if none is given. It runs for as long as the application does."""
@@ -34,7 +37,7 @@ def create_app(settings: ServiceSettings, manager: JobManager | None = None) -> 
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        app.state.dry_runs = DryRuns(manager.data_dir, settings.plan_timeout_s)
+        app.state.dry_runs = DryRuns(manager.data_dir, manager.environment, settings.plan_timeout_s)
         app.state.health_threads = CapacityLimiter(2)
         app.state.submission_threads = CapacityLimiter(_MAX_SUBMISSIONS)
         manager.start()
@@ -73,13 +76,21 @@ def make_manager(settings: ServiceSettings, launcher: Launcher | None = None) ->
         max_jobs=settings.max_jobs,
         launcher=launcher,
         allowed=settings.allowed,
+        job_env=settings.job_env,
         max_upload_mb=settings.max_upload_mb,
         max_datasets=settings.max_datasets,
     )
 
 
+def _close_to_others() -> None:
+    """Jobs run as the same user: what came to us in the environment, and our memory, are not theirs to read."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
 def run_server(settings: ServiceSettings, manager: JobManager | None = None) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    _close_to_others()
     load_tls(settings)  # what is wrong with it is said before anything is opened
     manager = manager or make_manager(settings)
     server = make_server(create_app(settings, manager), settings)

@@ -9,6 +9,7 @@ import builtins
 import math
 import secrets
 import time
+from collections.abc import Collection
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from lockstep.service.admission import NOTHING_MORE, Admission, Admitted, Allowe
 from lockstep.service.data_dir import DataDir
 from lockstep.service.datasets import DatasetStore
 from lockstep.service.errors import Conflict, JobConflict, NotFound, ServiceError
+from lockstep.service.job_environment import job_environment
 from lockstep.service.run_files import last_metrics
 from lockstep.service.scheduler import Scheduler, Slots, find_slots
 from lockstep.service.schemas import FINISHED, JobMetrics, JobRequest, JobState, JobView, RunProgress
@@ -43,6 +45,7 @@ class JobManager:
         max_jobs: int | None = None,
         launcher: Launcher | None = None,
         allowed: Allowed = NOTHING_MORE,
+        job_env: Collection[str] = (),
         max_upload_mb: int = 1024,
         max_datasets: int = 1000,
     ) -> None:
@@ -58,7 +61,10 @@ class JobManager:
             self.data_dir.close()
             raise
         self.admission = Admission(self.data_dir, allowed)
-        launcher = launcher or LocalLauncher(grace_s=_GRACE_S, working_dir=self.data_dir.empty)
+        self.environment = job_environment(job_env)
+        launcher = launcher or LocalLauncher(
+            grace_s=_GRACE_S, working_dir=self.data_dir.empty, environment=self.environment
+        )
         self._scheduler = Scheduler(self.store, self.data_dir, launcher, self.slots, max_jobs, self._check_again)
 
     def start(self) -> None:

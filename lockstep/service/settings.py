@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lockstep.config import ConfigError
 from lockstep.service.admission import NOTHING_MORE, Allowed
+from lockstep.service.job_environment import check_names
 
 VERSION = version("lockstep")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -25,6 +26,8 @@ class ServiceSettings:
     max_jobs: int | None = None
     token_file: Path | None = None
     allowed: Allowed = NOTHING_MORE
+    job_env: tuple[str, ...] = ()
+    """Variables of the service's environment that jobs get, besides what every program needs."""
     max_upload_mb: int = 1024
     max_datasets: int = 1000
     max_body_bytes: int = 1 << 20
@@ -51,6 +54,7 @@ class ServiceSettings:
                 f"--host {self.host} lets other machines in, and without --token-file everybody who reaches the port "
                 "could train, read and delete: give a token file (see lockstep token), or bind to 127.0.0.1"
             )
+        check_names(self.job_env)
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("--tls-cert and --tls-key belong together: give both, or neither")
         if self.proxies and self.token_file is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -74,6 +75,25 @@ def test_jobs_belong_to_their_owner(people: dict[str, TestClient]) -> None:
         assert change.status_code == 403
     assert people["eve"].post("/api/jobs", json={"config": tree()}).status_code == 403
     assert people["root"].post("/api/jobs/hers/cancel").status_code == 200
+
+
+def test_reading_starts_and_changes_nothing(people: dict[str, TestClient]) -> None:
+    """Every route that is not read with GET, and the one that starts a process though it is."""
+    assert people["ann"].post("/api/datasets/rows", content=ROW).status_code == 201
+    included = [getattr(entry, "original_router", None) for entry in people["eve"].app.routes]  # type: ignore[attr-defined]
+    routes = [route for router in included if router is not None for route in router.routes]
+    changing = [(method, route.path) for route in routes for method in route.methods - {"GET", "HEAD", "OPTIONS"}]
+    assert len(changing) >= 12
+    for method, path in changing:
+        path = re.sub(r"\{[^}]*\}", "rows", path)
+        assert people["eve"].request(method, path).status_code == 403, (method, path)
+        assert people["nobody"].request(method, path).status_code == 401, (method, path)
+    assert people["eve"].get("/api/datasets/rows/preview").status_code == 200
+    assert people["eve"].get("/api/datasets/rows/preview", params={"model": "some/model"}).status_code == 403
+    for route in routes:
+        if "GET" in route.methods and route.path.startswith(("/api", "/v1", "/metrics")):
+            asked = people["nobody"].get(re.sub(r"\{[^}]*\}", "rows", route.path), params={"job_uuid": "rows"})
+            assert asked.status_code == 401 or route.path == "/api/openapi.json", route.path
 
 
 def test_data_sets_belong_to_their_owner(people: dict[str, TestClient], tmp_path: Path) -> None:

@@ -46,8 +46,9 @@ router = APIRouter(tags=["service"])
 class DryRuns:
     """The service never loads torch: what needs a tokenizer or a model is asked of the command, with a deadline."""
 
-    def __init__(self, data_dir: DataDir, timeout_s: float) -> None:
+    def __init__(self, data_dir: DataDir, environment: Mapping[str, str], timeout_s: float) -> None:
         self._data_dir = data_dir
+        self._environment = environment
         self._timeout_s = timeout_s
         self._semaphore = asyncio.Semaphore(_MAX_RUNNING)
         self._waiting = 0
@@ -82,6 +83,7 @@ class DryRuns:
             "lockstep",
             *arguments,
             cwd=self._data_dir.empty,
+            env=self._environment,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import subprocess
 import sys
@@ -61,6 +62,7 @@ def load_causal_lm(config: ModelConfig, dtype: torch.dtype, *, with_weights: boo
 
     with _explaining(config):
         if with_weights:
+            _refuse_adapter(config)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 dtype=dtype, use_safetensors=_wants_safetensors(config), output_loading_info=True, **_source(config)
             )
@@ -89,6 +91,17 @@ def _read_generation_config(config: ModelConfig, model: PreTrainedModel) -> None
     with contextlib.suppress(OSError):  # not every model has one
         model.generation_config = GenerationConfig.from_pretrained(
             source.pop("pretrained_model_name_or_path"), **source
+        )
+
+
+def _refuse_adapter(config: ModelConfig) -> None:
+    """transformers would load whatever base an adapter's author names in it, also a folder of this machine."""
+    from transformers.utils.peft_utils import find_adapter_config_file
+
+    is_folder = Path(config.path).exists()  # checked: it is a whole model
+    if not is_folder and find_adapter_config_file(config.path, revision=config.revision) is not None:
+        raise ConfigError(
+            f"model.path {config.path} holds an adapter and not a whole model: name its base model, or merge them first"
         )
 
 
@@ -224,6 +237,19 @@ def check_model_source(config: ModelConfig) -> None:
         if any(path.glob("*.bin")):
             why = "only pickled weights (*.bin), which are not loaded: convert them to safetensors"
         raise ConfigError(f"model.path {path} has {why}")
+    _refuse_weights_elsewhere(path)
+
+
+def _refuse_weights_elsewhere(folder: Path) -> None:
+    """An index lists the files of the weights, and its author must not choose other files of this machine."""
+    for index in folder.glob("*.safetensors.index.json"):
+        try:
+            names = set(map(str, json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{index} does not list the files of the weights: copy the model again") from error
+        for name in sorted(names):
+            if "/" in name or name == "..":
+                raise ConfigError(f"{index} names {name!r}, which is not in its folder: copy the model again")
 
 
 def apply_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:

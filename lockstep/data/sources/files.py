@@ -142,14 +142,18 @@ def _read_state(folder: Path) -> list[Path]:
     """The data files of datasets.save_to_disk; other files beside them are left over from computations."""
     try:
         entries = json.loads((folder / _STATE).read_bytes())["_data_files"]
-        return [folder / entry["filename"] for entry in entries]
+        names = [str(entry["filename"]) for entry in entries]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{folder / _STATE}: does not list the data files: save the data set again") from error
+    for name in names:
+        if "/" in name or name == "..":  # a data set of others must not choose which files of ours are read
+            raise DataError(f"{folder / _STATE}: names {name!r}, which is not in its folder: save the data set again")
+    return [folder / name for name in names]
 
 
 def _choose_split(folder: Path, split: str) -> str:
     """A saved DatasetDict has a folder for each split; reading all of them would train on the test rows."""
-    if not (folder / split).is_dir():
+    if "/" in split or split in (".", "..") or not (folder / split).is_dir():
         splits = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
         raise DataError(f"{folder}: has no split {split!r}: set split to one of {', '.join(splits)}")
     return split

@@ -76,8 +76,7 @@ class Connection:
             return json.loads(content)
         except ValueError as error:
             raise EndpointError(
-                f"{self.root + path} answered {origin} with something that is not JSON: "
-                f"{shorten(content.decode(errors='replace'))!r}"
+                f"{self.root + path} answered {origin} with {len(content)} bytes that are not JSON"
             ) from error
 
     def request_object(self, path: str, body: Any = None, *, origin: str) -> dict[str, Any]:
@@ -131,21 +130,25 @@ def _read_body(response: httpx.Response, deadline: float) -> bytes:
 
 
 def _error_message(response: httpx.Response, deadline: float) -> str:
-    """The server's own words, from the JSON shapes that servers use or as plain text."""
+    """The error in the JSON shapes that model servers use, and nothing else of the body: what answers may be no model
+    server, and this message is shown to whoever chose the address."""
     if response.has_redirect_location:
-        return f"a redirect to {response.headers['Location']}, which is not followed"
+        return "a redirect, which is not followed: name the address that it leads to"
     try:
-        text = _read_body(response, deadline).decode(errors="replace")
-    except (httpx.TransportError, EndpointError):
-        return response.reason_phrase
-    try:
-        message: Any = json.loads(text)
-    except ValueError:
-        return shorten(text) or response.reason_phrase
+        body = json.loads(_read_body(response, deadline))
+    except (httpx.TransportError, EndpointError, ValueError):
+        body = None
+    return error_in(body) or response.reason_phrase
+
+
+def error_in(body: object) -> str:
+    """What a model server says in its own error; empty where the body is none."""
     for key in ("error", "message", "detail"):
-        if isinstance(message, dict) and message.get(key):
-            message = message[key]
-    return shorten(message if isinstance(message, str) else json.dumps(message))
+        if isinstance(body, dict) and body.get(key):
+            body = body[key]
+    if isinstance(body, list) and body and isinstance(body[0], dict):  # FastAPI's: one entry for each field
+        body = body[0].get("msg")
+    return shorten(body) if isinstance(body, str) else ""
 
 
 def _retry_after(header: str | None) -> float | None:
@@ -277,11 +280,10 @@ def _read_choice(reply: dict[str, Any], url: str) -> EndpointCompletion:
         text = choice["message"]["content"] if "message" in choice else choice["text"]
     except (KeyError, IndexError, TypeError) as error:
         raise EndpointError(
-            f"{url} sent a reply of an unknown shape, without choices[0].message.content or choices[0].text: "
-            f"{shorten(json.dumps(reply))}"
+            f"{url} sent a reply of an unknown shape, without choices[0].message.content or choices[0].text"
         ) from error
     if text is None:  # only tool calls, or nothing
         text = ""
     if not isinstance(text, str):
-        raise EndpointError(f"{url} sent an answer that is not text: {shorten(json.dumps(text))}")
+        raise EndpointError(f"{url} sent an answer that is not text but {type(text).__name__}")
     return EndpointCompletion(text, "length" if choice.get("finish_reason") == "length" else "stop")

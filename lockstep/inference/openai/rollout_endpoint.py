@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import math
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +21,7 @@ from lockstep.inference.openai.endpoint import (
     Connection,
     EndpointError,
     EndpointRefusal,
+    error_in,
     map_concurrently,
     normalise_url,
     shorten,
@@ -143,7 +143,7 @@ class VllmServer:
         reply = self.connection.request_object("/v1/completions", body, origin=origin)
         if reply.get("model") != model:
             raise EndpointError(f"{self.connection.root} answered {origin} with {reply.get('model')} and not {model}")
-        with _reading(self.connection.root, origin, reply):
+        with _reading(self.connection.root, origin):
             choices = sorted(reply["choices"], key=lambda choice: int(choice["index"]))
             completions = [_read_vllm(choice, published.version) for choice in choices]
             counted = (reply["usage"]["prompt_tokens"], reply["usage"]["completion_tokens"])
@@ -164,7 +164,7 @@ class VllmServer:
 
     def _model_cards(self) -> list[dict[str, Any]]:
         reply = self.connection.request_object("/v1/models", origin="its list of models")
-        with _reading(self.connection.root, "its list of models", reply):
+        with _reading(self.connection.root, "its list of models"):
             return [{**card, "id": str(card["id"])} for card in reply["data"]]
 
 
@@ -185,12 +185,12 @@ class SglangServer:
                 "/load_lora_adapter", {"lora_name": name, "lora_path": folder}, origin=f"the adapter {name}"
             )
             if reply.get("success") is not True or name not in (reply.get("loaded_adapters") or ()):
-                raise EndpointError(f"{server.root} did not take the adapter {name}: {shorten(json.dumps(reply))}")
+                raise EndpointError(f"{server.root} did not take the adapter {name}: {_said(reply)}")
             return
         body = {"model_path": folder, "weight_version": name, "flush_cache": True}
         reply = server.request_object("/update_weights_from_disk", body, origin=f"the weights {name}")
         if reply.get("success") is not True:
-            raise EndpointError(f"{server.root} did not take the weights {name}: {shorten(json.dumps(reply))}")
+            raise EndpointError(f"{server.root} did not take the weights {name}: {_said(reply)}")
         info = self._model_info()
         _refuse_other_weights(info.get("weight_version"), published, server.root)
         if info.get("model_path") != folder:
@@ -214,7 +214,7 @@ class SglangServer:
         if self.adapters:
             body["lora_path"] = [published.name] * len(seeds)
         reply = self.connection.request_json("/generate", body, origin=origin)
-        with _reading(self.connection.root, origin, reply):
+        with _reading(self.connection.root, origin):
             if not self.adapters:
                 for entry in reply:
                     _refuse_other_weights(entry["meta_info"].get("weight_version"), published, self.connection.root)
@@ -309,16 +309,18 @@ def _refuse_other_weights(name: object, published: Published, root: str) -> None
         )
 
 
+def _said(reply: Mapping[str, Any]) -> str:
+    return error_in({"message": reply.get("error_message"), **reply}) or "it gave no reason"
+
+
 @contextlib.contextmanager
-def _reading(root: str, origin: str, reply: Any) -> Iterator[None]:
+def _reading(root: str, origin: str) -> Iterator[None]:
     """What a reply lacks becomes an EndpointError."""
     try:
         yield
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         problem = f"no {error.args[0]!r} in it" if isinstance(error, KeyError) else str(error)
-        raise EndpointError(
-            f"{root} answered {origin} in an unknown shape ({problem}): {shorten(json.dumps(reply))}"
-        ) from error
+        raise EndpointError(f"{root} answered {origin} in an unknown shape ({shorten(problem)})") from error
 
 
 class RolloutEndpoint:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import json
 import socket
 import ssl
 import sys
@@ -143,6 +144,24 @@ def test_one_split_of_saved_splits_is_read(tmp_path: Path, datasets: Any) -> Non
     assert found(tmp_path / "saved", tmp_path, split="test") == ["saved/test/data-00000-of-00001.arrow arrow"]
     message = complaint(tmp_path / "saved", split="dev")
     assert message == ": has no split 'dev': set split to one of test, train"
+
+
+@pytest.mark.parametrize("name", ["../outside.arrow", "/etc/outside.arrow", "inner/outside.arrow", ".."])
+def test_a_saved_data_set_does_not_name_files_elsewhere(tmp_path: Path, name: str) -> None:
+    (tmp_path / "saved").mkdir()
+    write(tmp_path / "saved" / "dataset_info.json", b"{}")
+    write(tmp_path / "saved" / "state.json", json.dumps({"_data_files": [{"filename": name}]}).encode())
+    assert f"names {name!r}, which is not in its folder" in complaint(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("split", ["..", ".", "../outside", "/etc", "train/../../outside"])
+def test_a_split_is_a_folder_of_its_data_set(tmp_path: Path, split: str) -> None:
+    for folder in ("saved/train", "outside"):
+        (tmp_path / folder).mkdir(parents=True)
+    write(tmp_path / "saved" / "dataset_dict.json", b"{}")
+    write(tmp_path / "saved" / "train" / "rows.jsonl", b"{}")
+    write(tmp_path / "outside" / "rows.jsonl", b"{}")
+    assert "has no split" in complaint(tmp_path / "saved", split=split)
 
 
 # --- the Hub --------------------------------------------------------------------------------------------------------

@@ -376,7 +376,7 @@ def test_more_tokens_than_asked_for_are_refused(server: ScriptedRolloutServer, k
 @every_kind
 @pytest.mark.parametrize(
     ("fault", "said"),
-    [("hang", r"no reply within 0\.5 s"), ((500, {}, b"oops"), "HTTP 500: oops")],
+    [("hang", r"no reply within 0\.5 s"), ((500, {}, b"oops"), "HTTP 500: Internal Server Error")],
     ids=["hang", "500"],
 )
 def test_a_server_that_hangs_or_fails_is_named_with_the_prompt(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -115,6 +116,31 @@ def test_a_source_that_cannot_be_a_model_is_refused_in_one_sentence(tmp_path):
         with pytest.raises(ConfigError) as caught:
             check_model_source(ModelConfig(path=str(path)))
         assert str(caught.value) == f"model.path {path} {why}"
+
+
+def test_an_index_names_files_of_its_own_folder(tmp_path):
+    for name in ("config.json", "model-1.safetensors"):
+        (tmp_path / name).touch()
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "model-1.safetensors"}}')
+    check_model_source(ModelConfig(path=str(tmp_path)))
+    for name in ("../secret.safetensors", "/secret/model.safetensors", "inner/model.safetensors", ".."):
+        index.write_text(json.dumps({"weight_map": {"a": name}}))
+        with pytest.raises(ConfigError, match="is not in its folder"):
+            check_model_source(ModelConfig(path=str(tmp_path)))
+    for text in ("[]", "{}", "nonsense", '{"weight_map": []}'):
+        index.write_text(text)
+        with pytest.raises(ConfigError, match="does not list the files"):
+            check_model_source(ModelConfig(path=str(tmp_path)))
+
+
+def test_an_adapter_of_the_hub_does_not_choose_its_base(tiny_model, tmp_path, monkeypatch):
+    """As the Hub's library sees it: a name that is no folder, with an adapter_config.json in its cache."""
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tiny_model)}))
+    seen = tmp_path / "adapter_config.json"
+    monkeypatch.setattr("transformers.utils.peft_utils.cached_file", lambda *_, **__: str(seen))
+    with pytest.raises(ConfigError, match="holds an adapter and not a whole model"):
+        load_causal_lm(ModelConfig(path="some/adapter"), torch.float32)
 
 
 def test_folders_with_safetensors_gguf_files_and_hub_names_are_let_through(tmp_path):

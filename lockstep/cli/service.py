@@ -20,6 +20,20 @@ Server = Annotated[
 ]
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="The job's id.")]
 _DEFAULT_DIR = Path("~/.local/share/lockstep")
+# What the operator of a service allows.
+AllowPath = Annotated[list[Path] | None, typer.Option(metavar="DIR", help="Jobs may also read here. Can be repeated.")]
+AllowWrite = Annotated[
+    list[Path] | None, typer.Option(metavar="DIR", help="Jobs may also write here. Can be repeated.")
+]
+AllowEndpoint = Annotated[
+    list[str] | None, typer.Option(metavar="URL", help="Jobs may sample from this server. Can be repeated.")
+]
+AllowCode = Annotated[
+    bool, typer.Option("--allow-code", help="Let requests name code to run: as the service's user, with its rights.")
+]
+JobEnv = Annotated[
+    list[str] | None, typer.Option(metavar="NAME", help="Jobs also get this variable, like HF_TOKEN. Can be repeated.")
+]
 
 
 @app.command()
@@ -39,23 +53,11 @@ def serve(
     token_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Tokens and their roles; see lockstep token.")
     ] = None,
-    allow_path: Annotated[
-        list[Path] | None, typer.Option(metavar="DIR", help="Jobs may also read here. Can be repeated.")
-    ] = None,
-    allow_write: Annotated[
-        list[Path] | None, typer.Option(metavar="DIR", help="Jobs may also write here. Can be repeated.")
-    ] = None,
-    allow_endpoint: Annotated[
-        list[str] | None, typer.Option(metavar="URL", help="Jobs may sample from this server. Can be repeated.")
-    ] = None,
-    allow_code: Annotated[
-        bool,
-        typer.Option("--allow-code", help="Let requests name code to run: as the service's user, with its rights."),
-    ] = False,
-    job_env: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Jobs also get this variable, like HF_TOKEN. Can be repeated."),
-    ] = None,
+    allow_path: AllowPath = None,
+    allow_write: AllowWrite = None,
+    allow_endpoint: AllowEndpoint = None,
+    allow_code: AllowCode = False,
+    job_env: JobEnv = None,
     max_upload_mb: Annotated[int, typer.Option(help="Largest upload, in MB.", min=1)] = 1024,
     max_datasets: Annotated[int, typer.Option(help="Most data sets kept.", min=1)] = 1000,
     max_connections: Annotated[int, typer.Option(help="At once, in all.", min=16)] = 1000,

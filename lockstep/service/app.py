@@ -21,7 +21,7 @@ from lockstep.service.api.system import DryRuns
 from lockstep.service.connections import load_tls, make_server
 from lockstep.service.jobs import JobManager
 from lockstep.service.llama_stack import routes as llama_stack
-from lockstep.service.middleware import SecurityMiddleware
+from lockstep.service.middleware import NamingMiddleware, SecurityMiddleware
 from lockstep.service.run_files import Streams
 from lockstep.service.settings import VERSION, ServiceSettings
 
@@ -64,6 +64,7 @@ def create_app(settings: ServiceSettings, manager: JobManager | None = None) -> 
     for router in (jobs.router, jobs.run_router, datasets.router, system.router, llama_stack.router, dashboard.router):
         app.include_router(router)
     describe_errors(app)
+    app.add_middleware(NamingMiddleware, places=manager.admission.places)
     app.add_middleware(SecurityMiddleware, settings=settings, tokens=tokens, response_counts=app.state.response_counts)
     return app
 

@@ -94,7 +94,8 @@ class JobManager:
                     f"{self.slots.count}: it would never start"
                 )
             job_id = request.id or f"{config.algorithm.kind}-{secrets.token_hex(5)}"
-            if self.store.add(**_row(request, admitted, job_id, owner, digest)):
+            model = self.admission.places.hide_text(config.model.path)  # lists are also searched by it
+            if self.store.add(**_row(request, admitted, job_id, owner, digest), model=model):
                 self._scheduler.wake()
                 return self.get(job_id)
             present = self.store.get(job_id)
@@ -203,7 +204,6 @@ def _row(request: JobRequest, admitted: Admitted, job_id: str, owner: str, diges
         "priority": request.priority,
         "max_restarts": request.max_restarts,
         "kind": config.algorithm.kind,
-        "model": config.model.path,
         "procs": config.launch.procs,
         "device": config.launch.device,
         "config": config.to_yaml(),

@@ -53,6 +53,8 @@ class Places:
 
     def hide(self, content: bytes) -> bytes:
         """Every place that this machine has for what has a name of ours, by that name."""
+        if not any(place in content for place in self._hidden):
+            return content
         return self._pattern.sub(self._rename, content)
 
     def hide_text(self, text: str) -> str:

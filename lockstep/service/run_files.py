@@ -28,6 +28,7 @@ _TAIL_BYTES = 1 << 16
 _MAX_ARTIFACTS = 10_000
 _UNFINISHED = ("writing-", "deleting-")
 _PRIVATE = ("launch.json",)
+_TEXT_ENDINGS = (".yaml", ".json", ".jsonl", ".log", ".txt")
 _PERIOD_S = 0.5
 _HEARTBEAT_S = 15.0
 _MAX_STREAMS = 1000
@@ -51,6 +52,14 @@ def read_piece(path: Path, offset: int, size: int = PIECE_BYTES) -> bytes:
             return file.read(size)
     except OSError:
         return b""
+
+
+def read_pieces(path: Path) -> Iterator[bytes]:
+    """All that is there now, cut at the ends of lines."""
+    offset, end = 0, path.stat().st_size
+    while offset < end and (piece := read_whole_lines(path, offset, to_the_end=True)):
+        offset += len(piece)
+        yield piece
 
 
 def read_whole_lines(path: Path, offset: int, *, to_the_end: bool) -> bytes:
@@ -134,6 +143,12 @@ def find_artifact(run: RunDir, name: str) -> Path:
     if not inside:
         raise NotFound("the job has no such artifact")
     return path
+
+
+def is_about_the_run(name: str) -> bool:
+    """Texts that a run writes about itself, which name files; not what it was made for: exports, checkpoints."""
+    first = name.partition("/")[0]
+    return first not in ("export", "checkpoints", "published") and name.endswith(_TEXT_ENDINGS)
 
 
 def _finite(value: object) -> float | None:

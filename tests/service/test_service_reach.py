@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -324,3 +325,62 @@ def test_what_is_no_longer_allowed_is_not_started(make_manager: MakeManager, fol
         wait_for(lambda name=name: after.get(name).state == "failed")
         assert words in after.get(name).reason
         assert not os.path.exists(after.data_dir.jobs / name / "starts.txt")
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+def test_places_of_this_machine_have_other_names(make_manager: MakeManager, tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    places = make_manager(allowed=Allowed(read=(tmp_path / "shared",))).admission.places
+    data = tmp_path / "data"
+    for text, shown in (
+        (f"see {data}/jobs/mine/logs/rank-0.log.", "see job:mine/logs/rank-0.log."),
+        (f'"{data}/datasets/my.rows.jsonl:3"', '"dataset:my.rows:3"'),
+        (f"{data}/models/own/config.json", "model:own/config.json"),
+        (f"cannot read {tmp_path}/shared.", "cannot read root:shared."),
+        (f"path: {tmp_path}/shared/tiny\n", "path: root:shared/tiny\n"),
+        (f"{data}/service.db", "data/service.db"),
+        (f"{tmp_path}/shared2 /mnt{data}/jobs/x", f"{tmp_path}/shared2 /mnt{data}/jobs/x"),
+        (f'File "{Path(__file__).parents[2]}/lockstep/train/run.py"', 'File "lockstep/train/run.py"'),
+        (f"{Path.home()}/.cache/x", "~/.cache/x"),
+        ("</think> http://a/b /v1/health \N{SNOWMAN}", "</think> http://a/b /v1/health \N{SNOWMAN}"),
+    ):
+        assert places.hide_text(text) == shown
+
+
+def test_no_answer_says_where_files_are(make_manager: MakeManager, tmp_path: Path) -> None:
+    """Every route that answers a reader, for a job that failed with a traceback and a configuration full of paths."""
+    from service_process import wait_for
+
+    shared = tmp_path / "shared"
+    (shared / "tiny").mkdir(parents=True)
+    manager = make_manager(allowed=Allowed(read=(shared,)))
+    app = create_app(ServiceSettings(tmp_path / "data"), manager)
+    with TestClient(app, base_url="http://localhost:8322", raise_server_exceptions=False) as http:
+        http.post("/api/datasets/mine", content=ROW)
+        config = tree("dies", model=str(shared / "tiny"), data={"train": "dataset:mine"})
+        shown = http.post("/api/jobs", json={"id": "mine", "config": config}).json()
+        assert shown["model"] == "root:shared/tiny"
+        wait_for(lambda: http.get("/api/jobs/mine").json()["state"] == "failed")
+        run = manager.run_dir("mine")
+        (run.path / "samples.jsonl").write_text(f'{{"answer": "{shared}"}}\n')
+        routers = [getattr(entry, "original_router", None) for entry in app.routes]
+        paths = [route.path for router in routers if router for route in router.routes if "GET" in route.methods]
+        texts = ["config.yaml", "status.json", "logs/rank-0.log", "logs/launcher.log", "samples.jsonl"]
+        asked = [path.replace("{path:path}", text) for path in paths for text in texts]
+        asked = sorted({re.sub(r"\{[^}]*\}", "mine", path) for path in asked})
+        assert len(asked) > 25
+        for path in asked:
+            answer = http.get(path, params={"job_uuid": "mine"})
+            assert answer.status_code in (200, 404), (path, answer.text)
+            assert str(tmp_path) not in answer.text, path
+            assert str(Path(__file__).parents[2]) not in answer.text, path
+        assert 'File "lockstep/train/worker.py"' in http.get("/api/jobs/mine").json()["reason"]
+        again = http.get("/api/jobs/mine/config").json()["config"]
+        assert (again["model"]["path"], again["data"]["train"][0]["path"]) == ("root:shared/tiny", "dataset:mine")
+        assert http.post("/api/jobs", json={"config": again}).status_code == 201
+        assert http.post("/api/jobs", json={"config": {**again, "model": "/etc"}}).status_code == 403
+        text = http.get("/api/jobs/mine/artifacts/config.yaml").text
+        assert "path: root:shared/tiny" in text
+        assert "path: dataset:mine" in text

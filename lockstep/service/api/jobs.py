@@ -21,11 +21,13 @@ from lockstep.service.run_files import (
     PIECE_BYTES,
     Streams,
     find_artifact,
+    is_about_the_run,
     list_artifacts,
     list_checkpoints,
     list_records,
     log_path,
     read_piece,
+    read_pieces,
     read_whole_lines,
     split_log,
     split_metrics,
@@ -226,7 +228,12 @@ def get_artifacts(job_id: JobId, manager: Manager, caller: Reader) -> ArtifactLi
         206: {"content": {"application/octet-stream": {}}, "description": "The part that the Range header names."},
     },
 )
-def download_artifact(job_id: JobId, path: str, manager: Manager, caller: Reader) -> FileResponse:
-    """One file, or with a Range header a part of it."""
+def download_artifact(job_id: JobId, path: str, manager: Manager, caller: Reader) -> Response:
+    """One file, or with a Range header a part of it. Texts about the run itself come whole, with files named as in
+    requests."""
     file = find_artifact(_run(manager, caller, job_id), path)
-    return FileResponse(file, media_type="application/octet-stream", filename=file.name)
+    if not is_about_the_run(path):
+        return FileResponse(file, media_type="application/octet-stream", filename=file.name)
+    pieces = (manager.admission.places.hide(piece) for piece in read_pieces(file))
+    headers = {"content-disposition": f'attachment; filename="{file.name}"'}
+    return StreamingResponse(pieces, media_type="application/octet-stream", headers=headers)

@@ -132,6 +132,8 @@ class PostTraining:
         if not name.startswith(JOB):
             return name
         job_id = name.removeprefix(JOB)
+        if "/" in job_id:
+            return name  # one of its files, as answers name them
         if not re.fullmatch(ID_PATTERN, job_id):
             raise RequestError(f"{field}: {job_id!r} is no name of a job")
         job = self._find(job_id, caller)

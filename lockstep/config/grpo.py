@@ -21,6 +21,8 @@ from lockstep.config.schema import (
 # By these names; all others are module:function, or module:class, of the user's own.
 REWARDS = ("exact", "numeric", "regex", "format", "length", "reasoning_gym", "environment")
 ENVIRONMENTS = ("calculator",)
+# This package makes rows and scores answers by evaluating text as Python, for some of its tasks the model's own answer.
+EVALUATING = "reasoning_gym"
 
 # Kinds that are short for grpo with the settings of a paper.
 SHORT_GRPO: dict[str, dict[str, str | float]] = {

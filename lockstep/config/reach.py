@@ -12,13 +12,13 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel
 
-from lockstep.config.grpo import ENVIRONMENTS, REWARDS
+from lockstep.config.grpo import ENVIRONMENTS, EVALUATING, REWARDS
 from lockstep.config.schema import ConfigError
 from lockstep.config.sections import RunConfig
 
 Reach = Literal["text", "code", "model", "rows", "hub", "file", "folder", "address"]
 """text: shown, compared or written, and nothing else. code: imported and called. model: a folder or a Hub id. rows: a
-file, a folder, a pattern, a Hub id or a task. hub: a branch, split or subset of something on the Hub. file: read as it
+file, a folder, a pattern or a Hub id. hub: a branch, split or subset of something on the Hub. file: read as it
 is. folder: written to. address: connected to."""
 
 _OF_A_SOURCE: dict[str, Reach] = {
@@ -26,7 +26,7 @@ _OF_A_SOURCE: dict[str, Reach] = {
     "split": "hub",
     "subset": "hub",
     "revision": "hub",
-    "options": "text",  # keyword arguments of a task of reasoning_gym
+    "options": "text",  # keyword arguments of a task, whose path is code
     "columns": "text",
     "roles": "text",
     "input_template": "text",
@@ -59,10 +59,10 @@ REACHES: dict[str, Reach] = {
     "launch.address": "address",
     "cluster.resources": "text",
 }
-# Values that stand for something of Lockstep's own.
+# Values that stand for something of Lockstep's own, and lead nowhere else.
 _BUILT_IN: dict[str, tuple[str, ...]] = {
     "data.chat_template": ("auto", "none"),
-    "algorithm.reward.name": REWARDS,
+    "algorithm.reward.name": tuple(name for name in REWARDS if name != EVALUATING),
     "algorithm.environment": ENVIRONMENTS,
 }
 
@@ -101,7 +101,8 @@ def _walk(value: object, key: str) -> Iterator[ReachingText]:
     if key in REACHES:
         for text in _texts_in(value):
             if text not in _BUILT_IN.get(key, ()):
-                yield ReachingText(key, REACHES[key], text)
+                is_task = REACHES[key] == "rows" and text.startswith(f"{EVALUATING}:")
+                yield ReachingText(key, "code" if is_task else REACHES[key], text)
     elif isinstance(value, Mapping):
         for name, child in value.items():
             yield from _walk(child, f"{key}.{name}" if key else str(name))

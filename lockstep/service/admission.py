@@ -27,7 +27,6 @@ from lockstep.service.schemas import JobRequest
 _SOURCE = "the configuration"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_NAME = re.compile(r"[\w+-][\w.+=,@() -]*(/[\w+-][\w.+=,@() -]*)*")  # no part of it begins with a dot
-_TASK = re.compile(r"reasoning_gym:\w+")
 _MAX_NAME = 1000
 
 
@@ -135,7 +134,7 @@ class Admission:
 
     def _check_source(self, text: ReachingText, sender: _Sender) -> None:
         """A data set's file may only be rows: nothing else is made of what others have uploaded."""
-        if text.reach == "rows" and (text.value in sender.files or _TASK.fullmatch(text.value)):
+        if text.reach == "rows" and text.value in sender.files:
             return
         if _looks_like_path(text.value):
             self._check_files(text, sender.may_use_job)

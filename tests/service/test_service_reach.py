@@ -50,6 +50,7 @@ def test_a_model_that_learned_to_write_python_is_not_scored_by_running_it(http: 
         {"builtins:exec": 1.0},
         "mine:run",
         ["exact", "a.b:c"],
+        "reasoning_gym",
     ):
         config = {**scored, "algorithm": {"kind": "grpo", "reward": reward}}
         for path in ("/api/jobs", "/api/plan"):
@@ -70,6 +71,7 @@ def test_llama_stacks_own_settings_are_no_way_around(http: TestClient) -> None:
         {"algorithm": {"kind": "grpo", "reward": "mine:run"}},
         {"data": {"converter": "mine:convert"}},
         {"model": {"trust_remote_code": True}},
+        {"data": {"train": "reasoning_gym:n_queens"}, "algorithm": GRPO},
         {"algorithm": GRPO, "rollouts": {"endpoint": "127.0.0.1:9"}},
         {"data": {"cache_dir": "/tmp/shared"}},
     ):

@@ -98,10 +98,13 @@ class User:
         wait_until(lambda: self.jobs.status(job_uuid=job).status == "in_progress", f"{job} to run")
 
 
-def load_artifact(user: User, job: str) -> Any:
-    """With the libraries that others use."""
+def load_artifact(user: User, job: str, data_dir: Path | None = None) -> Any:
+    """With the libraries that others use. `data_dir`: of a service, whose answers name the job's folder by its id."""
     (checkpoint,) = user.jobs.artifacts(job_uuid=job).checkpoints
     path = checkpoint["path"]
+    if data_dir is not None:
+        assert path == f"job:{job}/export"
+        path = str(data_dir / "jobs" / job / "export")
     if checkpoint["format"] == "adapter":
         from peft import AutoPeftModelForCausalLM
 
@@ -362,7 +365,7 @@ def test_a_service_elsewhere_down_at_first_and_back_later(tmp_path, tiny_model):
         with ending(remote.start_service()):
             user.fine_tune("sft")
             assert user.wait("sft").status == "completed"
-            assert load_artifact(user, "sft")["format"] == "adapter"
+            assert load_artifact(user, "sft", remote.data_dir)["format"] == "adapter"
             user.endless("long")
         with pytest.raises(APIStatusError, match="does not answer"):
             user.jobs.status(job_uuid="long")
@@ -374,7 +377,7 @@ def test_a_service_elsewhere_down_at_first_and_back_later(tmp_path, tiny_model):
             user.prefer("dpo", {"beta": 0.2}, lora={"rank": 4})
             status = user.wait("dpo")
             assert status.status == "completed", status.error
-            assert load_artifact(user, "dpo")["format"] == "adapter"
+            assert load_artifact(user, "dpo", remote.data_dir)["format"] == "adapter"
             assert {job.job_uuid for job in user.jobs.list()} == {"sft", "long", "dpo"}
             with pytest.raises(BadRequestError, match="another content"):
                 user.fine_tune("sft", training_config=training("chat", n_epochs=3))
@@ -408,7 +411,7 @@ def test_the_client_speaks_with_the_service_itself(tmp_path, tiny_model):
         user = User(service.url, model, api_key=token)
         user.fine_tune("direct", "dataset:chat")
         assert user.wait("direct").status == "completed"
-        assert load_artifact(user, "direct")["format"] == "adapter"
+        assert load_artifact(user, "direct", tmp_path / "service")["format"] == "adapter"
         assert [job.job_uuid for job in user.jobs.list()] == ["direct"]
         with pytest.raises(AuthenticationError, match="wants a token"):
             User(service.url, model).jobs.list()

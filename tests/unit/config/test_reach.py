@@ -75,6 +75,12 @@ def test_rewards_and_environments_of_others_are_code(reward: Any) -> None:
     assert not [key for key, (reach, _) in built_in.items() if reach == "code"]
 
 
+def test_what_is_scored_by_evaluating_it_is_code() -> None:
+    task = found(data={"train": "reasoning_gym:n_queens"}, algorithm={"kind": "grpo", "reward": "reasoning_gym"})
+    assert task["algorithm.reward.name"] == ("code", "reasoning_gym")
+    assert task["data.train.path"] == ("code", "reasoning_gym:n_queens")
+
+
 def test_short_forms_have_the_reach_of_what_they_stand_for() -> None:
     assert (reach_of("model"), reach_of("data.train"), reach_of("data.test.path")) == ("model", "rows", "rows")
     assert reach_of("optim") is None

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -37,6 +38,14 @@ MANIFEST = "manifest.json"
 _CHECKPOINT_NAME = re.compile(r"step-(\d+)$")
 _ADDED_CONFIG_NAME = re.compile(r"config-(\d+)\.yaml$")
 FINISHED_STATES = frozenset({"completed", "failed", "cancelled"})
+# Fields of status.json that readers compute with or show as text: a value of another kind is taken for none.
+_STATUS_COUNTS = frozenset({"step", "total_steps", "epoch", "tokens", "tokens_per_s", "best_step", "ranks"})
+_STATUS_LOSSES = frozenset({"loss", "validation_loss", "best_validation_loss", "best_reward", "merge_drift"})
+_STATUS_TIMES = frozenset({"started_at", "updated_at", "completed_at"})
+_STATUS_NUMBERS = _STATUS_COUNTS | _STATUS_LOSSES | _STATUS_TIMES
+_STATUS_TEXTS = frozenset({"state", "phase", "error", "launch", "precision", "export"})
+_NOT_THERE = (errno.ENOENT, errno.ENOTDIR)
+_NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.ELOOP)
 
 
 @dataclass(frozen=True)
@@ -47,6 +56,19 @@ class Checkpoint:
     step: int
     extra: dict[str, Any]
     validation_loss: float | None = None
+
+
+class CheckpointUnreadable(ConfigError):
+    """The system did not let a checkpoint be read, so whether it is sound is not known. Nothing was changed."""
+
+    def __init__(self, path: Path, error: OSError) -> None:
+        where = error.filename or path
+        super().__init__(
+            f"{where} cannot be read ({error.strerror or error}), so it is not known whether the checkpoint is sound: "
+            "make it readable for this user and try again; nothing was changed"
+        )
+        # Rights are for the user to mend; a disk or a network file system may answer the next time.
+        self.exit_code = 2 if error.errno in _NOT_ALLOWED else 1
 
 
 class MetricRecord(dict[str, Any]):
@@ -136,11 +158,18 @@ class RunDir:
     # --- status, metrics, events ---------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
+        """Its state is unknown where there is none yet, or none that can be read; the error then says so."""
+        path = self.path / "status.json"
         try:
-            status: dict[str, Any] = json.loads((self.path / "status.json").read_text())
-        except (FileNotFoundError, json.JSONDecodeError):  # not yet, or lost in a power cut
+            status = read_json_object(path)
+        except FileNotFoundError:
             return {"state": "unknown"}
-        return status
+        except OSError as error:
+            return {"state": "unknown", "error": f"{path} cannot be read: {error.strerror or error}"}
+        except ValueError as error:  # lost in a power cut, say
+            return {"state": "unknown", "error": str(error)}
+        sound = {name: value for name, value in status.items() if _is_of_its_kind(name, value)}
+        return {"state": "unknown", **sound}
 
     def write_status(self, **fields: object) -> None:
         """Merge fields into status.json, atomically. The owner only."""
@@ -169,7 +198,8 @@ class RunDir:
         """The record of each (step, split), the latest where a resumed run wrote a step again, in step order."""
         latest: dict[tuple[int, str], MetricRecord] = {}
         for record in read_jsonl(self.path / "metrics.jsonl"):
-            latest[(int(record["step"]), str(record.get("split", "train")))] = MetricRecord(record)
+            if isinstance(record.get("step"), int):
+                latest[(record["step"], str(record.get("split", "train")))] = MetricRecord(record)
         return [latest[key] for key in sorted(latest)]
 
     def events(self) -> list[dict[str, Any]]:
@@ -199,8 +229,10 @@ class RunDir:
     def failures(self) -> list[dict[str, Any]]:
         records: list[dict[str, Any]] = []
         for path in self.logs.glob("rank-*.error.json"):
-            with contextlib.suppress(OSError, json.JSONDecodeError):
-                records.append(json.loads(path.read_text()))
+            with contextlib.suppress(OSError, ValueError):
+                record = read_json_object(path)
+                if isinstance(record.get("time"), (int, float)) and isinstance(record.get("rank"), int):
+                    records.append({**record, "message": str(record.get("message", ""))})
         return sorted(records, key=lambda record: record["time"])
 
     def clear_failures(self, rank: int | None = None) -> None:
@@ -232,33 +264,33 @@ class RunDir:
         }
         write_atomically(writing / MANIFEST, json.dumps({**manifest, "sha256": _digest_json(manifest)}, indent=1))
         _fsync(writing)
+        replaced = final.with_name(f"deleting-{final.name}")
         if final.exists():
-            replaced = final.with_name(f"deleting-{final.name}")
             final.rename(replaced)
-            shutil.rmtree(replaced, ignore_errors=True)
         writing.rename(final)
         _fsync(self.checkpoints)
+        shutil.rmtree(replaced, ignore_errors=True)  # last: a kill before this leaves the new one in its place
         return final
 
     def list_checkpoints(self) -> list[Checkpoint]:
         """Committed checkpoints in step order, by their manifests; digests are not checked here."""
         committed = []
-        for step, path in self._checkpoint_folders():
-            with contextlib.suppress(OSError, ValueError, KeyError):
-                manifest = _read_manifest(path)
-                committed.append(Checkpoint(path, step, manifest["extra"], manifest.get("validation_loss")))
+        with contextlib.suppress(CheckpointUnreadable):
+            for step, path in self._checkpoint_folders():
+                with contextlib.suppress(OSError, ValueError):
+                    committed.append(_as_checkpoint(path, step, _read_manifest(path)))
         return committed
 
     def latest_checkpoint(self) -> Checkpoint | None:
         """The newest checkpoint whose every file has its digest; damaged ones are passed over.
 
         The owner also says so and sets them aside: counted among the last ones to keep, they would push out sound ones.
+        Raises CheckpointUnreadable for one that may be sound.
         """
-        known = {c.step: c for c in self.list_checkpoints()}
         for step, path in reversed(self._checkpoint_folders()):
             problem = damage(path)
             if problem is None:
-                return known[step]
+                return _as_checkpoint(path, step, _read_manifest(path))
             self.log_event("checkpoint_damaged", step=step, problem=problem)
             if self.owner:
                 aside = path.with_name(f"damaged-{path.name}")
@@ -266,8 +298,50 @@ class RunDir:
                 path.rename(aside)
         return None
 
+    def resume_point(self) -> Checkpoint | None:
+        """The checkpoint to go on from; None for a run that has not had one. An error where there was one."""
+        latest = self.latest_checkpoint()
+        if latest is not None:
+            return latest
+        damaged = sorted(path.name for path in self.checkpoints.glob("damaged-step-*"))
+        recorded = self._recorded_step()
+        if not damaged and recorded is None:
+            return None
+        why = f"all are damaged ({', '.join(damaged)})" if damaged else f"the one of step {recorded} is gone"
+        raise ConfigError(
+            f"{self.path} has no checkpoint that can be used: {why}; events.jsonl says more. Put one back, or begin "
+            "again at step 0 with --start-over, which keeps what is there aside"
+        )
+
+    def _recorded_step(self) -> int | None:
+        """Of the last checkpoint that the run says it has committed since it began."""
+        step = None
+        for event in self.events():
+            if event.get("event") == "checkpoint":
+                step = event.get("step")
+            elif event.get("event") == "started_over":
+                step = None
+        return step
+
+    def start_over(self) -> None:
+        """Let the run begin at step 0, with its checkpoints kept aside. The owner only, while no process writes."""
+        assert self.owner
+        number = 1
+        while (aside := self.path / f"checkpoints-aside-{number}").exists():
+            number += 1
+        with contextlib.suppress(FileNotFoundError):
+            self.checkpoints.rename(aside)
+        self.checkpoints.mkdir()
+        self.log_event("started_over", aside=aside.name if aside.exists() else None)
+
     def _checkpoint_folders(self) -> list[tuple[int, Path]]:
-        named = [(_CHECKPOINT_NAME.match(path.name), path) for path in self.checkpoints.glob("step-*")]
+        try:
+            names = os.listdir(self.checkpoints)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise CheckpointUnreadable(self.checkpoints, error) from error
+        named = [(_CHECKPOINT_NAME.match(name), self.checkpoints / name) for name in names]
         return sorted((int(name[1]), path) for name, path in named if name is not None)
 
     def describe_last_checkpoint(self) -> str:
@@ -306,28 +380,73 @@ class RunDir:
 
 
 def damage(checkpoint: Path) -> str | None:
-    """What is wrong with a committed checkpoint, or None."""
+    """What is wrong with a committed checkpoint, or None. Raises CheckpointUnreadable where that cannot be told."""
     try:
         manifest = _read_manifest(checkpoint)
-    except (OSError, ValueError) as error:
-        return f"{MANIFEST}: {error}"
-    for name, expected in manifest["files"].items():
-        file = checkpoint / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != expected["bytes"]:
-            return f"{name} has {file.stat().st_size} bytes instead of {expected['bytes']}"
-        if digest_file(file) != expected["sha256"]:
-            return f"{name} does not match its digest"
+        for name, expected in manifest["files"].items():
+            if problem := _damage_of_file(checkpoint / name, expected):
+                return f"{name} {problem}"
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except OSError as error:
+        raise CheckpointUnreadable(checkpoint, error) from error
+    except ValueError as error:
+        return str(error)
     return None
 
 
+def _damage_of_file(file: Path, expected: Mapping[str, Any]) -> str | None:
+    try:
+        found = os.stat(file)
+        if not stat.S_ISREG(found.st_mode):
+            return "is missing"
+        if found.st_size != expected["bytes"]:
+            return f"has {found.st_size} bytes instead of {expected['bytes']}"
+        return None if digest_file(file) == expected["sha256"] else "does not match its digest"
+    except OSError as error:
+        if error.errno in _NOT_THERE:
+            return "is missing"
+        raise
+
+
 def _read_manifest(checkpoint: Path) -> dict[str, Any]:
-    manifest: dict[str, Any] = json.loads((checkpoint / MANIFEST).read_text())
-    expected = manifest.pop("sha256", None) if isinstance(manifest, dict) else None
+    manifest = read_json_object(checkpoint / MANIFEST)
+    expected = manifest.pop("sha256", None)
     if expected is None or _digest_json(manifest) != expected:
-        raise ValueError("does not match its digest")
+        raise ValueError(f"{MANIFEST} does not match its digest")
+    files = manifest.get("files")
+    if not isinstance(files, dict) or not isinstance(manifest.get("extra"), dict):
+        raise ValueError(f"{MANIFEST} is not the manifest of a checkpoint")
+    for name, entry in files.items():
+        inside = not Path(name).is_absolute() and ".." not in Path(name).parts
+        if not inside or not isinstance(entry, dict) or not {"bytes", "sha256"} <= set(entry):
+            raise ValueError(f"{MANIFEST} has an entry {name!r} that is no file of a checkpoint")
     return manifest
+
+
+def _as_checkpoint(path: Path, step: int, manifest: Mapping[str, Any]) -> Checkpoint:
+    return Checkpoint(path, step, manifest["extra"], manifest.get("validation_loss"))
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Raises ValueError with a sentence for a file that holds anything else."""
+    content = path.read_bytes()
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        shown = "it is empty" if not content.strip() else "it is not JSON"
+        raise ValueError(f"{path} is damaged: {shown}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is damaged: it holds {type(value).__name__} instead of an object")
+    return value
+
+
+def _is_of_its_kind(name: str, value: object) -> bool:
+    if name in _STATUS_NUMBERS:
+        return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+    if name == "validation_scores":
+        return value is None or (isinstance(value, dict) and all(isinstance(v, (int, float)) for v in value.values()))
+    return name not in _STATUS_TEXTS or value is None or isinstance(value, str)
 
 
 def _digest_json(value: object) -> str:
@@ -355,20 +474,22 @@ def write_atomically(path: Path, text: str, *, durable: bool = True) -> None:
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """Whole lines only: the unfinished last line of a killed writer is passed over."""
+    """Whole lines that hold an object: what a killed writer or a damaged disk left of others is passed over."""
     if not path.exists():
         return
     with path.open("rb") as file:
         for line in file:
-            with contextlib.suppress(json.JSONDecodeError):
-                yield json.loads(line)
+            with contextlib.suppress(ValueError, RecursionError):
+                record = json.loads(line)
+                if isinstance(record, dict):
+                    yield record
 
 
 def find_runs(root: Path) -> list[RunDir]:
     """Runs at or below a folder, newest first."""
     configs = [root] if (root / "config.yaml").exists() else [p.parent for p in root.glob("*/config.yaml")]
     runs = [RunDir(p) for p in configs if (p / "status.json").exists()]
-    return sorted(runs, key=lambda r: r.status().get("updated_at", 0.0), reverse=True)
+    return sorted(runs, key=lambda r: r.status().get("updated_at") or 0.0, reverse=True)
 
 
 def _lacks_final_newline(path: Path) -> bool:

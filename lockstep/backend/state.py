@@ -1,6 +1,6 @@
 """The tensors of a checkpoint: trained parameters, optimizer state, and the random generator of every rank.
 
-Written with torch's distributed checkpoint under the model's own parameter names: another layout can read it.
+Written under the model's own parameter names, whole or in pieces: another layout can read it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.tensor import DTensor
 
 from lockstep.config.parallel import AXES
+from lockstep.model.checkpoint_storage import read_index, read_tensors, write_tensors
 from lockstep.model.export import PARAMETER_PREFIX
 from lockstep.parallel.group import ProcessGroup
 
@@ -47,7 +46,7 @@ def save(
 
     def write() -> None:
         try:
-            dcp.save(snapshot, checkpoint_id=path, process_group=group.background, no_dist=group.num_ranks == 1)
+            write_tensors(path, snapshot, group=group.background, no_dist=group.num_ranks == 1)
         except BaseException as error:  # torch's CheckpointException is no Exception: the waiting thread would miss it
             failure = RuntimeError("the checkpoint could not be written")
             failure.__cause__ = error
@@ -74,7 +73,7 @@ def load(
         _prepare_moments(parameters, optimizer)
     wanted = _collect(parameters, optimizer, group)
     rng = {name: wanted.pop(name) for name in _random_names(group) if name in wanted}
-    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    stored = read_index(path)
     if optimizer is not None:
         _forget_unused(parameters, optimizer, wanted, stored)
     missing = sorted(set(wanted) - set(stored))
@@ -82,13 +81,7 @@ def load(
         raise ValueError(f"the checkpoint {path} lacks {len(missing)} tensors this model has, first {missing[0]!r}")
     if optimizer is not None:
         wanted |= {name: value for name, value in {**rng, **(numbers or {})}.items() if name in stored}
-    dcp.load(
-        wanted,
-        checkpoint_id=path,
-        planner=DefaultLoadPlanner(),
-        process_group=group.background,
-        no_dist=group.num_ranks == 1,
-    )
+    read_tensors(path, wanted, group=group.background, no_dist=group.num_ranks == 1)
     _set_random_state(wanted, group)
     return set(wanted)
 

@@ -29,6 +29,10 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY.PATH=VALUE", help="Settings that override the file.")
 ]
 Source = Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run directory, a model folder or a Hub id.")]
+AllowPickle = Annotated[
+    bool,
+    typer.Option("--allow-pickle", help="Convert checkpoints of versions up to 0.1: their index is a pickle."),
+]
 MaxTokens = Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)]
 Temperature = Annotated[float, typer.Option(help="0 always takes the most likely token.", min=0.0)]
 
@@ -53,3 +57,18 @@ def load_settings(config: str | None, overrides: Sequence[str] | None, procs: in
             if source.path.startswith("/") and "*" not in source.path and not Path(source.path).exists():
                 raise ConfigError(f"data.{part}: there is no file {source.path}")
     return settings
+
+
+def convert_checkpoints(path: Path) -> None:
+    """For --allow-pickle. Not while the run's processes write checkpoints of their own."""
+    from lockstep.launch.local import is_running
+    from lockstep.model.pickled_checkpoints import convert_pickled
+    from lockstep.rundir import RunDir
+
+    run = RunDir(path, owner=True)
+    run.config()  # raises where this is not a run directory
+    if is_running(run.path):
+        raise ValueError(f"{run.path} is still running: stop it before you convert its checkpoints")
+    steps = convert_pickled(run)
+    shown = f"of step {', '.join(map(str, steps))}" if steps else "none was left to convert"
+    typer.echo(f"converted checkpoints: {shown}", err=True)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from lockstep.cli.display import make_console, print_facts, quieten_libraries, runs_table
-from lockstep.cli.options import Json, app
+from lockstep.cli.options import AllowPickle, Json, app, convert_checkpoints
 
 if TYPE_CHECKING:
     from lockstep.rundir import RunDir
@@ -124,12 +124,15 @@ def export(
         bool, typer.Option("--adapter", help="Only the LoRA adapter, not merged into the model.")
     ] = False,
     step: Annotated[int | None, typer.Option(help="Which checkpoint. Default: the latest.")] = None,
+    allow_pickle: AllowPickle = False,
     as_json: Json = False,
 ) -> None:
     """Write a run's model in the Hugging Face layout."""
     from lockstep.model.export import export_run
 
     quieten_libraries()
+    if allow_pickle:
+        convert_checkpoints(run)
     facts = export_run(run, to, adapter=adapter, step=step)
     if as_json:
         typer.echo(json.dumps(facts, default=str))

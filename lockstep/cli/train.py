@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lockstep.cli.display import LITERAL, RunDisplay, make_console, print_facts, print_header, print_summary
-from lockstep.cli.options import DEFAULT_CONFIG, Config, Json, Overrides, app, load_settings
+from lockstep.cli.options import (
+    DEFAULT_CONFIG,
+    AllowPickle,
+    Config,
+    Json,
+    Overrides,
+    app,
+    convert_checkpoints,
+    load_settings,
+)
 
 if TYPE_CHECKING:
     from lockstep.config import RunConfig
@@ -28,16 +37,24 @@ def train(
     ] = None,
     procs: Annotated[int | None, typer.Option(help="Processes on this machine; same as launch.procs=N.")] = None,
     resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Continue a run from its last checkpoint.")] = None,
+    start_over: Annotated[
+        bool, typer.Option("--start-over", help="With --resume: begin at step 0; checkpoints are kept aside.")
+    ] = False,
+    allow_pickle: AllowPickle = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be trained, and stop.")] = False,
     as_json: Json = False,
 ) -> None:
     """Train a model, and follow the run until it ends."""
+    if resume is None and (start_over or allow_pickle):
+        raise ValueError("--start-over and --allow-pickle are about the checkpoints of a run: name it with --resume")
     if resume is not None:
         changes = [a for a in (config, *(overrides or ())) if a is not None]
         _refuse_with_resume(changes, run_dir, dry_run)
         if procs is not None:
             changes.append(f"launch.procs={procs}")
-        raise typer.Exit(_resume(resume, changes, as_json))
+        if allow_pickle:
+            convert_checkpoints(resume)
+        raise typer.Exit(_resume(resume, changes, start_over, as_json))
     settings = load_settings(config, overrides, procs)
     if dry_run:
         _describe(settings, as_json)
@@ -57,13 +74,13 @@ def _refuse_with_resume(arguments: Sequence[str], run_dir: Path | None, dry_run:
         )
 
 
-def _resume(path: Path, overrides: Sequence[str], as_json: bool) -> int:
+def _resume(path: Path, overrides: Sequence[str], start_over: bool, as_json: bool) -> int:
     from lockstep.launch.start import reopen
     from lockstep.rundir import RunDir
 
     run = RunDir(path)
     if run.status().get("state") != "completed":
-        return _follow(*reopen(path, overrides), as_json, resumed=True)
+        return _follow(*reopen(path, overrides, start_over=start_over), as_json, resumed=True)
     console = make_console(stderr=as_json)
     console.print("This run is already complete: there is nothing to resume.", highlight=False)
     print_summary(console, run)

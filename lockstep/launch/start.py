@@ -40,17 +40,19 @@ def train(
     overrides: Sequence[str] = (),
     run_dir: str | Path | None = None,
     resume: str | Path | None = None,
+    start_over: bool = False,
 ) -> dict[str, Any]:
     """Train in `launch.procs` worker processes and wait. Returns what `lockstep train --json` prints.
 
-    `resume` goes on with a run from its last checkpoint; `overrides` may then say how the work is shared out.
+    `resume` goes on with a run from its last checkpoint; `overrides` may then say how the work is shared out, and
+    `start_over` lets it begin at step 0, with its checkpoints kept aside.
     """
-    if (config is None) == (resume is None):
-        raise ValueError("give either a configuration or a run to resume")
+    if (config is None) == (resume is None) or (start_over and resume is None):
+        raise ValueError("give either a configuration or a run to resume; only the latter can start over")
     if resume is not None:
         if run_dir is not None:
             raise ValueError(f"a resumed run stays where it is, in {resume}: give no run_dir")
-        run, settings = reopen(resume, overrides)
+        run, settings = reopen(resume, overrides, start_over=start_over)
     else:
         assert config is not None
         settings = _resolve(config, overrides)
@@ -347,13 +349,17 @@ class RestartingRun:
 # --- resuming --------------------------------------------------------------------------------------------------------
 
 
-def reopen(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunDir, RunConfig]:
+def reopen(path: str | Path, overrides: Sequence[str] = (), *, start_over: bool = False) -> tuple[RunDir, RunConfig]:
     """The run and the configuration it goes on with: recorded in the run directory where it is another one.
 
     Not while the run's processes are alive: until they are started again, the caller owns the directory.
     """
     run = RunDir(path, owner=True)
     before = run.config()
+    if start_over:
+        if is_running(run.path):
+            raise ConfigError(f"{run.path} is still running: stop it before it starts over")
+        run.start_over()
     if not overrides:
         return run, check_config(before)
     after = load_config(run.newest_config_path, overrides)

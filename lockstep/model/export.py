@@ -86,16 +86,16 @@ def find_checkpoint(run: RunDir, step: int | None = None) -> Checkpoint:
 
 def read_parameters(checkpoint: Path, parameters: Mapping[str, nn.Parameter]) -> None:
     """Trained parameters of a checkpoint, in place, converted to the dtype of each parameter."""
-    import torch.distributed.checkpoint as dcp
+    from lockstep.model.checkpoint_storage import read_index, read_tensors
 
-    stored = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    stored = read_index(checkpoint)
     buffers: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
         if PARAMETER_PREFIX + name not in stored:
             raise ConfigError(f"the checkpoint {checkpoint} does not have {name!r}: was the model changed?")
-        kind = stored[PARAMETER_PREFIX + name].properties.dtype  # type: ignore[union-attr]
+        kind = stored[PARAMETER_PREFIX + name].dtype
         buffers[PARAMETER_PREFIX + name] = torch.empty(parameter.shape, dtype=kind)
-    dcp.load(buffers, checkpoint_id=checkpoint, no_dist=True)
+    read_tensors(checkpoint, buffers)
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(buffers[PARAMETER_PREFIX + name])

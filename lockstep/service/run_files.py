@@ -10,6 +10,7 @@ import asyncio
 import json
 import math
 import os
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -29,6 +30,7 @@ _MAX_ARTIFACTS = 10_000
 _UNFINISHED = ("writing-", "deleting-")
 _PRIVATE = ("launch.json",)
 _TEXT_ENDINGS = (".yaml", ".json", ".jsonl", ".log", ".txt")
+_COMMITTED = re.compile(r"checkpoints/step-\d+/[^/]+$")
 _PERIOD_S = 0.5
 _HEARTBEAT_S = 15.0
 _MAX_STREAMS = 1000
@@ -120,11 +122,12 @@ def list_artifacts(run: RunDir) -> list[ArtifactView]:
     """Every file that others may have: what is half written or only for the launcher is left out, links as well."""
     artifacts = []
     for folder, names, files in os.walk(run.path):
-        names[:] = sorted(name for name in names if not name.startswith((".", *_UNFINISHED)))
+        here = Path(folder).relative_to(run.path)
+        names[:] = sorted(name for name in names if not _is_hidden((here / name).as_posix()))
         for name in sorted(files):
             path = Path(folder, name)
             relative = path.relative_to(run.path).as_posix()
-            if not name.startswith(".") and relative not in _PRIVATE and not path.is_symlink():
+            if not _is_hidden(relative) and not path.is_symlink():
                 stat = path.stat()
                 artifacts.append(ArtifactView(path=relative, bytes=stat.st_size, modified_at=stat.st_mtime))
             if len(artifacts) == _MAX_ARTIFACTS:
@@ -132,12 +135,18 @@ def list_artifacts(run: RunDir) -> list[ArtifactView]:
     return artifacts
 
 
-def find_artifact(run: RunDir, name: str) -> Path:
+def _is_hidden(name: str) -> bool:
+    """What is half written or for the launcher. A dotfile of a committed checkpoint is a part of it."""
     parts = name.split("/")
+    is_part = len(parts) == 3 and _COMMITTED.match(name) and parts[2] not in (".", "..")
+    named = parts[:2] if is_part else parts
+    return name in _PRIVATE or any(part.startswith((".", *_UNFINISHED)) or not part for part in named)
+
+
+def find_artifact(run: RunDir, name: str) -> Path:
     path = run.path / name
-    hidden = any(part.startswith((".", *_UNFINISHED)) or not part for part in parts) or name in _PRIVATE
     try:
-        inside = not hidden and path.resolve() == run.path.resolve() / name and path.is_file()
+        inside = not _is_hidden(name) and path.resolve() == run.path.resolve() / name and path.is_file()
     except (OSError, ValueError):  # a name that no file can have
         inside = False
     if not inside:

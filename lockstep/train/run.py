@@ -307,7 +307,7 @@ def _choose_backend(
 
 def resume(run: RunDir, backend: TorchBackend | DeepSpeedBackend, group: ProcessGroup, data_digest: str) -> Progress:
     """Load the newest intact checkpoint, which rank 0 finds. All ranks."""
-    checkpoint: Checkpoint | None = group.broadcast_object(run.latest_checkpoint() if group.rank == 0 else None)
+    checkpoint: Checkpoint | None = group.broadcast_object(run.resume_point() if group.rank == 0 else None)
     if checkpoint is None:
         return Progress()
     if checkpoint.extra["data_digest"] != data_digest:

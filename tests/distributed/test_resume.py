@@ -20,6 +20,7 @@ import tiny
 from ranks import exported, newest_step, run_to_the_end, start_ranks
 
 from lockstep.config import load_config
+from lockstep.model.checkpoint_storage import INDEX
 from lockstep.rundir import MANIFEST, RunDir
 
 NUM_STEPS = 24
@@ -236,7 +237,7 @@ def flip_a_bit(file: Path) -> None:
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", MANIFEST])
+@pytest.mark.parametrize("name", ["rank-0.safetensors", INDEX, MANIFEST])
 def test_a_damaged_checkpoint_is_passed_over_and_named(
     copy: RunDir, uninterrupted: Callable[[str, str], RunDir], name: str
 ) -> None:
@@ -253,7 +254,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(
 
 def test_a_half_written_checkpoint_is_swept(copy: RunDir, uninterrupted: Callable[[str, str], RunDir]) -> None:
     half = copy.begin_checkpoint(15)
-    shutil.copy(newest_checkpoint(copy) / "__0_0.distcp", half)
+    shutil.copy(newest_checkpoint(copy) / "rank-0.safetensors", half)
     (copy.checkpoints / "deleting-step-3").mkdir()
     run_to_the_end(copy, 1)
     assert sorted(path.name for path in copy.checkpoints.iterdir()) == ["step-21", "step-24"]

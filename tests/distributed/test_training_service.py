@@ -181,7 +181,7 @@ def test_saving_again_replaces_and_what_is_damaged_or_missing_is_refused(start: 
     service.load_state(tmp_path / "state").wait()
     with pytest.raises(ValueError, match="holds no saved state"):
         service.load_state(tmp_path / "nothing").wait()
-    damaged = next(path for path in second.iterdir() if path.suffix == ".distcp")
+    damaged = next(path for path in second.iterdir() if path.suffix == ".safetensors")
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
     before = weights_of(service, tmp_path / "before")
     with pytest.raises(ValueError, match=f"the checkpoint 'a' is damaged: {damaged.name}"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 import tiny
 from service_process import free_port, processes_of, wait_for
 
+from lockstep.rundir import RunDir
 from lockstep.service.client import Client, ServiceFault
 
 
@@ -65,6 +67,7 @@ def test_a_real_job_from_submit_to_a_model_on_disk(server: str, tmp_path: Path, 
     kept = tmp_path / "data" / "jobs" / "first" / "export" / "adapter"
     assert tiny.digest_weights(tmp_path / "fetched" / "export" / "adapter") == tiny.digest_weights(kept)
 
+    assert_download_goes_on(tmp_path, kept)
     with Client(server) as client:
         assert [checkpoint.step for checkpoint in client.checkpoints("first")] == [5, 8]
         assert {"data", "model"} <= {event["event"] for event in client.events("first")}
@@ -73,6 +76,20 @@ def test_a_real_job_from_submit_to_a_model_on_disk(server: str, tmp_path: Path, 
     assert (code, out.split()[:2], "uploading" in err) == (0, ["first", "completed:"], False), "the same job"
     code, _, err = tiny.run_lockstep("submit", config, "--id", "first")
     assert (code, "already a job first" in err) == (2, True)
+
+
+def assert_download_goes_on(tmp_path: Path, exported: Path) -> None:
+    """What --all fetches is a run: without its last checkpoint it goes on from the one before, to the same weights."""
+    from lockstep.train.run import run as train_run
+
+    code, _, err = tiny.run_lockstep("artifacts", "first", "--all", "--download", tmp_path / "copy")
+    assert code == 0, err
+    shutil.rmtree(tmp_path / "copy" / "checkpoints" / "step-8")
+    shutil.rmtree(tmp_path / "copy" / "export")
+    train_run(tmp_path / "copy")
+    copy = RunDir(tmp_path / "copy")
+    assert [event["step"] for event in copy.events() if event["event"] == "resumed"] == [5]
+    assert tiny.digest_weights(copy.export / "adapter") == tiny.digest_weights(exported)
 
 
 @pytest.mark.slow

@@ -264,6 +264,10 @@ OUTSIDE = [
     "link/passwd",
     "launch.json",
     ".launch.lock",
+    "checkpoints/.hidden",
+    "checkpoints/step-1/..",
+    "checkpoints/step-1/.",
+    "checkpoints/writing-step-2/.metadata",
     "logs",
     "nothing",
     "a%00b",
@@ -276,12 +280,18 @@ def test_artifacts_stay_inside(local: TestClient, tmp_path: Path) -> None:
     wait_for(lambda: local.get("/api/jobs/mine").json()["state"] == "completed")
     (tmp_path / "data" / "jobs" / "mine" / "link").symlink_to("/etc")
     (tmp_path / "data" / "jobs" / "mine" / "linked").symlink_to("/etc/passwd")
-    assert local.get("/api/jobs/mine/artifacts/config.yaml").status_code == 200
+    for part in ("step-1/.metadata", "writing-step-2/.metadata", ".hidden"):
+        file = tmp_path / "data" / "jobs" / "mine" / "checkpoints" / part
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("index")
+    whole = ("config.yaml", "checkpoints/step-1/.metadata")  # of a committed checkpoint everything is given out
+    assert [local.get(f"/api/jobs/mine/artifacts/{name}").status_code for name in whole] == [200, 200]
     for path in OUTSIDE:
         answer = local.get(f"/api/jobs/mine/artifacts/{path}")
         assert answer.status_code == 404, (path, answer.text[:200])
     listed = [artifact["path"] for artifact in local.get("/api/jobs/mine/artifacts").json()["artifacts"]]
     assert not [name for name in listed if name.startswith(("link", "."))]
+    assert [name for name in listed if name.startswith("checkpoints/") and "/." in name] == [whole[1]]
 
 
 def test_uploads_are_bounded_in_size_and_number(local: TestClient, tmp_path: Path) -> None:

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from lockstep.config import ConfigError, RunConfig, parse_config
-from lockstep.rundir import MANIFEST, RunDir, damage, digest_file, find_runs, read_jsonl, write_atomically
+from lockstep.rundir import (
+    MANIFEST,
+    CheckpointUnreadable,
+    RunDir,
+    damage,
+    digest_file,
+    find_runs,
+    read_jsonl,
+    write_atomically,
+)
 
 
 @pytest.fixture
@@ -308,6 +322,170 @@ def test_a_broken_manifest_is_damage(run, break_it):
 def test_when_every_checkpoint_is_damaged_there_is_none(run):
     _flip_a_bit(commit(run, 1))
     assert run.latest_checkpoint() is None
+
+
+# --- going on ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_without_checkpoints_begins_at_its_start(run):
+    assert run.resume_point() is None
+    run.checkpoints.rmdir()
+    assert run.resume_point() is None
+
+
+def commit_as_the_loop_does(run: RunDir, step: int) -> Path:
+    path = commit(run, step)
+    run.log_event("checkpoint", step=step)
+    return path
+
+
+@pytest.mark.parametrize("lose", ["damage", "delete", "delete all"])
+def test_a_run_that_lost_its_checkpoints_does_not_begin_again_unasked(run, lose):
+    path = commit_as_the_loop_does(run, 4)
+    if lose == "damage":
+        _flip_a_bit(path)
+    else:
+        shutil.rmtree(path if lose == "delete" else run.checkpoints)
+    for _ in range(2):  # also when the first start has set a damaged one aside
+        with pytest.raises(ConfigError, match=r"no checkpoint that can be used.*--start-over"):
+            run.resume_point()
+    run.start_over()
+    assert run.resume_point() is None
+    assert list(run.checkpoints.iterdir()) == []
+    asides = [p.name for p in (run.path / "checkpoints-aside-1").glob("*")]
+    assert asides == (["damaged-step-4"] if lose == "damage" else []), "nothing is thrown away"
+    commit_as_the_loop_does(run, 2)
+    assert run.resume_point().step == 2
+
+
+@pytest.fixture
+def stranger(config: RunConfig) -> Iterator[RunDir]:
+    """A run with two checkpoints in a folder that everybody may enter; this user is nobody in particular."""
+    folder = Path(tempfile.mkdtemp(prefix="lockstep-rundir-"))
+    folder.chmod(0o777)
+    run = RunDir.create(folder / "run", config)
+    for step in (1, 2):
+        commit_as_the_loop_does(run, step)
+    for path in (run.path, run.checkpoints):
+        path.chmod(0o777)
+    (run.path / "events.jsonl").chmod(0o666)
+    before = os.geteuid()
+    try:
+        if before == 0:  # root reads everything
+            os.seteuid(65534)
+        yield run
+    finally:
+        if before == 0:
+            os.seteuid(before)
+        for path in (run.checkpoints, *run.checkpoints.glob("*")):
+            path.chmod(0o777)
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("name", ["", "step-2", "step-2/manifest.json", "step-2/part-0"])
+def test_what_may_not_be_read_is_an_error_and_not_damage(stranger, name):
+    names = sorted(os.listdir(stranger.checkpoints))
+    _as_owner(lambda: (stranger.checkpoints / name).chmod(0))
+    with pytest.raises(CheckpointUnreadable, match=r"Permission denied.*nothing was changed") as caught:
+        stranger.resume_point()
+    assert caught.value.exit_code == 2, "for the user to mend: not started again"
+    assert {e["event"] for e in stranger.events()} == {"checkpoint"}
+    _as_owner(lambda: (stranger.checkpoints / name).chmod(0o755))
+    assert sorted(os.listdir(stranger.checkpoints)) == names
+    assert stranger.resume_point().step == 2
+
+
+def _as_owner(act: Callable[[], None]) -> None:
+    user = os.geteuid()
+    if os.getuid() == 0:
+        os.seteuid(0)
+    act()
+    os.seteuid(user)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE])
+def test_a_disk_that_does_not_answer_is_asked_again_later(run, monkeypatch, number):
+    commit(run, 1)
+
+    def fail(path: Path) -> str:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr("lockstep.rundir.digest_file", fail)
+    with pytest.raises(CheckpointUnreadable, match="part-") as caught:
+        run.resume_point()
+    assert caught.value.exit_code == 1, "the launcher starts it again"
+    monkeypatch.undo()
+    assert run.resume_point().step == 1
+
+
+def test_checkpoints_that_are_no_folder_are_an_error(run):
+    run.checkpoints.rmdir()
+    run.checkpoints.write_text("")
+    with pytest.raises(CheckpointUnreadable, match="Not a directory"):
+        run.resume_point()
+    assert run.list_checkpoints() == []
+
+
+def test_a_step_committed_again_is_there_at_every_moment_but_a_rename(run, monkeypatch):
+    path = commit(run, 1)
+    seen: list[bool] = []
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: seen.append(damage(path) is None))
+    commit(run, 1, "other")
+    assert seen == [True], "the old one is removed only when the new one is in its place"
+
+
+# --- damaged files ----------------------------------------------------------------------------------------------------
+
+NONSENSE = {
+    "empty": b"",
+    "null": b"null",
+    "list": b"[]",
+    "text": b'""',
+    "number": b"7",
+    "binary": b"\x80\x04\xff\xfe\x00",
+    "deep": b"[" * 200_000,
+    "fields": b'{"state": 7, "step": "x", "loss": [], "updated_at": {}, "validation_scores": 3, "time": "x"}',
+}
+
+
+@pytest.mark.parametrize("content", NONSENSE.values(), ids=NONSENSE)
+def test_damaged_files_of_a_run_are_told_and_never_a_traceback(run, config, content):
+    (run.path / "status.json").write_bytes(content)
+    status = run.status()
+    assert status["state"] == "unknown"
+    assert content.startswith(b"{") or "status.json is damaged" in status["error"]
+    assert [r.path for r in find_runs(run.path)] == [run.path]
+    for name in ("metrics.jsonl", "events.jsonl"):
+        (run.path / name).write_bytes(content + b"\n" + b'{"step": 1, "event": "checkpoint"}\n')
+    assert [record["step"] for record in run.metrics()] == [1]
+    assert {"step": 1, "event": "checkpoint"} in run.events()
+    (run.logs / "rank-0.error.json").write_bytes(content)
+    assert run.failures() == []
+    commit(run, 1)
+    path = commit(run, 2)
+    (path / MANIFEST).write_bytes(content)
+    assert MANIFEST in (damage(path) or "")
+    assert run.latest_checkpoint().step == 1
+    run.write_status(state="running", error=None)
+    assert run.status()["state"] == "running"
+
+
+@pytest.mark.parametrize("content", NONSENSE.values(), ids=NONSENSE)
+def test_a_damaged_configuration_is_a_sentence(run, content):
+    run.config_path.write_bytes(content)
+    with pytest.raises(ConfigError):
+        run.config()
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../../status.json", "part-0"])
+def test_a_manifest_names_only_files_of_its_checkpoint(run, name):
+    path = commit(run, 1)
+    manifest = json.loads((path / MANIFEST).read_text())
+    del manifest["sha256"]
+    manifest["files"][name] = {} if name == "part-0" else {"bytes": 1, "sha256": ""}
+    signed = {**manifest, "sha256": hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()}
+    (path / MANIFEST).write_text(json.dumps(signed))
+    assert "that is no file of a checkpoint" in (damage(path) or "")
 
 
 def test_looking_at_a_run_changes_nothing_in_it(run):

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from lockstep.algorithms.losses import lacks_reference
@@ -33,6 +32,7 @@ from lockstep.backend.reference import AdapterOff
 from lockstep.backend.torch_backend import agree_on_precision, join_group
 from lockstep.config import ParallelConfig
 from lockstep.config.parallel import ONE_RANK
+from lockstep.model.checkpoint_storage import read_index
 from lockstep.model.export import PARAMETER_PREFIX, save_weights
 from lockstep.model.load import DTYPES
 from lockstep.model.policy import causal_lm
@@ -487,7 +487,7 @@ def _stand_in(parameters: Mapping[str, nn.Parameter], moments: Mapping[Tensor, d
 
 def _refuse_incomplete(path: Path, names: list[str], with_optimizer: bool) -> None:
     """Every rank checks all names, so that none waits for a rank whose part is incomplete."""
-    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    stored = read_index(path)
     missing = [name for name in names if PARAMETER_PREFIX + name not in stored]
     if missing:
         raise ValueError(f"the checkpoint {path} lacks {len(missing)} tensors this model has, first {missing[0]!r}")

@@ -19,6 +19,7 @@ from torch import Tensor
 from lockstep.backend.remote import wire
 from lockstep.backend.torch_backend import TorchBackend, agree_on_precision, join_group
 from lockstep.config import LoraConfig, ModelConfig, ParallelConfig
+from lockstep.model.checkpoint_storage import INDEX, PICKLED_INDEX
 from lockstep.model.load import build_model, keep_freed_memory
 from lockstep.processes.child import Method, Result
 from lockstep.processes.worker import Reply
@@ -124,7 +125,7 @@ class TrainingRank:
     def load_state(self, body: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         self._wait_for_save()
         path = Path(body["path"])
-        if not (path / ".metadata").is_file():
+        if not any((path / name).is_file() for name in (INDEX, PICKLED_INDEX)):
             raise ValueError(f"{path} holds no saved state")
         self.backend.load_state(path, with_optimizer=body["with_optimizer"])
 

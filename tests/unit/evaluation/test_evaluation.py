@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import tiny
 import torch
-import torch.distributed.checkpoint as dcp
 from scripted_server import scripted_server
 from typer.testing import CliRunner
 
@@ -19,6 +18,7 @@ from lockstep.cli import app
 from lockstep.config import load_config
 from lockstep.evaluation import evaluate
 from lockstep.inference.engine import LocalEngine
+from lockstep.model.checkpoint_storage import write_tensors
 from lockstep.rundir import RunDir
 
 MARK = "<|im_start|>"
@@ -35,7 +35,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = load_config(tiny.write_config(folder, folder / "one", data=held_out))
     run = RunDir.create(folder / "run", config)
     weights = {f"model.{name}": p.detach() for name, p in tiny.build_model(seed=1).named_parameters()}
-    dcp.save(weights, checkpoint_id=run.begin_checkpoint(3), no_dist=True)
+    write_tensors(run.begin_checkpoint(3), weights)
     run.commit_checkpoint(3, {})
     return folder
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import tiny
 import torch
-import torch.distributed.checkpoint as dcp
 
 from lockstep.config import load_config
 from lockstep.evaluation import evaluate
 from lockstep.evaluation.likelihood import PairLogprobs, reward_margins
+from lockstep.model.checkpoint_storage import write_tensors
 from lockstep.reports.evaluation import score_rows
 from lockstep.rundir import RunDir
 
@@ -44,7 +44,7 @@ def make_run(folder: Path, name: str, algorithm: dict[str, Any]) -> None:
     config = load_config(tiny.write_config(folder, folder / "one", algorithm=algorithm))
     run = RunDir.create(folder / name, config)
     weights = {f"model.{name}": p.detach() for name, p in tiny.build_model(seed=2).named_parameters()}
-    dcp.save(weights, checkpoint_id=run.begin_checkpoint(3), no_dist=True)
+    write_tensors(run.begin_checkpoint(3), weights)
     run.commit_checkpoint(3, {})
 
 

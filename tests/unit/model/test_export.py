@@ -226,7 +226,7 @@ def test_an_export_that_cannot_be_is_one_sentence(
 
 def test_a_damaged_checkpoint_is_not_exported(full_run: RunDir, tmp_path: Path) -> None:
     run = RunDir(shutil.copytree(full_run.path, tmp_path / "run"))
-    (file,) = (run.checkpoints / "step-12").glob("*.distcp")
+    (file,) = (run.checkpoints / "step-12").glob("*.safetensors")
     content = bytearray(file.read_bytes())
     content[1000] ^= 1
     file.write_bytes(content)

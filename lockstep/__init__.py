@@ -54,12 +54,13 @@ def train(
     overrides: Sequence[str] = (),
     run_dir: str | Path | None = None,
     resume: str | Path | None = None,
+    start_over: bool = False,
 ) -> dict[str, Any]:
     """Train in `launch.procs` worker processes and wait. Returns what `lockstep train --json` prints.
 
     `config` is a file, a mapping or a RunConfig. `resume` continues a run from its last checkpoint instead; `overrides`
-    may then change its layout and its processes.
+    may then change its layout and its processes, and `start_over` lets it begin at step 0.
     """
     from lockstep.launch import start
 
-    return start.train(config, overrides=overrides, run_dir=run_dir, resume=resume)
+    return start.train(config, overrides=overrides, run_dir=run_dir, resume=resume, start_over=start_over)

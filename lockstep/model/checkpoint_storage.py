@@ -67,7 +67,7 @@ Place = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StoredPiece:
     """A box of a tensor, and the file that holds it."""
 
     file: str
@@ -79,7 +79,7 @@ class Piece:
 class StoredTensor:
     dtype: torch.dtype
     shape: Place
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StoredPiece, ...]
 
 
 def write_tensors(
@@ -153,7 +153,7 @@ def check_pieces(index: Path, name: str, tensor: StoredTensor) -> None:
 
 
 def _parse_tensor(entry: Mapping[str, Any]) -> StoredTensor:
-    pieces = (Piece(str(p["file"]), _place(p["offsets"]), _place(p["sizes"])) for p in entry["pieces"])
+    pieces = (StoredPiece(str(p["file"]), _place(p["offsets"]), _place(p["sizes"])) for p in entry["pieces"])
     return StoredTensor(_DTYPES[entry["dtype"]], _place(entry["shape"]), tuple(pieces))
 
 
@@ -211,7 +211,7 @@ def _write_values(file: BinaryIO, piece: FilePiece) -> None:
         file.write(values.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
-def _read_box(file: Any, piece: Piece, stored: StoredTensor, item: ReadItem) -> Tensor:
+def _read_box(file: Any, piece: StoredPiece, stored: StoredTensor, item: ReadItem) -> Tensor:
     """The part of a piece that `item` asks for. `file` is an open safetensors file."""
     key = piece_key(item.storage_index.fqn, piece.offsets)
     part = file.get_slice(key)
@@ -261,7 +261,7 @@ class _Writer(StorageWriter):
         for name, entry in metadata.state_dict_metadata.items():
             assert isinstance(entry, TensorStorageMetadata), f"{name} is not a tensor"
             pieces = [
-                Piece(files[MetadataIndex(name, chunk.offsets)], tuple(chunk.offsets), tuple(chunk.sizes))
+                StoredPiece(files[MetadataIndex(name, chunk.offsets)], tuple(chunk.offsets), tuple(chunk.sizes))
                 for chunk in entry.chunks
             ]
             tensors[name] = StoredTensor(entry.properties.dtype, tuple(entry.size), tuple(pieces))
@@ -315,7 +315,7 @@ class _Reader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        by_file: dict[str, list[tuple[ReadItem, Piece, StoredTensor]]] = {}
+        by_file: dict[str, list[tuple[ReadItem, StoredPiece, StoredTensor]]] = {}
         for item in plan.items:
             assert item.type is not LoadItemType.BYTE_IO, "only tensors are read: anything else would be unpickled"
             stored = self._stored[item.storage_index.fqn]

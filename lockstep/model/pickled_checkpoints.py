@@ -24,7 +24,7 @@ from lockstep.model.checkpoint_storage import (
     INDEX,
     PICKLED_INDEX,
     FilePiece,
-    Piece,
+    StoredPiece,
     StoredTensor,
     check_pieces,
     write_file,
@@ -81,7 +81,7 @@ def _convert(run: RunDir, checkpoint: Checkpoint) -> None:
             load = partial(_read_piece, checkpoint.path / piece.file, int(place.offset), int(place.length))
             new = f"{Path(piece.file).stem}.safetensors"
             files.setdefault(new, []).append(FilePiece(name, piece.offsets, piece.sizes, stored.dtype, load))
-            pieces.append(Piece(new, piece.offsets, piece.sizes))
+            pieces.append(StoredPiece(new, piece.offsets, piece.sizes))
         tensors[name] = StoredTensor(stored.dtype, stored.shape, tuple(pieces))
     for new, parts in files.items():
         write_file(writing / new, parts)
@@ -132,7 +132,7 @@ def _stored_tensors(path: Path, index: Any) -> Iterator[tuple[str, StoredTensor]
             place = index.storage_data.get(dcp_metadata.MetadataIndex(name, chunk.offsets))
             if not isinstance(place, filesystem._StorageInfo):
                 raise ConfigError(f"{path}: a piece of {name!r} is in no file")
-            pieces.append(Piece(str(place.relative_path), tuple(chunk.offsets), tuple(chunk.sizes)))
+            pieces.append(StoredPiece(str(place.relative_path), tuple(chunk.offsets), tuple(chunk.sizes)))
         stored = StoredTensor(entry.properties.dtype, tuple(entry.size), tuple(pieces))
         check_pieces(path, name, stored)
         yield name, stored

@@ -109,13 +109,18 @@ def digest_code() -> str:
     return digest.hexdigest()
 
 
+def _digest_bytes(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).hexdigest()
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A complete entry. `warning` says why it is not in the cache."""
+    """A complete entry. `warning` says why it is not in the cache, or why it was built again."""
 
     path: Path
     manifest: Manifest
@@ -162,26 +167,41 @@ def obtain(
 
 
 def open_entry(path: Path) -> Entry | None:
-    """None where there is no entry, or its files do not have the sizes in its manifest."""
+    """None where there is no entry, or it is not as its manifest says. Files with digests of their blocks are verified
+    when they are read, and here only their sizes."""
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+        if manifest.pop("sha256") != _digest(json.dumps(manifest, sort_keys=True)):
+            return None
         sizes = {name: (path / name).stat().st_size for name in manifest["sizes"]}
-    except (OSError, ValueError, KeyError, TypeError):
+        digests = {name: _digest_bytes(path / name) for name in manifest["digests"]}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    return Entry(path, manifest) if sizes == manifest["sizes"] else None
+    return Entry(path, manifest) if (sizes, digests) == (manifest["sizes"], manifest["digests"]) else None
+
+
+def discard(entry: Entry) -> None:
+    """Remove an entry that was found damaged, unless another process has already put a new one in its place."""
+    current = open_entry(entry.path)
+    if current is None or current.manifest["made"] == entry.manifest["made"]:
+        with contextlib.suppress(OSError):
+            _remove(entry.path)
 
 
 def _build_locked(folder: Path, key: str, build: Build, lock: Lock) -> Entry:
     if (entry := open_entry(folder / key)) is not None:  # finished between our check and our lock
         return entry
     sweep(folder)
-    _remove(folder / key)  # damaged, or open_entry would have returned it
+    warning = None
+    if (folder / key).exists():  # damaged, or open_entry would have returned it
+        _remove(folder / key)
+        warning = f"compiled rows in the data cache {folder} were damaged, and have been compiled again"
     partial = folder / f"{key}.making-{lock.token}"
     try:
         partial.mkdir()
         manifest = _build_into(partial, build, lock)
         os.rename(partial, folder / key)
-        return Entry(folder / key, manifest)
+        return Entry(folder / key, manifest, warning)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -192,9 +212,13 @@ def _build_into(folder: Path, build: Build, lock: Lock | None) -> Manifest:
             lock.rows = rows
 
     manifest = build(folder, on_rows)
-    manifest["sizes"] = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    written = sorted(folder.iterdir())
+    manifest["made"] = uuid.uuid4().hex
+    manifest["sizes"] = {path.name: path.stat().st_size for path in written}
+    others = [path for path in written if path.name not in manifest.get("blocks", {})]
+    manifest["digests"] = {path.name: _digest_bytes(path) for path in others}
     with (folder / "manifest.json").open("w", encoding="utf-8") as file:
-        json.dump(manifest, file)
+        json.dump({**manifest, "sha256": _digest(json.dumps(manifest, sort_keys=True))}, file)
         file.flush()
         os.fsync(file.fileno())
     return manifest

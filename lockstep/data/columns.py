@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import IO, Any, cast, overload
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.data.blocks import BlockDigests, DamagedCache, MappedFile
 from lockstep.data.encoder import make_datum
 from lockstep.data.sources.rows import SourceFile
 from lockstep.types import Completion, Datum
@@ -90,6 +91,7 @@ class Writer:
         self._width: int | None = None
         self._columns: dict[str, IO[bytes]] = {}
         self._digests = {name: hashlib.sha256() for name in _DIGESTED}
+        self._blocks = {name: BlockDigests() for name in COLUMNS}
         for name in COLUMNS:
             self._columns[name] = (folder / f"{name}.bin").open("wb")
 
@@ -110,18 +112,20 @@ class Writer:
         for name, dtype in COLUMNS.items():
             raw = np.ascontiguousarray(own[name] if name in own else block[name], dtype=dtype).tobytes()
             self._columns[name].write(raw)
+            self._blocks[name].update(raw)
             if name in self._digests:
                 self._digests[name].update(raw)
         self.num_rows += len(pieces)
         self.num_tokens += per_token
 
-    def finish(self) -> dict[str, int | str]:
+    def finish(self) -> dict[str, Any]:
         """Flush to disk; returns this writer's entries of the manifest."""
         for file in self._columns.values():
             file.flush()
             os.fsync(file.fileno())
         self.close()
-        return {"num_rows": self.num_rows, "width": self._width or 2, "digest": self._digest()}
+        blocks = {f"{name}.bin": digests.finish() for name, digests in self._blocks.items()}
+        return {"num_rows": self.num_rows, "width": self._width or 2, "digest": self._digest(), "blocks": blocks}
 
     def close(self) -> None:
         for file in self._columns.values():
@@ -136,35 +140,61 @@ class Writer:
 
 
 class Columns:
-    """The mapped columns of one folder. Pickled as the folder's name: another process maps it again."""
+    """The mapped columns of one folder, as its manifest describes them. What is read has been verified: columns with a
+    value per token block by block, the others whole. Pickled as the folder's name: another process maps it again.
 
-    def __init__(self, folder: Path, num_rows: int, width: int, digest: str, files: Sequence[SourceFile]) -> None:
+    `discard` is called once damage is found.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Mapping[str, Any],
+        files: Sequence[SourceFile],
+        discard: Callable[[], None] | None = None,
+    ) -> None:
         self.folder = folder
-        self.num_rows = num_rows
-        self.width = width
-        self.digest = digest
+        self.num_rows: int = manifest["num_rows"]
+        self.width: int = manifest["width"]
+        self.digest: str = manifest["digest"]
         self.files = tuple(files)
+        self._blocks: Mapping[str, str] = manifest["blocks"]
+        self._discard = discard
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Columns, (self.folder, self.num_rows, self.width, self.digest, self.files)
+        kept = {"num_rows": self.num_rows, "width": self.width, "digest": self.digest, "blocks": dict(self._blocks)}
+        return Columns, (self.folder, kept, self.files, self._discard)
 
     def __getitem__(self, name: str) -> Column:
-        return self._mapped[name]
+        """A column with a value per row, whole."""
+        if name not in self._whole:
+            column = self.part(name, 0, self.num_rows * (self.width if name == "pieces" else 1))
+            self._whole[name] = column.reshape(-1, self.width) if name == "pieces" else column
+        return self._whole[name]
+
+    def part(self, name: str, start: int, stop: int) -> Column:
+        """Of a column with a value per token."""
+        try:
+            return self._mapped[name].part(start, stop)
+        except DamagedCache:
+            if self._discard is not None:
+                self._discard()
+            raise
 
     def origin(self, row: int) -> str:
         number, in_line = int(self["numbers"][row]), int(self["rows_in_line"][row])
         return self.files[int(self["files"][row])].origin(number, None if in_line == _NO_ROW else in_line)
 
     @cached_property
-    def _mapped(self) -> dict[str, Column]:
-        if self.num_rows == 0:  # an empty file cannot be mapped
-            mapped: dict[str, Column] = {name: np.empty(0, dtype) for name, dtype in COLUMNS.items()}
-        else:
-            paths = {name: self.folder / f"{name}.bin" for name in COLUMNS}
-            # As plain arrays: every slice of np.memmap costs microseconds more.
-            mapped = {n: np.memmap(paths[n], dtype=COLUMNS[n], mode="r").view(np.ndarray) for n in COLUMNS}
-        mapped["pieces"] = mapped["pieces"].reshape(-1, self.width)
-        return mapped
+    def _mapped(self) -> dict[str, MappedFile]:
+        return {
+            name: MappedFile(self.folder / f"{name}.bin", dtype, self._blocks[f"{name}.bin"])
+            for name, dtype in COLUMNS.items()
+        }
+
+    @cached_property
+    def _whole(self) -> dict[str, Column]:
+        return {}
 
 
 class Rows(Sequence[Datum]):
@@ -230,8 +260,8 @@ class Rows(Sequence[Datum]):
 
     def _datum(self, row: int) -> Datum:
         columns = self._columns
-        edges = np.cumsum(columns["pieces"][row], dtype=np.int64) + columns["starts"][row]
-        tokens, learned, label = columns["tokens"], columns["learned"], int(columns["labels"][row])
-        answers = ((tokens[a:b], learned[a:b].astype(np.float32)) for a, b in pairwise(edges.tolist()))
-        prompt = tokens[columns["starts"][row] : edges[0]]
-        return make_datum(prompt, answers, None if label == _NO_LABEL else label, columns.origin(row))
+        start, label = int(columns["starts"][row]), int(columns["labels"][row])
+        edges = (np.cumsum(columns["pieces"][row], dtype=np.int64)).tolist()
+        tokens, learned = (columns.part(name, start, start + edges[-1]) for name in ("tokens", "learned"))
+        answers = ((tokens[a:b], learned[a:b].astype(np.float32)) for a, b in pairwise(edges))
+        return make_datum(tokens[: edges[0]], answers, None if label == _NO_LABEL else label, columns.origin(row))

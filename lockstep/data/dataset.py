@@ -8,12 +8,23 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from lockstep.config.data import PARTS, DataConfig
-from lockstep.data.cache import Entry, Manifest, Patience, cache_folder, digest_tokenizer, fingerprint, obtain
+from lockstep.data.blocks import DamagedCache
+from lockstep.data.cache import (
+    Entry,
+    Manifest,
+    Patience,
+    cache_folder,
+    digest_tokenizer,
+    discard,
+    fingerprint,
+    obtain,
+)
 from lockstep.data.chat_template import load_template
 from lockstep.data.columns import Columns, Rows
 from lockstep.data.compile import SKIPPED_FILE, Compiling, Done, Kind, SplitFile, compile_split, list_files, mixed_kinds
@@ -76,6 +87,24 @@ def compile_data(
 
     `timeout_s` bounds the wait for another process that compiles the same data and makes no progress.
     """
+    notes: list[str] = []
+    while True:
+        try:
+            return _compile(config, tokenizer, seed, timeout_s, on_progress, notes)
+        except DamagedCache as error:  # removed meanwhile, so that it is compiled again
+            if len(notes) == len(PARTS):
+                raise
+            notes.append(f"{error.what}: it was compiled again")
+
+
+def _compile(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    seed: int,
+    timeout_s: float,
+    on_progress: Callable[[CompileProgress], None] | None,
+    notes: Sequence[str],
+) -> CompiledData:
     template = load_template(tokenizer, config.chat_template, config.template_options)
     tokenizer_digest = digest_tokenizer(tokenizer)
     compiling = Compiling(
@@ -95,7 +124,7 @@ def compile_data(
     for split in splits.values():
         if split.kind != splits["train"].kind:
             raise mixed_kinds("data.train", splits["train"].kind, f"data.{split.name}", split.kind)
-    return _arrange(config, splits, seed)
+    return _arrange(config, splits, seed, notes)
 
 
 class _ProgressReporter:
@@ -147,7 +176,7 @@ def _open_split(name: str, files: Sequence[SplitFile], entry: Entry) -> _Compile
     manifest = entry.manifest
     # The files of this run: the same bytes under the same name may have been compiled from another folder.
     source_files = [file.file for file in files]
-    columns = Columns(entry.path, manifest["num_rows"], manifest["width"], manifest["digest"], source_files)
+    columns = Columns(entry.path, manifest, source_files, partial(discard, entry))
     reports = tuple(
         from_manifest(values, split=name, weight=file.source.weight)
         for values, file in zip(manifest["reports"], files, strict=True)
@@ -163,7 +192,7 @@ def _open_split(name: str, files: Sequence[SplitFile], entry: Entry) -> _Compile
     )
 
 
-def _arrange(config: DataConfig, splits: dict[str, _CompiledSplit], seed: int) -> CompiledData:
+def _arrange(config: DataConfig, splits: dict[str, _CompiledSplit], seed: int, notes: Sequence[str]) -> CompiledData:
     train = splits["train"].rows
     no_rows = train.select(np.empty(0, dtype=np.int64))
     validation, test = (splits[name].rows if name in splits else no_rows for name in ("validation", "test"))
@@ -184,7 +213,7 @@ def _arrange(config: DataConfig, splits: dict[str, _CompiledSplit], seed: int) -
         duplicates=count_duplicates(train),
         leaked=find_leaks(train, {"validation": validation, "test": test}),
         skipped_files=tuple(split.skipped_file for split in splits.values() if split.skipped_file),
-        notes=tuple(dict.fromkeys(split.note for split in splits.values() if split.note)),
+        notes=tuple(dict.fromkeys([*notes, *(split.note for split in splits.values() if split.note)])),
     )
     train = train if mixed is None else train.select(mixed)
     digest = hashlib.sha256(f"{train.digest} {validation.digest}".encode()).hexdigest()

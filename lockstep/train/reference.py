@@ -74,7 +74,9 @@ class ReferenceStore:
             with values.open("rb") as stream:
                 if hashlib.file_digest(stream, "sha256").hexdigest() != manifest["digest"]:
                     raise DamagedEntry("its bytes are not those that were written")
-            mapped = np.memmap(values, dtype=manifest["dtype"], mode="r").view(np.ndarray)
+            mapped = np.memmap(values, dtype=str(identity["dtype"]), mode="r").view(np.ndarray)
+            if len(mapped) != manifest["num_values"]:
+                raise DamagedEntry("it has another number of values")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DamagedEntry(str(error) or type(error).__name__) from error
         return ReferenceLogprobs(mapped, _starts(sizes))

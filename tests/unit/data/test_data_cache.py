@@ -159,7 +159,10 @@ def test_a_failed_build_frees_the_lock_and_leaves_nothing(tmp_path: Path) -> Non
         assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("damage", ["short", "longer", "missing", "no manifest", "half a manifest"])
+@pytest.mark.parametrize(
+    "damage",
+    ["short", "longer", "missing", "other bytes", "no manifest", "half a manifest", "another manifest", "null", "old"],
+)
 def test_a_damaged_entry_is_built_again(tmp_path: Path, damage: str) -> None:
     path = make(tmp_path).path
     match damage:
@@ -171,13 +174,32 @@ def test_a_damaged_entry_is_built_again(tmp_path: Path, damage: str) -> None:
             (path / "rows.bin").unlink()
         case "no manifest":
             (path / "manifest.json").unlink()
+        case "other bytes":
+            (path / "rows.bin").write_text("rowz")
         case "half a manifest":
             (path / "manifest.json").write_text('{"sizes": {"rows')
+        case "another manifest":
+            text = (path / "manifest.json").read_text()
+            (path / "manifest.json").write_text(text.replace('"text": "rows"', '"text": "rowz"'))
+        case "null":
+            (path / "manifest.json").write_text("null")
+        case "old":  # as it was before entries had digests
+            (path / "manifest.json").write_text('{"text": "rows", "sizes": {"rows.bin": 4}}')
     assert open_entry(path) is None
     again = make(tmp_path, text="anew")
     assert again.path == path
     assert (again.path / "rows.bin").read_text() == "anew"
+    assert "were damaged, and have been compiled again" in (again.warning or "")
     assert [p.name for p in tmp_path.iterdir()] == ["key"]
+
+
+def test_only_the_entry_that_was_found_damaged_is_removed(tmp_path: Path) -> None:
+    damaged = make(tmp_path)
+    cache.discard(damaged)
+    assert open_entry(damaged.path) is None
+    anew = make(tmp_path)
+    cache.discard(damaged)  # another process that had mapped the old one
+    assert open_entry(anew.path) is not None
 
 
 def test_without_a_writable_cache_the_rows_go_elsewhere(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def store(folder: Path, data: list[Datum], *, block_rows: int = 3, file: int = 0
         keys = [10 * n for n in numbers]
         writer.append(pack_block(rows, list(numbers), [None] * len(rows), keys, [2**64 - n for n in numbers]), file)
     made = writer.finish()
-    return Rows(Columns(folder, made["num_rows"], made["width"], made["digest"], FILES))
+    return Rows(Columns(folder, made, FILES))
 
 
 def plain(data: Any) -> list[Any]:
@@ -128,7 +128,7 @@ def test_origins_say_file_and_row(tmp_path: Path) -> None:
     writer.append(pack_block(TEN[:2], [1, 1], [None, 2], [0, 0], [0, 0]), 0)
     writer.append(pack_block(TEN[:1], [9], [None], [0], [0]), 1)
     made = writer.finish()
-    rows = Rows(Columns(tmp_path, made["num_rows"], made["width"], made["digest"], FILES))
+    rows = Rows(Columns(tmp_path, made, FILES))
     assert [d.origin for d in rows] == ["a.jsonl:1", "a.jsonl:1, row 2", "b.parquet:row 9"]
 
 
@@ -168,7 +168,7 @@ def test_weights_are_0_or_1(tmp_path: Path) -> None:
 
 def test_no_rows_can_be_opened(tmp_path: Path) -> None:
     made = Writer(tmp_path).finish()
-    rows = Rows(Columns(tmp_path, made["num_rows"], made["width"], made["digest"], FILES))
+    rows = Rows(Columns(tmp_path, made, FILES))
     assert list(rows) == []
     assert rows.lengths.tolist() == []
     assert {path.stem for path in tmp_path.iterdir()} == set(COLUMNS)

@@ -200,6 +200,15 @@ def test_a_damaged_entry_is_computed_again_and_says_so(damage, words, tmp_path):
     assert Place(tmp_path).settings.find(rows) is not None
 
 
+@pytest.mark.parametrize("dtype", ["<i4", "<f2", "O", None])
+def test_values_are_read_as_what_was_asked_for_whatever_a_manifest_says(dtype, tmp_path):
+    rows = make_pairs()
+    good = values_of(Place(tmp_path).add(rows))
+    manifest = json.loads((entry_in(tmp_path) / "manifest.json").read_text())
+    (entry_in(tmp_path) / "manifest.json").write_text(json.dumps({**manifest, "dtype": dtype}))
+    assert values_of(Place(tmp_path).add(rows)) == good
+
+
 def test_a_killed_writer_leaves_nothing_that_is_used(tmp_path):
     rows, place = make_pairs(), Place(tmp_path)
     place.backend = FakeBackend(failures={("forward", 0): KeyboardInterrupt()})  # type: ignore[dict-item]

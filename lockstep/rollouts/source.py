@@ -33,7 +33,7 @@ from lockstep.rollouts.rewards.scoring import (
     load_environment,
     load_reward,
 )
-from lockstep.rundir import RunDir
+from lockstep.rundir import RunDir, read_json_object
 from lockstep.types import Metrics, NamedTensors, PartialCompletions, Prompt, SamplingParams, TextCompletion, Tokenizer
 
 ROLLOUTS_FILE = "rollouts.json"
@@ -412,4 +412,4 @@ def write_rollouts(folder: Path, state: Mapping[str, object]) -> None:
 def read_rollouts(folder: Path) -> dict[str, Any] | None:
     """None: a checkpoint without rollouts."""
     path = folder / ROLLOUTS_FILE
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    return read_json_object(path) if path.exists() else None

@@ -19,7 +19,7 @@ import torch
 import yaml
 
 import lockstep
-from lockstep.cli.runs import _read_samples, _run_row
+from lockstep.cli.runs import runs, samples
 from lockstep.config import load_config
 from lockstep.evaluation.models import EvalModel
 from lockstep.launch.start import result_of
@@ -120,7 +120,7 @@ def replace(file: Path, content: bytes) -> None:
 
 def look(run: RunDir) -> None:
     """What commands and the service read of a run."""
-    _run_row(run)
+    runs(run.path, as_json=True)
     result_of(run)
     run.metrics()
     run.events()
@@ -131,7 +131,7 @@ def look(run: RunDir) -> None:
     for name in ("metrics.jsonl", "events.jsonl", "samples.jsonl"):
         list_records(run.path / name, 10)
     if (run.path / "samples").exists():
-        _read_samples(run.path, None)
+        samples(run.path, limit=8)
 
 
 ACTIONS: dict[str, Callable[[RunDir], object]] = {

@@ -157,7 +157,8 @@ def find_artifact(run: RunDir, name: str) -> Path:
 def is_about_the_run(name: str) -> bool:
     """Texts that a run writes about itself, which name files; not what it was made for: exports, checkpoints."""
     first = name.partition("/")[0]
-    return first not in ("export", "checkpoints", "published") and name.endswith(_TEXT_ENDINGS)
+    is_product = first in ("export", "published") or first.startswith("checkpoints")
+    return not is_product and name.endswith(_TEXT_ENDINGS)
 
 
 def _finite(value: object) -> float | None:

@@ -7,7 +7,7 @@ The only place where parallelism meets the model. All ranks call it together.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lockstep.config import ParallelConfig
 from lockstep.model.experts import compute_experts_exactly
-from lockstep.model.lora import speed_up_eager
+from lockstep.model.lora import AdapterCoverage, measure_coverage, speed_up_eager
 from lockstep.model.policy import Policy, causal_lm, decoder_layers, head_dim, tensor_plan
 from lockstep.model.stages import PassThrough, Stage, check_divisible, keep_layers, layer_costs
 from lockstep.parallel import pipeline, tensor
@@ -32,12 +32,16 @@ from lockstep.parallel.shard import shard
 
 @dataclass(frozen=True)
 class Built:
-    """`module` is what is called: the policy or its DDP wrapper; with pipeline parallelism `stages` are, by number."""
+    """`module` is what is called: the policy or its DDP wrapper; with pipeline parallelism `stages` are, by number.
+
+    `warnings`: what a person should know before the first step.
+    """
 
     policy: Policy
     module: nn.Module
     stages: dict[int, Stage]
     num_stages: int
+    warnings: tuple[str, ...] = ()
 
 
 def build_policy(
@@ -52,6 +56,7 @@ def build_policy(
 ) -> Built:
     """Rank 0's weights are used. `logits_gib`: the most memory for logits; with less the head takes more passes."""
     dtype = compute_dtype or next(model.parameters()).dtype
+    coverage = measure_coverage(model)
     policy = Policy(model, **_head_memory(model, group.device, dtype, logits_gib))
     # Before anything is split: every rank gets its part of the whole tensors.
     weights = _full_weights(policy) if group.rank == 0 else None
@@ -87,7 +92,26 @@ def build_policy(
     module: nn.Module = policy
     if group.degrees.replicate > 1 and not group.degrees.sharded:
         module = replicate(policy, group.device, parallel.compression)
-    return Built(policy.train(), module, stages, num_stages)
+    return Built(policy.train(), module, stages, num_stages, tuple(_describe(policy, coverage, group.device)))
+
+
+def _describe(policy: Policy, coverage: AdapterCoverage | None, device: torch.device) -> Iterator[str]:
+    """What is left out of training, or computed in another way than the model's own."""
+    name = type(causal_lm(policy.model)).__name__
+    if coverage is not None and coverage.share < 0.5:
+        yield str(coverage)
+    if policy.noisy_routers:
+        yield (
+            f"{name} draws experts or noise at random while it trains: left out, experts are chosen as in inference, "
+            "so that the same batch gives the same step"
+        )
+    if policy.why_not_fused and device.type == "cuda":
+        yield f"packed documents attend one after another, slower than in one fused kernel: {policy.why_not_fused}"
+    for rule in policy.rotary.rules:
+        yield (
+            f"{name} has {rule.kind} positions: texts of more than {rule.limit:,} tokens have other frequencies. Each "
+            "has its own; answers to one prompt on both sides of that length do not share it"
+        )
 
 
 def _head_memory(model: nn.Module, device: torch.device, dtype: torch.dtype, gib: float) -> dict[str, int]:

@@ -22,10 +22,6 @@ _UNKNOWN_HEAD = (
     "{name} changes its logits after the output head in a way Lockstep does not know "
     "(log-probs differ by {difference:.3g}): this model cannot be trained yet"
 )
-_NO_NOISE = (
-    "{name} draws experts or noise at random while it trains: left out, experts are chosen as in inference, so that "
-    "the same batch gives the same step"
-)
 _ROUNDING = {"fp64": 1e-6, "fp32": 1e-3, "fp16": 0.1, "bf16": 0.3}
 
 
@@ -34,12 +30,16 @@ def check_policy(
 ) -> list[str]:
     """Raises if the fast path computes something else; returns warnings. Leaves packing off where it leaks."""
     name = type(causal_lm(policy.model)).__name__
-    warnings = describe_training(policy)
+    warnings = []
     # Not compiled: these few shapes will not come again.
     with evaluation, torch.compiler.set_stance("force_eager"):
         if policy.packs and not _isolates(policy, device, _ROUNDING[precision]):
-            policy.stop_packing()
-            warnings.append(f"{name} does not keep packed documents apart: documents are computed one by one, slower")
+            policy.stop_packing(f"{name} does not keep packed documents apart")
+        if not policy.packs:
+            warnings.append(
+                f"{policy.why_not_packed}: documents are computed one by one, each in a pass of its own, and a prompt "
+                "again for each of its answers. That is slower, the more so the shorter they are"
+            )
         if policy.shares_prompts and not _follows_shared_prompts(policy, device, _ROUNDING[precision]):
             policy.shares_prompts = False
             warnings.append(f"{name} does not let answers share a prompt: it is computed once per answer, slower")
@@ -82,13 +82,7 @@ def check_stages(
             if not bool((seen[0] - seen[1]).abs().max() <= rounding / 100):
                 name = type(causal_lm(policy.model)).__name__
                 raise ValueError(f"{name} does not keep packed documents apart: set parallel.pipeline to 1")
-    return describe_training(policy)
-
-
-def describe_training(policy: Policy) -> list[str]:
-    """How training with this policy differs from the model's own."""
-    name = type(causal_lm(policy.model)).__name__
-    return [_NO_NOISE.format(name=name)] if policy.noisy_routers else []
+    return []
 
 
 def _check_head(policy: Policy, packed: PackedTokens, hidden: Tensor, rounding: float) -> None:

@@ -97,10 +97,11 @@ class TorchBackend:
         self._skips_on_device &= self._scale is None
         self._roots: list[nn.Module] = [self.policy, *built.stages.values()]
         if self._pipelined is None:
-            self.warnings = check_policy(self.policy, self._evaluation(), self.device, self.precision)
+            problems = check_policy(self.policy, self._evaluation(), self.device, self.precision)
         else:
             stages = built.stages.values()
-            self.warnings = check_stages(self.policy, stages, self._evaluation(), self.device, self.precision)
+            problems = check_stages(self.policy, stages, self._evaluation(), self.device, self.precision)
+        self.warnings = [*built.warnings, *problems]
         self.policy.use_temperature(temperature)  # the checks above are of the model as it is
         if self.group.degrees.context > 1:
             split_tokens(self.policy, self.group)

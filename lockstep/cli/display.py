@@ -53,6 +53,7 @@ LITERAL: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": Tru
 PLAIN_INTERVAL_S = 2.0
 _PHASES_OF_A_STEP = ("sampling", "training", "publishing", "evaluating", "checkpointing")
 POLL_INTERVAL_S = 0.2
+_MAX_WARNINGS = 8  # in a summary
 STATE_STYLES = {"completed": "green", "failed": "red", "cancelled": "yellow", "running": "cyan", "lost": "red"}
 
 
@@ -385,6 +386,17 @@ def print_summary(console: Console, run: RunDir) -> None:
         start = f"from step {saved[-1].step}" if saved else "from the start: there is no checkpoint yet"
         rows["continue"] = f"lockstep train --resume {run.path}  ({start})"
     _print_pairs(console, rows)
+    _print_warnings(console, run)
+
+
+def _print_warnings(console: Console, run: RunDir) -> None:
+    """Once more: what a run said before its first step has long left the screen."""
+    said = [str(event.get("message")) for event in run.events() if event.get("event") == "warning"]
+    messages = list(dict.fromkeys(said))
+    for message in messages[:_MAX_WARNINGS]:
+        console.print(Text.assemble(("warning: ", "bold yellow"), message), **LITERAL)
+    if len(messages) > _MAX_WARNINGS:
+        console.print(f"and {len(messages) - _MAX_WARNINGS} more in {run.path / 'events.jsonl'}", **LITERAL)
 
 
 def print_facts(console: Console, facts: Mapping[str, object]) -> None:

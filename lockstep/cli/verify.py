@@ -61,9 +61,12 @@ def verify_and_show(config: RunConfig, layouts: str | None, *, as_json: bool) ->
 
 
 def _show(console: Console, report: Report) -> None:
+    said: dict[str, str] = {}  # each warning once, with the first layout that has it
     for verdict in report.verdicts:
         for warning in verdict.warnings:
-            console.print(Text.assemble(("warning: ", "bold yellow"), f"{verdict.layout.name}: {warning}"), **LITERAL)
+            said.setdefault(warning, verdict.layout.name)
+    for warning, layout in said.items():
+        console.print(Text.assemble(("warning: ", "bold yellow"), f"{layout}: {warning}"), **LITERAL)
     console.print(verdict_table(report))
     for verdict in report.verdicts:
         if verdict.problem:

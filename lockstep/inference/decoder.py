@@ -27,7 +27,7 @@ from lockstep.inference.kv_cache import (
     UnsupportedModelError,
 )
 from lockstep.inference.token_sampling import Truncation, sample_tokens, uniforms
-from lockstep.model.policy import CausalLM, causal_lm, decoder_layers, logit_transform
+from lockstep.model.policy import CausalLM, causal_lm, decoder_layers, headless, logit_transform
 from lockstep.model.rotary import RotaryByLength, TextSpan
 
 _PREFILL_TOKENS = 8192  # packed into one pass, at most; a longer prompt has a pass of its own
@@ -255,7 +255,7 @@ class Decoder:
         return self._transform.apply(logits.to(wide))
 
     def _hidden(self, tokens: Tensor, positions: Tensor, attention: AttentionPass) -> Tensor:
-        body = self._causal.base_model
+        body = headless(self._causal)
         return body(input_ids=tokens, position_ids=positions, use_cache=False, cached_pass=attention).last_hidden_state
 
     def _announce(self, *, working: bool) -> bool:

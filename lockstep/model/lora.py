@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +31,46 @@ def add_lora(model: nn.Module, config: LoraConfig) -> CausalLM:
         use_dora=config.dora,
     )
     return peft.get_peft_model(model, settings, autocast_adapter_dtype=True)
+
+
+@dataclass(frozen=True)
+class AdapterCoverage:
+    """Weights in the decoder layers with and without an adapter, counted by the end of their names."""
+
+    adapted: Counter[str]
+    others: Counter[str]
+
+    @property
+    def share(self) -> float:
+        return self.adapted.total() / max(self.adapted.total() + self.others.total(), 1)
+
+    def __str__(self) -> str:
+        total = self.adapted.total() + self.others.total()
+        left = [(name, count / total) for name, count in self.others.most_common() if count >= total / 100]
+        names = ", ".join(f"{name} ({share:.0%})" for name, share in left[:6])
+        return (
+            f"LoRA adapts {self.share:.0%} of the weights in the decoder layers: {', '.join(sorted(self.adapted))}. "
+            f"Without an adapter: {names}"
+        )
+
+
+def measure_coverage(model: nn.Module) -> AdapterCoverage | None:
+    """None without adapters. Of a whole model, before it is split over ranks."""
+    if not hasattr(model, "peft_config"):
+        return None
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    coverage = AdapterCoverage(Counter(), Counter())
+    for layer in decoder_layers(model):
+        adapters = {name: m for name, m in layer.named_modules() if isinstance(m, BaseTunerLayer)}
+        for name, parameter in layer.named_parameters():
+            holder, _, _ = name.rpartition(".")
+            owner = next((a for a in adapters if holder == a or holder.startswith(f"{a}.")), None)
+            if owner is None:
+                coverage.others[".".join(name.split(".")[-2:])] += parameter.numel()
+            elif holder == f"{owner}.base_layer":
+                coverage.adapted[owner.rpartition(".")[2]] += parameter.numel()
+    return coverage
 
 
 def _refuse_unmatched(model: nn.Module, targets: list[str]) -> None:

@@ -75,8 +75,10 @@ class Policy(nn.Module):
                 "not a plain linear layer: take it out of lora.targets, or use a causal language model"
             )
         self.head_options = HeadOptions(logit_transform(causal), chunk_tokens, kept_bytes=kept_bytes)
-        self.packs = bool(getattr(causal, "_supports_attention_backend", False))
+        self.why_not_packed = _packing_problem(causal)
+        self.packs = not self.why_not_packed
         self.variable_length = False  # whether the fused kernel is used, which takes boundaries as a tensor
+        self.why_not_fused: str | None = None
         self.shares_prompts = self.packs
         self.split_tokens: attention.SplitTokens | None = None
         self.noisy_routers = noisy_routers(model)
@@ -95,8 +97,8 @@ class Policy(nn.Module):
     def use_variable_length(self, device: torch.device, dtype: torch.dtype) -> None:
         """Switch to the fused kernel where it can run."""
         if self.packs:
-            problem = attention.variable_length_problem(device, dtype, head_dim(causal_lm(self.model)))
-            self.variable_length = problem is None
+            self.why_not_fused = attention.variable_length_problem(device, dtype, head_dim(causal_lm(self.model)))
+            self.variable_length = self.why_not_fused is None
 
     def split_vocabulary(self, vocabulary: Vocabulary) -> None:
         """The head's rows are split over ranks from now on."""
@@ -107,8 +109,9 @@ class Policy(nn.Module):
         transform = logit_transform(causal_lm(self.model))
         self.head_options = replace(self.head_options, transform=transform.at(temperature))
 
-    def stop_packing(self) -> None:
+    def stop_packing(self, why: str = "") -> None:
         """Restore the model's own attention; from now on it takes one document at a time."""
+        self.why_not_packed = self.why_not_packed or why
         if self.packs:
             causal_lm(self.model).set_attn_implementation(self._own_attention)
         self.packs = self.variable_length = self.shares_prompts = False
@@ -133,7 +136,7 @@ class Policy(nn.Module):
         inputs = {"input_ids": packed.tokens[None]}
         if own:
             return self.own_logprobs(packed, inputs)
-        hidden = self.run_layers(causal_lm(self.model).base_model, packed, inputs)
+        hidden = self.run_layers(headless(causal_lm(self.model)), packed, inputs)
         return self.apply_head(hidden[0], packed, grad_logprobs, facts=facts)
 
     def own_logprobs(self, packed: PackedTokens, inputs: dict[str, Tensor]) -> Tensor:
@@ -217,6 +220,17 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def _packing_problem(causal: PreTrainedModel) -> str:
+    """Why documents cannot share a row, as far as the model's class and settings tell; empty: they may."""
+    name = type(causal).__name__
+    if not getattr(causal, "_supports_attention_backend", False):
+        return f"{name} does not take its attention from transformers' AttentionInterface"
+    config = causal.config.get_text_config()
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        return f"{name} attends within chunks that are counted from the start of a row"
+    return ""
+
+
 def tensor_plan(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     """The model's own plan, which modules are split over ranks and how: name -> (module, style)."""
     causal = causal_lm(model)
@@ -235,6 +249,15 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside a PEFT wrapper, or the model itself."""
     unwrap: Any = getattr(model, "get_base_model", lambda: model)
     return unwrap()
+
+
+def headless(causal: PreTrainedModel) -> nn.Module:
+    """The model without its head. Where its base has another name than its class says (Llama 4): what embeds."""
+    base: nn.Module = causal.base_model
+    if base is not causal:
+        return base
+    embedding = causal.get_input_embeddings()
+    return next(part for part in causal.children() if part is not embedding and embedding in part.modules())
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

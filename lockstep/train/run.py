@@ -92,6 +92,7 @@ def run(run_dir: Path) -> None:
     group = join_group(config.launch.device, config.parallel, config.launch.timeout_s)
     keep_freed_memory()
     backend, rows = build(config, group, run, rows, reference)
+    warn_of_single_passes(config, backend, rows, run)
     progress = resume(run, backend, group, data.digest)
     checkpoints = Checkpoints(
         run,
@@ -272,6 +273,20 @@ def make_backend(
     counts = {"trained": sum(p.numel() for p in trained), "all": sum(p.numel() for p in backend.policy.parameters())}
     run.log_event("model", precision=precision, device=str(group.device), parameters=counts)
     return backend
+
+
+def warn_of_single_passes(
+    config: RunConfig, backend: TorchBackend | DeepSpeedBackend, rows: RowsToLearn, run: RunDir
+) -> None:
+    """What a model that does not pack costs on these rows. Of answers that are yet to be sampled nothing is known."""
+    if backend.policy.packs or config.algorithm.kind == "grpo":
+        return
+    num_packed = -(-int(rows.train.lengths.sum()) // config.batch.micro_batch_tokens)
+    run.log_event(
+        "warning",
+        message=f"without packing, an epoch takes {len(rows.train):,} passes or more; packed into "
+        f"batch.micro_batch_tokens {config.batch.micro_batch_tokens:,} it would be about {num_packed:,}",
+    )
 
 
 def _choose_backend(

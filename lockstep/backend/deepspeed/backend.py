@@ -92,7 +92,7 @@ class DeepSpeedBackend:
         # Every rank starts with the whole model; for stage 3 in host memory, from where it is split piece by piece.
         whole = replace(self.group, degrees=ONE_RANK, device=torch.device("cpu") if self._splits_model else self.device)
         narrow = None if self.precision == "fp32" else DTYPES[self.precision]
-        self.policy = build_policy(
+        built = build_policy(
             model,
             whole,
             compute_dtype=narrow,
@@ -100,7 +100,8 @@ class DeepSpeedBackend:
             compile_layers=compiled,
             parallel=ParallelConfig(),
             logits_gib=logits_gib,
-        ).policy
+        )
+        self.policy = built.policy
         exact = self._cast(narrow)
         self._reference = AdapterOff(model) if reference == "adapter_off" else None
         self._optimizer = loss_step.build_optimizer(self.parameters(), self.device)
@@ -110,7 +111,8 @@ class DeepSpeedBackend:
         for name, parameter in self.parameters().items():
             if name in exact:
                 self.pieces.set(parameter, exact.pop(name).to(self.device))
-        self.warnings = check_policy(self.policy, self._evaluation(), self.device, self.precision)
+        problems = check_policy(self.policy, self._evaluation(), self.device, self.precision)
+        self.warnings = [*built.warnings, *problems]
         self.policy.use_temperature(temperature)  # the check above compares at temperature 1
         self._has_gradients = False
         state.seed_rank(seed, self.group.data_rank)

@@ -1,0 +1,124 @@
+"""What is slow or left out is said before the first step: in events.jsonl, on the terminal and in the summary."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import transformers
+from equivalence.plain import TINY, make_model
+from rich.console import Console
+
+from lockstep.backend.torch_backend import TorchBackend
+from lockstep.cli.display import RunDisplay, print_summary
+from lockstep.config import LoraConfig, load_config
+from lockstep.model.lora import add_lora, measure_coverage
+from lockstep.parallel.group import ProcessGroup
+from lockstep.rundir import RunDir
+from lockstep.train.run import run
+
+ONE = ProcessGroup(0, 1, torch.device("cpu"))
+
+
+def warnings_of(model: Any) -> str:
+    return "\n".join(TorchBackend(model, precision="fp32", group=ONE).warnings)
+
+
+def test_a_run_says_it_in_its_events_on_the_terminal_and_in_its_summary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    torch.manual_seed(0)
+    config = transformers.BloomConfig(vocab_size=tiny.VOCABULARY, hidden_size=32, n_layer=2, n_head=4)
+    transformers.BloomForCausalLM(config).save_pretrained(tmp_path / "model")
+    tiny.build_tokenizer().save_pretrained(tmp_path / "model")
+    changes = {"lora": {"rank": 2, "targets": ["query_key_value"]}, "optim": {"max_steps": 1}}
+    path = tiny.write_config(tmp_path, tmp_path / "model", **changes, checkpoint={"export": "none"})
+    RunDir.create(tmp_path / "run", load_config(path))
+    done, terminal = RunDir(tmp_path / "run"), Console(file=io.StringIO(), width=300)
+    display = RunDisplay(done, terminal)
+    run(tmp_path / "run")
+    events = done.events()
+    said = [str(event["message"]) for event in events if event["event"] == "warning"]
+    expected = (
+        "LoRA adapts 25% of the weights in the decoder layers: query_key_value. Without an adapter: dense_h_to_4h",
+        "BloomForCausalLM does not take its attention from transformers' AttentionInterface: documents are computed",
+        "without packing, an epoch takes 48 passes or more; packed into batch.micro_batch_tokens 256 it would be about",
+    )
+    for sentence in expected:
+        assert any(message.startswith(sentence) for message in said), sentence
+    first_checkpoint = next(place for place, event in enumerate(events) if event["event"] == "checkpoint")
+    assert all(place < first_checkpoint for place, event in enumerate(events) if event["event"] == "warning")
+
+    display.print_plain(final=True)
+    summary = Console(file=io.StringIO(), width=300)
+    print_summary(summary, done)
+    for console in (terminal, summary):
+        shown = console.file.getvalue()  # type: ignore[attr-defined]
+        for sentence in expected:
+            assert f"warning: {sentence}" in shown
+
+
+def test_a_summary_repeats_a_warning_once_and_counts_the_rest(tmp_path: Path) -> None:
+    path = tiny.write_config(tmp_path, tiny.write_model(tmp_path / "model"))
+    done = RunDir.create(tmp_path / "run", load_config(path))
+    for number in [*range(11), 0, 0]:
+        done.log_event("warning", message=f"warning number {number}.")
+    console = Console(file=io.StringIO(), width=300)
+    print_summary(console, done)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert shown.count("warning number 0.") == 1
+    assert "number 8." not in shown
+    assert "and 3 more in" in shown
+
+
+def test_adapters_that_leave_experts_out_are_told_with_shares() -> None:
+    torch.manual_seed(0)
+    experts = transformers.Qwen3MoeConfig(
+        **TINY, head_dim=8, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32
+    )
+    model = add_lora(transformers.Qwen3MoeForCausalLM(experts), LoraConfig(rank=2))
+    coverage = measure_coverage(model)
+    assert coverage is not None
+    base = [(n, p.numel()) for n, p in model.named_parameters() if ".layers." in n and "lora_" not in n]
+    adapted = sum(size for name, size in base if "_proj.base_layer" in name)
+    assert coverage.share == pytest.approx(adapted / sum(size for _, size in base))
+    assert coverage.share < 0.5
+    said = warnings_of(model)
+    assert "LoRA adapts" in said
+    assert "experts.gate_up_proj (" in said
+    assert "experts.down_proj (" in said
+    assert "q_proj" in said.split("Without an adapter")[0]
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_adapters_on_most_weights_and_packed_documents_need_no_word(dora: bool) -> None:
+    model = add_lora(make_model("llama", lora=False), LoraConfig(rank=2, dora=dora))
+    coverage = measure_coverage(model)
+    assert coverage is not None
+    assert coverage.share > 0.95
+    assert warnings_of(model) == ""
+    assert measure_coverage(make_model("llama", lora=False)) is None
+
+
+def test_positions_that_depend_on_length_are_told() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY, rope_parameters=rope))
+    assert "dynamic positions: texts of more than 128 tokens have other frequencies" in warnings_of(model)
+
+
+def test_chunked_attention_is_computed_document_by_document() -> None:
+    """Chunks are counted from the start of a row: packed, a document would see another part of itself."""
+    torch.manual_seed(0)
+    settings = {**TINY, "intermediate_size_mlp": 48, "num_local_experts": 2, "head_dim": 8}
+    layers = {"layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]}
+    config = transformers.Llama4TextConfig(**settings, **layers, attention_chunk_size=8, moe_layers=[])
+    model = transformers.Llama4ForCausalLM(config)
+    assert "attends within chunks that are counted from the start of a row" in warnings_of(model)

@@ -59,7 +59,7 @@ def create_app(settings: ServiceSettings, manager: JobManager | None = None) -> 
     app.state.tokens = tokens
     app.state.streams = Streams()
     app.state.response_counts = Counter()
-    app.state.num_uploads = 0
+    app.state.uploads = Counter()
     install_handlers(app)
     for router in (jobs.router, jobs.run_router, datasets.router, system.router, llama_stack.router, dashboard.router):
         app.include_router(router)

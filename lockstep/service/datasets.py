@@ -6,41 +6,58 @@ A configuration names one as `dataset:NAME`.
 from __future__ import annotations
 
 import builtins
-import hashlib
+import io
 import json
 import os
 import re
+import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from lockstep.service.data_dir import DataDir
-from lockstep.service.errors import Conflict, NotFound, ServiceError, TooLarge
+from lockstep.service.errors import Busy, Conflict, NotFound, ServiceError, TooLarge, TooMany
+from lockstep.service.rows import Written, check_elsewhere, line_of, read_rows, write_rows
 from lockstep.service.schemas import ID_PATTERN, DatasetView
 from lockstep.service.store import Dataset, Store
 
-_MAX_ARRAY_BYTES = 64 << 20
-_MAX_LINE_BYTES = 16 << 20
+_SMALL_BYTES = 1 << 20  # checked here; larger ones in a process of their own
+_MAX_CHECKS = 2
+_CHECK_PATIENCE_S = 300.0
+_PREVIEW_BYTES = 1 << 20
 
 
 class DatasetStore:
-    def __init__(self, data_dir: DataDir, store: Store, *, max_bytes: int = 1 << 30, max_datasets: int = 1000) -> None:
+    def __init__(
+        self,
+        data_dir: DataDir,
+        store: Store,
+        *,
+        max_bytes: int = 1 << 30,
+        max_datasets: int = 1000,
+        max_user_bytes: int | None = None,
+    ) -> None:
         self._data_dir = data_dir
         self._store = store
+        self._checks = threading.BoundedSemaphore(_MAX_CHECKS)
         self.max_bytes = max_bytes
+        self.max_user_bytes = max_user_bytes
         self.max_datasets = max_datasets
         for dataset in store.datasets():
             if not self._path(dataset.name).exists():  # killed between the entry and the file
                 store.remove_dataset(dataset.name)
 
-    def add_file(self, name: str, stream: BinaryIO, owner: str = "") -> DatasetView:
-        """JSONL, or one JSON array of rows."""
-        return self._add(name, _read_rows(stream), owner)
+    def add_file(self, name: str, stream: BinaryIO, owner: str = "", *, limited: bool = True) -> DatasetView:
+        """JSONL, or one JSON array of rows. `limited`: what the owner may have in all counts."""
+        return self._add(name, owner, partial(self._write_file, stream), limited=limited)
 
     def add_rows(self, name: str, rows: Iterable[Mapping[str, object]], owner: str = "") -> DatasetView:
-        return self._add(name, (_line_of(row, number) for number, row in enumerate(rows, start=1)), owner)
+        lines = (line_of(row, number) for number, row in enumerate(rows, start=1))
+        return self._add(name, owner, partial(write_rows, lines), limited=True)
 
     def get(self, name: str) -> DatasetView:
         return _view(self._find(name))
@@ -53,13 +70,17 @@ class DatasetStore:
         return self._path(name)
 
     def preview(self, name: str, limit: int = 10) -> builtins.list[dict[str, Any]]:
-        """The first rows as they are."""
+        """The first rows as they are, no more than a megabyte of them."""
         rows: builtins.list[dict[str, Any]] = []
+        left = _PREVIEW_BYTES
         with self.path(name).open("rb") as file:
-            for line in file:
-                if len(rows) == limit:
+            while len(rows) < limit and (line := file.readline(left + 1)):
+                left -= len(line)
+                if left < 0:
                     break
                 rows.append(json.loads(line))
+        if not rows:
+            raise TooLarge(f"the first row has more than {_PREVIEW_BYTES >> 20} MiB: too much to show")
         return rows
 
     def delete(self, name: str) -> None:
@@ -77,11 +98,12 @@ class DatasetStore:
         if self._store.find_dataset(name) is None and len(self._store.datasets()) >= self.max_datasets:
             raise TooLarge(f"there are already {self.max_datasets} data sets: delete some first")
 
-    def _add(self, name: str, lines: Iterator[bytes], owner: str) -> DatasetView:
+    def _add(self, name: str, owner: str, write: Callable[[Path, int], Written], *, limited: bool) -> DatasetView:
         self.check_room(name)
+        room = self._room(owner) if limited else self.max_bytes
         incoming = self._data_dir.uploads / uuid.uuid4().hex
         try:
-            dataset = self._write(name, incoming, lines, owner)
+            dataset = Dataset(name, owner, created_at=time.time(), **asdict(write(incoming, room)))
             present = self._store.find_dataset(name)
             if present is not None:
                 if (present.sha256, present.owner) == (dataset.sha256, owner):
@@ -93,20 +115,26 @@ class DatasetStore:
         finally:
             incoming.unlink(missing_ok=True)
 
-    def _write(self, name: str, path: Path, lines: Iterator[bytes], owner: str) -> Dataset:
-        digest, size, count = hashlib.sha256(), 0, 0
-        with path.open("wb") as file:
-            for line in lines:
-                size, count = size + len(line), count + 1
-                if size > self.max_bytes:
-                    raise TooLarge(f"the data set is larger than the {self.max_bytes >> 20} MiB allowed")
-                digest.update(line)
-                file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
-        if not count:
-            raise ServiceError("the data set is empty: send one JSON object per line")
-        return Dataset(name, owner, count, size, digest.hexdigest(), time.time())
+    def _room(self, owner: str) -> int:
+        """Bytes that this user may still bring."""
+        if not owner or self.max_user_bytes is None:
+            return self.max_bytes
+        left = self.max_user_bytes - sum(dataset.bytes for dataset in self._store.datasets(owner))
+        if left <= 0:
+            raise TooMany(f"your data sets have the {self.max_user_bytes >> 20} MiB that a user may have: delete some")
+        return min(left, self.max_bytes)
+
+    def _write_file(self, stream: BinaryIO, path: Path, max_bytes: int) -> Written:
+        size = stream.seek(0, os.SEEK_END)
+        stream.seek(0)
+        if size <= _SMALL_BYTES or isinstance(stream, io.BytesIO):
+            return write_rows(read_rows(stream), path, max_bytes)
+        if not self._checks.acquire(timeout=_CHECK_PATIENCE_S):
+            raise Busy("too many uploads are being checked: try again later")
+        try:
+            return check_elsewhere(stream, path, max_bytes, self._data_dir.empty)
+        finally:
+            self._checks.release()
 
     def _find(self, name: str) -> Dataset:
         dataset = self._store.find_dataset(name)
@@ -120,45 +148,3 @@ class DatasetStore:
 
 def _view(dataset: Dataset) -> DatasetView:
     return DatasetView(**dataset.__dict__)
-
-
-def _read_rows(stream: BinaryIO) -> Iterator[bytes]:
-    first = _first_sign(stream)
-    if first == b"[":
-        yield from _read_array(stream)
-        return
-    for number, line in enumerate(iter(lambda: stream.readline(_MAX_LINE_BYTES + 1), b""), start=1):
-        if len(line) > _MAX_LINE_BYTES:
-            raise TooLarge(f"line {number} is longer than {_MAX_LINE_BYTES >> 20} MiB")
-        if line.strip():
-            yield _line_of(_parse(line, f"line {number}"), number)
-
-
-def _first_sign(stream: BinaryIO) -> bytes:
-    start = stream.read(4096)
-    stream.seek(0)
-    return start.lstrip()[:1]
-
-
-def _read_array(stream: BinaryIO) -> Iterator[bytes]:
-    text = stream.read(_MAX_ARRAY_BYTES + 1)
-    if len(text) > _MAX_ARRAY_BYTES:
-        raise TooLarge(f"an array of rows may have {_MAX_ARRAY_BYTES >> 20} MiB: send one row per line (JSONL) instead")
-    rows = _parse(text, "the body")
-    assert isinstance(rows, list)
-    for number, row in enumerate(rows, start=1):
-        yield _line_of(row, number)
-
-
-def _parse(text: bytes, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        problem = error.msg if isinstance(error, json.JSONDecodeError) else "cannot be read"
-        raise ServiceError(f"{where} is not JSON: {problem}") from None
-
-
-def _line_of(row: object, number: int) -> bytes:
-    if not isinstance(row, Mapping):
-        raise ServiceError(f'row {number} is not an object with columns, such as {{"prompt": ..., "completion": ...}}')
-    return json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"

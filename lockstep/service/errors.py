@@ -42,6 +42,16 @@ class TooLarge(ServiceError):
     code, status = "too_large", 413
 
 
+class TooMany(ServiceError):
+    """A limit of the operator for each user."""
+
+    code, status = "too_many", 429
+
+
+class NoSpace(ServiceError):
+    code, status = "no_space", 507
+
+
 class Busy(ServiceError):
     code, status = "busy", 503
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import uuid
+from collections import Counter
+from functools import partial
 from typing import Annotated, BinaryIO
 
 from anyio import to_thread
@@ -18,6 +20,7 @@ from lockstep.service.schemas import ID_PATTERN, DatasetList, DatasetPreview, Da
 router = APIRouter(prefix="/api/datasets", tags=["data sets"])
 Name = Annotated[str, Path(pattern=ID_PATTERN)]
 _MAX_UPLOADS = 8
+_MAX_UPLOADS_EACH = 3
 _WRITE_BYTES = 1 << 20
 _BODY = {
     "requestBody": {
@@ -43,21 +46,22 @@ def list_datasets(manager: Manager, caller: Reader) -> DatasetList:
     return DatasetList(datasets=manager.datasets.list(caller.sees_owner))
 
 
-@router.post("/{name}", status_code=201, responses=documented(400, 408, 409, 413), openapi_extra=_BODY)
+@router.post("/{name}", status_code=201, responses=documented(400, 408, 409, 413, 429), openapi_extra=_BODY)
 async def upload_dataset(name: Name, request: Request, manager: Manager, caller: Submitter) -> DatasetView:
     """A configuration names it as `dataset:NAME`. Uploading the same rows again changes nothing."""
-    state = request.app.state
-    if state.num_uploads >= _MAX_UPLOADS:
+    uploads: Counter[str] = request.app.state.uploads
+    if uploads.total() >= _MAX_UPLOADS or (uploads[caller.name] >= _MAX_UPLOADS_EACH and not caller.is_admin):
         raise Busy("too many uploads are under way: try again later")
     await to_thread.run_sync(manager.datasets.check_room, name)
-    state.num_uploads += 1
+    uploads[caller.name] += 1
     incoming = manager.data_dir.uploads / uuid.uuid4().hex
     try:
         with incoming.open("w+b") as file:
             await _receive(request, file)
-            return await to_thread.run_sync(manager.datasets.add_file, name, file, caller.name)
+            add = partial(manager.datasets.add_file, name, file, caller.name, limited=not caller.is_admin)
+            return await to_thread.run_sync(add)
     finally:
-        state.num_uploads -= 1
+        uploads[caller.name] -= 1
         incoming.unlink(missing_ok=True)
 
 
@@ -69,7 +73,7 @@ async def _receive(request: Request, file: BinaryIO) -> None:
             await to_thread.run_sync(file.write, bytes(waiting))
             waiting.clear()
     await to_thread.run_sync(file.write, bytes(waiting))
-    await to_thread.run_sync(file.seek, 0)
+    await to_thread.run_sync(file.flush)
 
 
 @router.get("/{name}", responses=documented())

@@ -13,7 +13,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from lockstep.config import ConfigError
-from lockstep.service.errors import ServiceError
+from lockstep.service.errors import NoSpace, ServiceError
+from lockstep.service.rows import raise_if_full
 from lockstep.service.schemas import ErrorView
 
 log = logging.getLogger(__name__)
@@ -27,15 +28,17 @@ _MEANINGS = {
     413: "Too large, or too many.",
     416: "The range is not in the file.",
     421: "Asked under a name that is not this machine's.",
+    429: "As many as one user may have: wait, or delete some.",
     422: "The request cannot be done; the message says why.",
     503: "Too much at once, or it took too long: try again.",
+    507: "The disk is full.",
 }
 _CODES = {400: "unreadable", 404: "not_found", 405: "method_not_allowed", 408: "too_slow", 413: "too_large"}
 
 
 def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """For the description of a route. Errors are JSON also where the answer itself is not."""
-    every = {401, 403, 404, 421, 422, 503, *statuses}
+    every = {401, 403, 404, 421, 422, 503, 507, *statuses}
     body = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorView"}}}
     return {status: {"description": _MEANINGS[status], "content": body} for status in sorted(every)}
 
@@ -74,6 +77,15 @@ def install_handlers(app: FastAPI) -> None:
     async def no_database(request: Request, error: SQLAlchemyError) -> JSONResponse:
         log.error("the database did not answer", exc_info=error)
         return error_response(503, "busy", "the database does not answer: try again")
+
+    @app.exception_handler(OSError)
+    async def no_space(request: Request, error: OSError) -> JSONResponse:
+        try:
+            raise_if_full(error)
+        except NoSpace as full:
+            log.error("the disk is full", exc_info=error)
+            return error_response(full.status, full.code, str(full))
+        raise error
 
     @app.exception_handler(Exception)
     async def our_fault(request: Request, error: Exception) -> JSONResponse:

@@ -60,6 +60,19 @@ def serve(
     job_env: JobEnv = None,
     max_upload_mb: Annotated[int, typer.Option(help="Largest upload, in MB.", min=1)] = 1024,
     max_datasets: Annotated[int, typer.Option(help="Most data sets kept.", min=1)] = 1000,
+    max_helpers: Annotated[
+        int | None, typer.Option(help="Reward or tokenising processes of a job. Default: two per core.", min=1)
+    ] = None,
+    max_priority: Annotated[int, typer.Option(help="Highest priority of submitters.", min=-1000, max=1000)] = 10,
+    max_queued: Annotated[int, typer.Option(help="Waiting jobs of each submitter.", min=1)] = 100,
+    max_running: Annotated[int | None, typer.Option(help="Running jobs of each user. Default: any.", min=1)] = None,
+    max_user_mb: Annotated[int, typer.Option(help="Data sets of each submitter, in MB.", min=1)] = 10240,
+    restart_delay: Annotated[
+        float, typer.Option(help="Seconds before a failed job's first restart; doubles each time.", min=0, max=300)
+    ] = 5.0,
+    rebuild: Annotated[
+        bool, typer.Option("--rebuild", help="Make a lost list of jobs anew from the job folders.")
+    ] = False,
     max_connections: Annotated[int, typer.Option(help="At once, in all.", min=16)] = 1000,
     max_connections_per_address: Annotated[int, typer.Option(help="At once, from one address.", min=4)] = 250,
     tls_cert: Annotated[Path | None, typer.Option(metavar="FILE", help="Certificate chain (PEM): serve https.")] = None,
@@ -74,6 +87,7 @@ def serve(
 
     from lockstep.service.admission import Allowed
     from lockstep.service.app import run_server
+    from lockstep.service.limits import UserLimits
     from lockstep.service.settings import ServiceSettings
 
     from_environment = os.environ.pop("LOCKSTEP_DATABASE", None)  # it may hold a password: jobs must not inherit it
@@ -92,6 +106,10 @@ def serve(
             job_env=tuple(job_env or ()),
             max_upload_mb=max_upload_mb,
             max_datasets=max_datasets,
+            max_helpers=max_helpers,
+            user_limits=UserLimits(max_priority, max_queued, max_running, max_user_mb),
+            restart_delay_s=restart_delay,
+            rebuild=rebuild,
             max_connections=max_connections,
             max_connections_per_address=max_connections_per_address,
             tls_cert=tls_cert,

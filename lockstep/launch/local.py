@@ -245,6 +245,13 @@ def is_running(run_dir: str | Path) -> bool:
     return handle is not None and is_same_process(handle.pid, handle.started)
 
 
+def visible_devices(run_dir: str | Path) -> list[str]:
+    """The GPUs that the process of a run may see; empty when it has ended, or was not told any."""
+    handle = read_handle(run_dir)
+    visible = read_environment(handle.pid).get("CUDA_VISIBLE_DEVICES", "") if handle is not None else ""
+    return [name for name in visible.split(",") if name]
+
+
 def launched_processes(launch_id: str) -> list[int]:
     """Every process of a launch on this machine, also those that ranks have started: the id is inherited."""
     return find_processes((LAUNCH_ID_VARIABLE, _OLD_LAUNCH_ID_VARIABLE), launch_id)

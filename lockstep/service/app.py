@@ -80,6 +80,10 @@ def make_manager(settings: ServiceSettings, launcher: Launcher | None = None) ->
         job_env=settings.job_env,
         max_upload_mb=settings.max_upload_mb,
         max_datasets=settings.max_datasets,
+        max_helpers=settings.max_helpers,
+        user_limits=settings.user_limits,
+        restart_delay_s=settings.restart_delay_s,
+        rebuild=settings.rebuild,
     )
 
 

@@ -36,6 +36,11 @@ class DataDir:
         return self.path / "uploads"
 
     @property
+    def records(self) -> Path:
+        """What was asked for, should the database be lost."""
+        return self.path / "records"
+
+    @property
     def trash(self) -> Path:
         return self.path / "trash"
 

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 
 from lockstep.service.data_dir import DataDir
 from lockstep.service.errors import Busy, Conflict, NotFound, ServiceError, TooLarge, TooMany
+from lockstep.service.records import Records
 from lockstep.service.rows import Written, check_elsewhere, line_of, read_rows, write_rows
 from lockstep.service.schemas import ID_PATTERN, DatasetView
 from lockstep.service.store import Dataset, Store
@@ -36,6 +37,7 @@ class DatasetStore:
         self,
         data_dir: DataDir,
         store: Store,
+        records: Records,
         *,
         max_bytes: int = 1 << 30,
         max_datasets: int = 1000,
@@ -43,13 +45,14 @@ class DatasetStore:
     ) -> None:
         self._data_dir = data_dir
         self._store = store
+        self._records = records
         self._checks = threading.BoundedSemaphore(_MAX_CHECKS)
         self.max_bytes = max_bytes
         self.max_user_bytes = max_user_bytes
         self.max_datasets = max_datasets
         for dataset in store.datasets():
             if not self._path(dataset.name).exists():  # killed between the entry and the file
-                store.remove_dataset(dataset.name)
+                self._forget(dataset.name)
 
     def add_file(self, name: str, stream: BinaryIO, owner: str = "", *, limited: bool = True) -> DatasetView:
         """JSONL, or one JSON array of rows. `limited`: what the owner may have in all counts."""
@@ -80,7 +83,7 @@ class DatasetStore:
                     break
                 rows.append(json.loads(line))
         if not rows:
-            raise TooLarge(f"the first row has more than {_PREVIEW_BYTES >> 20} MiB: too much to show")
+            raise TooLarge(f"the first row has more than {_PREVIEW_BYTES:,} bytes: too much to show")
         return rows
 
     def delete(self, name: str) -> None:
@@ -89,6 +92,10 @@ class DatasetStore:
         if waiting:
             raise Conflict(f"job {waiting[0]} still needs the data set {name}: cancel it first, or wait for its end")
         self._data_dir.discard(self._path(name))
+        self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        self._records.drop_dataset(name)
         self._store.remove_dataset(name)
 
     def check_room(self, name: str) -> None:
@@ -110,6 +117,7 @@ class DatasetStore:
                     return _view(present)
                 raise Conflict(f"there is already a data set {name}: choose another name, or delete it")
             self._store.add_dataset(dataset)  # the name is ours from here on
+            self._records.keep_dataset(dataset)
             incoming.replace(self._path(name))
             return _view(dataset)
         finally:

@@ -6,11 +6,14 @@ What the store holds is intent and ownership; the truth about a run is in its ru
 from __future__ import annotations
 
 import builtins
+import logging
 import math
+import os
 import secrets
 import time
 from collections.abc import Collection
-from dataclasses import fields
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +25,15 @@ from lockstep.service.data_dir import DataDir
 from lockstep.service.datasets import DatasetStore
 from lockstep.service.errors import Conflict, JobConflict, NotFound, ServiceError
 from lockstep.service.job_environment import job_environment
+from lockstep.service.limits import DEFAULT_LIMITS, UserLimits, check_user, count_slots
+from lockstep.service.records import Records
 from lockstep.service.run_files import last_metrics
-from lockstep.service.scheduler import Scheduler, Slots, find_slots
+from lockstep.service.scheduler import RESTART_DELAY_S, Scheduler, Slots, find_slots
 from lockstep.service.schemas import FINISHED, JobMetrics, JobRequest, JobState, JobView, RunProgress
 from lockstep.service.store import ACTIVE, Job, Store
 
 __all__ = ["JobConflict", "JobManager", "NotFound", "ServiceError"]
+log = logging.getLogger(__name__)
 _GRACE_S = 8.0  # from SIGTERM to SIGKILL
 _DELETE_TIMEOUT_S = 30.0
 _SAME = [
@@ -48,24 +54,66 @@ class JobManager:
         job_env: Collection[str] = (),
         max_upload_mb: int = 1024,
         max_datasets: int = 1000,
+        max_helpers: int | None = None,
+        user_limits: UserLimits = DEFAULT_LIMITS,
+        restart_delay_s: float = RESTART_DELAY_S,
+        rebuild: bool = False,
     ) -> None:
+        """`rebuild`: add the jobs and data sets to the database that it has lost."""
         self.data_dir = DataDir(data_dir)
         self.slots = find_slots(procs)
+        self._max_helpers = max_helpers or max(2 * (os.cpu_count() or 1), 8)
+        self._limits = user_limits
         identity = self.data_dir.open()
         try:
-            self.store = Store(database or self.data_dir.database, identity=identity)
-            self.datasets = DatasetStore(
-                self.data_dir, self.store, max_bytes=max_upload_mb << 20, max_datasets=max_datasets
+            self.admission = Admission(self.data_dir, allowed)
+            self._records = Records(self.data_dir)
+            self.store = Store(
+                database or self.data_dir.database, identity=identity, prepare=partial(self._prepare, rebuild=rebuild)
             )
+            if rebuild:
+                self._rebuild(self.store)
+            self.datasets = DatasetStore(
+                self.data_dir,
+                self.store,
+                self._records,
+                max_bytes=max_upload_mb << 20,
+                max_datasets=max_datasets,
+                max_user_bytes=user_limits.max_upload_mb << 20,
+            )
+            self._records.sync(self.store)
         except BaseException:
             self.data_dir.close()
             raise
-        self.admission = Admission(self.data_dir, allowed)
         self.environment = job_environment(job_env)
         launcher = launcher or LocalLauncher(
             grace_s=_GRACE_S, working_dir=self.data_dir.empty, environment=self.environment
         )
-        self._scheduler = Scheduler(self.store, self.data_dir, launcher, self.slots, max_jobs, self._check_again)
+        self._scheduler = Scheduler(
+            self.store,
+            self.data_dir,
+            launcher,
+            self.slots,
+            max_jobs,
+            self._check_again,
+            max_running_each=user_limits.max_running,
+            restart_delay_s=restart_delay_s,
+            forget=self._records.drop_job,
+        )
+
+    def _prepare(self, store: Store, *, rebuild: bool) -> None:
+        """An empty database beside job folders is a lost one, not that of a new service."""
+        if rebuild:
+            self._rebuild(store)
+        elif self._records.any():
+            raise ServiceError(
+                f"the database is empty, but {self.data_dir.path} holds jobs or data sets: restore the database, or "
+                "start with --rebuild, which makes the list anew from the job folders"
+            )
+
+    def _rebuild(self, store: Store) -> None:
+        num_jobs, num_datasets = self._records.rebuild(store, self.slots, self.admission.places.hide_text)
+        log.info("added %d jobs and %d data sets to the database", num_jobs, num_datasets)
 
     def start(self) -> None:
         self._scheduler.start()
@@ -87,17 +135,17 @@ class JobManager:
         present = None if request.id is None else self.store.find(request.id)
         if present is None:
             admitted = self.admit(request.config, owner=owner, admin=admin)
-            config = admitted.config
-            if config.launch.procs > self.slots.count:
-                raise ServiceError(
-                    f"launch.procs: the job needs {config.launch.procs} processes, and this service has "
-                    f"{self.slots.count}: it would never start"
-                )
-            job_id = request.id or f"{config.algorithm.kind}-{secrets.token_hex(5)}"
-            model = self.admission.places.hide_text(config.model.path)  # lists are also searched by it
-            if self.store.add(**_row(request, admitted, job_id, owner, digest), model=model):
+            num_slots = count_slots(admitted.config, self.slots, self._max_helpers)
+            if owner and not admin:
+                check_user(request, owner, self._limits, self.store)
+            job_id = request.id or f"{admitted.config.algorithm.kind}-{secrets.token_hex(5)}"
+            model = self.admission.places.hide_text(admitted.config.model.path)  # lists are also searched by it
+            row = _row(request, admitted, job_id, owner, digest) | {"model": model, "num_slots": num_slots}
+            if self.store.add(**row):
+                job = self.store.get(job_id)
+                self._records.keep_job(job)
                 self._scheduler.wake()
-                return self.get(job_id)
+                return self.view(job)
             present = self.store.get(job_id)
         if present.digest != digest or present.owner != owner:
             raise JobConflict(f"there is already a job {present.id} with another content: choose another id")
@@ -156,6 +204,8 @@ class JobManager:
         if job.state == "queued":
             changes |= {"state": "cancelled", "finished_at": time.time()}
         changed = self.store.change(job, states=ACTIVE if job.state in ACTIVE else None, **changes)
+        if changed and job.state == "queued":
+            self._records.keep_job(replace(job, state="cancelled"))
         self._scheduler.wake()
         return changed
 

@@ -25,7 +25,7 @@ from lockstep.service.errors import NoSpace, ServiceError, TooLarge
 MAX_ROWS = 10_000_000
 _MAX_ROW_BYTES = 16 << 20
 _PIECE_BYTES = 1 << 16
-_MAX_MEMORY_BYTES = 1 << 30
+_MAX_MEMORY_BYTES = 512 << 20
 _TIMEOUT_S = 900.0
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 log = logging.getLogger(__name__)

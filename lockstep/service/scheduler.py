@@ -13,11 +13,14 @@ import subprocess
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from sqlalchemy.exc import SQLAlchemyError
 
 from lockstep.config import ConfigError, RunConfig, parse_config
 from lockstep.launch import Launcher, Resources, RunState
@@ -25,12 +28,13 @@ from lockstep.rundir import RunDir
 from lockstep.service.data_dir import DataDir
 from lockstep.service.run_files import traceback_of
 from lockstep.service.schemas import FINISHED
-from lockstep.service.store import ACTIVE, Job, Store
+from lockstep.service.store import ACTIVE, MAX_RESTART_DELAY_S, Job, Store
 
 _NVIDIA_SMI_TIMEOUT_S = 20.0
 _SHORTEST_PERIOD_S = 0.05  # a hundred submissions are looked at together
 _BUSY_PERIOD_S = 0.25
 _IDLE_PERIOD_S = 5.0
+RESTART_DELAY_S = 5.0  # before the first restart of a job
 _MAX_TASKS = 64  # a job that has to be ended may take its grace period: the others must not wait for it
 log = logging.getLogger(__name__)
 
@@ -105,14 +109,22 @@ class Scheduler:
         slots: Slots,
         max_jobs: int | None = None,
         check: Callable[[Job, RunConfig], None] = lambda job, config: None,
+        *,
+        max_running_each: int | None = None,
+        restart_delay_s: float = RESTART_DELAY_S,
+        forget: Callable[[str], None] = lambda job_id: None,
     ) -> None:
-        """`check` raises ValueError for what may not be started, though it was once admitted."""
+        """`check` raises ValueError for what may not be started, though it was once admitted. `forget` is told of a
+        job whose files are gone, before its row is. `restart_delay_s` doubles with every restart of a job."""
         self._store = store
         self._data_dir = data_dir
         self._launcher = launcher
         self._slots = slots
         self._max_jobs = max_jobs or slots.count
         self._check = check
+        self._max_running_each = max_running_each
+        self._restart_delay_s = restart_delay_s
+        self._forget = forget
         self._tasks: dict[int, Future[None]] = {}
         self._failing: set[int] = set()
         self._pool = ThreadPoolExecutor(_MAX_TASKS, thread_name_prefix="job")
@@ -138,6 +150,8 @@ class Scheduler:
         failing = False
         while not self._closing:
             self._wake.clear()
+            if self._closing:
+                return
             try:
                 busy = self._step()
                 failing = False
@@ -146,7 +160,15 @@ class Scheduler:
                     log.exception("the queue cannot be read: trying again and again")
                 busy = failing = True
             time.sleep(_SHORTEST_PERIOD_S)
-            self._wake.wait(_BUSY_PERIOD_S if busy else _IDLE_PERIOD_S)
+            self._wake.wait(_BUSY_PERIOD_S if busy else self._idle_period_s())
+
+    def _idle_period_s(self) -> float:
+        """No longer than until the next restart is due."""
+        try:
+            due = self._store.next_restart()
+        except SQLAlchemyError:
+            return _BUSY_PERIOD_S
+        return _IDLE_PERIOD_S if due is None else min(max(due - time.time(), _BUSY_PERIOD_S), _IDLE_PERIOD_S)
 
     def _step(self) -> bool:
         self._tasks = {number: task for number, task in self._tasks.items() if not task.done()}
@@ -177,20 +199,33 @@ class Scheduler:
 
     def _start_next(self, active: list[Job]) -> bool:
         """In strict order of priority, then age: one that does not fit yet keeps those behind it waiting, so that
-        small jobs cannot hold a large one up for ever."""
+        small jobs cannot hold a large one up for ever. Jobs of users who have as many as they may, and those that
+        failed a moment ago, are passed over."""
         free = self._slots.free(slot for job in active for slot in job.slots)
         num_more = self._max_jobs - len(active)
+        running = Counter(job.owner for job in active)
         started = False
-        for job in self._store.queue(max(min(num_more, len(free)), 0)):
-            if job.procs > len(free):
+        for job in self._store.queue(
+            max(min(num_more, len(free)), 0),
+            due_by=time.time(),
+            without_owners=[owner for owner, number in running.items() if self._has_all(owner, number)],
+        ):
+            if self._has_all(job.owner, running[job.owner]):
+                continue
+            if job.num_slots > len(free):
                 break
-            taken, free = free[: job.procs], free[job.procs :]
+            taken, free = free[: job.num_slots], free[job.num_slots :]
             intent: dict[str, Any] = {"state": "preparing", "launch_id": uuid.uuid4().hex, "slots": taken}
-            intent |= {"prepared_at": time.time(), "started_at": None}
+            intent |= {"prepared_at": time.time(), "started_at": None, "restart_at": None}
             if self._store.change(job, **intent):
                 started = True
+                running[job.owner] += 1
                 self._do(replace(job, **intent), self._advance)
         return started
+
+    def _has_all(self, owner: str, num_running: int) -> bool:
+        """Whether this user may have no more running. Without tokens nobody has a name."""
+        return bool(owner) and self._max_running_each is not None and num_running >= self._max_running_each
 
     # --- actions on one job; each returns whether the store was changed ------------------------------------------
 
@@ -235,8 +270,10 @@ class Scheduler:
         if outcome.state == "failed" and not outcome.would_fail_again:
             reason = "\n".join(filter(None, (reason, traceback_of(run))))
             if job.restarts < job.max_restarts and not job.requested_action:
-                log.info("job %s is started again: %s", job.id, outcome.reason)
+                delay_s = self._restart_delay(job)
+                log.info("job %s is started again in %.0f s: %s", job.id, delay_s, outcome.reason)
                 again = {"restarts": job.restarts + 1, "queued_at": time.time(), "slots": []}
+                again["restart_at"] = time.time() + delay_s
                 return self._store.change(
                     job, states=ACTIVE, state="queued", reason=f"started again: {reason}", **again
                 )
@@ -248,9 +285,13 @@ class Scheduler:
             job, states=ACTIVE, state=outcome.state, reason=reason, slots=[], started_at=began_at, finished_at=ended_at
         )
 
+    def _restart_delay(self, job: Job) -> float:
+        return min(self._restart_delay_s * 2**job.restarts, MAX_RESTART_DELAY_S)
+
     def _remove(self, job: Job) -> bool:
         if job.requested_action != "delete" or job.state not in FINISHED:
             return False
         self._data_dir.discard(self._data_dir.jobs / job.id)
+        self._forget(job.id)
         log.info("job %s deleted", job.id)
         return self._store.remove(job)

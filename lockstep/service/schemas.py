@@ -30,7 +30,8 @@ class JobRequest(Wire):
     config: dict[str, Any] | str
     """The run's configuration: sections, or the YAML text. A data set of the service is `dataset:NAME`."""
     priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
-    """Higher ones start first; of the same priority, the older ones."""
+    """Higher ones start first; of the same priority, the older ones. Submitters may ask for what the operator allows
+    (10 unless told otherwise), administrators for any."""
     max_restarts: Annotated[int, Field(ge=0, le=100)] = 0
     """How often a job that failed, not by its configuration or data, goes on from its last checkpoint."""
 
@@ -62,6 +63,8 @@ class JobView(Wire):
     """sft, dpo, ...: the configuration's algorithm."""
     model: str
     procs: int
+    num_slots: int = 1
+    """What it takes of the service's `procs`: its ranks, and the engines beside them."""
     devices: list[str] = []
     """GPUs that the job has; empty on CPU and while it waits."""
     created_at: float
@@ -75,6 +78,8 @@ class JobView(Wire):
     finished_at: float | None = None
     restarts: int = 0
     max_restarts: int = 0
+    restart_at: float | None = None
+    """After a failure: not started again before then. Longer after each, up to five minutes."""
     cancelling: bool = False
     """Asked to end, and not yet ended."""
     queue_position: int | None = None

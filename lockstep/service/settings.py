@@ -10,6 +10,8 @@ from pathlib import Path
 from lockstep.config import ConfigError
 from lockstep.service.admission import NOTHING_MORE, Allowed
 from lockstep.service.job_environment import check_names
+from lockstep.service.limits import DEFAULT_LIMITS, UserLimits
+from lockstep.service.scheduler import RESTART_DELAY_S
 
 VERSION = version("lockstep")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -30,6 +32,10 @@ class ServiceSettings:
     """Variables of the service's environment that jobs get, besides what every program needs."""
     max_upload_mb: int = 1024
     max_datasets: int = 1000
+    max_helpers: int | None = None
+    user_limits: UserLimits = DEFAULT_LIMITS
+    restart_delay_s: float = RESTART_DELAY_S
+    rebuild: bool = False
     max_body_bytes: int = 1 << 20
     body_timeout_s: float = 30.0
     """For a request to arrive in full; uploads have `upload_timeout_s`."""

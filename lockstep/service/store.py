@@ -7,7 +7,7 @@ race, the second changes nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -16,8 +16,9 @@ import sqlalchemy as sa
 from lockstep.service.errors import Conflict, NotFound, ServiceError
 
 SCHEMA_VERSION = "1"
-_BUSY_TIMEOUT_S = 30.0
+_BUSY_TIMEOUT_S = 5.0  # then the request is answered with 503, and the scheduler tries again
 ACTIVE = ("preparing", "running")
+MAX_RESTART_DELAY_S = 300.0
 UNFINISHED = ("queued", *ACTIVE)
 
 _tables = sa.MetaData()
@@ -55,6 +56,9 @@ _jobs = sa.Table(
     sa.Column("prepared_at", sa.Double),
     sa.Column("started_at", sa.Double),
     sa.Column("finished_at", sa.Double),
+    # Added later: see _ADDED.
+    sa.Column("num_slots", sa.Integer),
+    sa.Column("restart_at", sa.Double),
     sa.Index("lockstep_jobs_queue", "state", sa.text("priority DESC"), "number"),
     sa.Index("lockstep_jobs_wish", "requested_action", "state"),
     sqlite_autoincrement=True,  # otherwise the number of a deleted job is given again
@@ -73,7 +77,8 @@ _datasets = sa.Table(
 
 @dataclass(frozen=True)
 class Job:
-    """A row. `launch_id` names the present launch; `requested_action` is cancel, delete or empty."""
+    """A row. `launch_id` names the present launch; `requested_action` is cancel, delete or empty. `procs` are ranks,
+    `num_slots` also the engines beside them. `restart_at`: not before then, after a failure."""
 
     number: int
     id: str
@@ -99,6 +104,8 @@ class Job:
     prepared_at: float | None
     started_at: float | None
     finished_at: float | None
+    num_slots: int
+    restart_at: float | None
 
 
 @dataclass(frozen=True)
@@ -111,27 +118,42 @@ class Dataset:
     created_at: float
 
 
+# Columns that databases of earlier versions lack, and what they are for the jobs that are there.
+_ADDED = {"num_slots": _jobs.c.procs, "restart_at": None}
 _JOB_COLUMNS = [_jobs.c[field.name].label(field.name) for field in fields(Job)]
 _NEXT_FIRST = (_jobs.c.priority.desc(), _jobs.c.number)
 
 
 class Store:
-    def __init__(self, url: str, *, identity: str) -> None:
-        """`identity` is the data directory's: rows name files in it, so another one must not work on them."""
+    def __init__(self, url: str, *, identity: str, prepare: Callable[[Store], None] = lambda store: None) -> None:
+        """`identity` is the data directory's: rows name files in it, so another one must not work on them.
+
+        `prepare` is called with a database that nobody has claimed yet; what it raises leaves it unclaimed."""
         self._engine = _connect(url)
-        self._claim("schema", SCHEMA_VERSION, "was made by another version of lockstep")
-        self._claim("identity", identity, "belongs to another data directory: give each service a database of its own")
+        try:
+            self._claim("schema", SCHEMA_VERSION, "was made by another version of lockstep")
+            if self._fact("identity") is None:
+                prepare(self)
+            self._claim(
+                "identity", identity, "belongs to another data directory: give each service a database of its own"
+            )
+        except sa.exc.SQLAlchemyError as error:
+            raise ServiceError(f"cannot use the database {_shown(url)}: {describe_fault(error)}") from error
 
     def close(self) -> None:
         self._engine.dispose()
 
+    def _fact(self, key: str) -> str | None:
+        with self._engine.connect() as connection:
+            return connection.execute(sa.select(_facts.c.value).where(_facts.c.key == key)).scalar()
+
     def _claim(self, key: str, value: str, problem: str) -> None:
-        with self._engine.begin() as connection:
-            held = connection.execute(sa.select(_facts.c.value).where(_facts.c.key == key)).scalar()
-            if held is None:
+        held = self._fact(key)
+        if held is None:
+            with self._engine.begin() as connection:
                 connection.execute(_facts.insert().values(key=key, value=value))
-            elif held != value:
-                raise ServiceError(f"this database {problem}")
+        elif held != value:
+            raise ServiceError(f"this database {problem}")
 
     # --- jobs ------------------------------------------------------------------------------------------------------
 
@@ -139,9 +161,10 @@ class Store:
         """A new job at the end of its queue. False if the id is taken."""
         now = time.time()
         blank = {"state": "queued", "reason": "", "requested_action": "", "launch_id": "", "slots": [], "restarts": 0}
+        blank |= {"created_at": now, "queued_at": now, "num_slots": values["procs"]}
         try:
             with self._engine.begin() as connection:
-                connection.execute(_jobs.insert().values(**blank, created_at=now, queued_at=now, **values))
+                connection.execute(_jobs.insert().values(**blank | values))
         except sa.exc.IntegrityError:
             return False
         return True
@@ -171,10 +194,28 @@ class Store:
             total = connection.execute(sa.select(sa.func.count()).select_from(_jobs).where(wanted)).scalar_one()
         return jobs, total
 
-    def queue(self, limit: int) -> list[Job]:
-        """Those that wait, the next one first."""
-        waiting = sa.select(*_JOB_COLUMNS).where(_jobs.c.state == "queued")
+    def every_job(self) -> list[Job]:
+        return self._read(sa.select(*_JOB_COLUMNS).order_by(_jobs.c.number))
+
+    def queue(self, limit: int, *, due_by: float | None = None, without_owners: Collection[str] = ()) -> list[Job]:
+        """Those that wait, the next one first; of those that failed, the ones that may be started again by then. A
+        time further ahead than any restart waits is from a clock that has been set back."""
+        waiting = sa.select(*_JOB_COLUMNS).where(_jobs.c.state == "queued", _jobs.c.owner.not_in(without_owners))
+        if due_by is not None:
+            at = _jobs.c.restart_at
+            waiting = waiting.where(sa.or_(at.is_(None), at <= due_by, at > due_by + 2 * MAX_RESTART_DELAY_S))
         return self._read(waiting.order_by(*_NEXT_FIRST).limit(limit))
+
+    def next_restart(self) -> float | None:
+        """When the first of those that wait for it may be started again."""
+        first = sa.select(sa.func.min(_jobs.c.restart_at)).where(_jobs.c.state == "queued")
+        with self._engine.connect() as connection:
+            return connection.execute(first).scalar()
+
+    def num_queued(self, owner: str) -> int:
+        count = sa.select(sa.func.count()).select_from(_jobs).where(_jobs.c.state == "queued", _jobs.c.owner == owner)
+        with self._engine.connect() as connection:
+            return connection.execute(count).scalar_one()
 
     def queue_order(self) -> list[str]:
         with self._engine.connect() as connection:
@@ -267,6 +308,9 @@ def _matches(owner: str | None, search: str | None) -> sa.ColumnElement[bool]:
     return sa.and_(*wanted)
 
 
+# --- the engine, and what may be wrong with it ----------------------------------------------------------------------
+
+
 def _connect(url: str) -> sa.Engine:
     """An engine that has been seen to work."""
     wanted = "write sqlite:///FILE or postgresql+psycopg://USER@HOST/NAME"
@@ -274,16 +318,63 @@ def _connect(url: str) -> sa.Engine:
         parsed = sa.make_url(url)
     except (sa.exc.ArgumentError, ValueError) as error:
         raise ServiceError(f"--database is not a database URL: {wanted}") from error
-    shown = parsed.render_as_string(hide_password=True)
+    shown = _shown(url)
     try:
         engine = _make_engine(parsed)
+        _check_pages(engine)
         _tables.create_all(engine)
+        _add_columns(engine)
     except ImportError as error:
         raise ServiceError(f"--database {shown} needs a package: pip install 'lockstep[postgres]' ({error})") from error
+    except sa.exc.DatabaseError as error:
+        raise ServiceError(f"cannot open the database {shown}: {describe_fault(error)}") from error
     except (sa.exc.SQLAlchemyError, TypeError) as error:
-        problem = str(getattr(error, "orig", None) or error).strip().splitlines()[0]
-        raise ServiceError(f"cannot open the database {shown}: {problem}; {wanted}") from error
+        raise ServiceError(f"cannot open the database {shown}: {_first_line(error)}; {wanted}") from error
     return engine
+
+
+def _shown(url: str) -> str:
+    return sa.make_url(url).render_as_string(hide_password=True)
+
+
+def _first_line(error: Exception) -> str:
+    return str(getattr(error, "orig", None) or error).strip().splitlines()[0]
+
+
+def describe_fault(error: Exception) -> str:
+    """What a database said, in a sentence for the operator."""
+    problem = _first_line(error)
+    said = {
+        "malformed": "is damaged: move the file away and start with --rebuild, which makes the list of jobs anew",
+        "not a database": "is damaged: move the file away and start with --rebuild, which makes the list of jobs anew",
+        "no such table": "has lost its tables: end the service and start it with --rebuild",
+        "locked": "is locked by another program",
+        "disk is full": "cannot grow: the disk is full",
+        "readonly": "cannot be written: it is read-only",
+        "disk I/O error": "cannot be read or written",
+    }
+    return next((f"it {meaning} ({problem})" for sign, meaning in said.items() if sign in problem), problem)
+
+
+def _check_pages(engine: sa.Engine) -> None:
+    """A damaged page of SQLite would otherwise be met in the middle of a request."""
+    if engine.dialect.name != "sqlite":
+        return
+    with engine.connect() as connection:
+        found = connection.execute(sa.text("PRAGMA quick_check(1)")).scalar()
+    if found != "ok":
+        raise sa.exc.DatabaseError("quick_check", None, ValueError(f"malformed: {str(found).splitlines()[-1]}"))
+
+
+def _add_columns(engine: sa.Engine) -> None:
+    present = {column["name"] for column in sa.inspect(engine).get_columns(_jobs.name)}
+    with engine.begin() as connection:
+        for name, value in _ADDED.items():
+            if name not in present:
+                kind = _jobs.c[name].type.compile(engine.dialect)
+                connection.execute(sa.text(f"ALTER TABLE {_jobs.name} ADD COLUMN {name} {kind}"))
+                if value is not None:
+                    connection.execute(_jobs.update().values({name: value}))
 
 
 def _make_engine(url: sa.URL) -> sa.Engine:

@@ -27,6 +27,7 @@ def make_manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ca
 
     def make(**options: Any) -> JobManager:
         options.setdefault("procs", 2)
+        options.setdefault("restart_delay_s", 0.1)
         options.setdefault("launcher", LocalLauncher("scripted_job", grace_s=1.0))
         made.append(JobManager(tmp_path / "data", **options))
         return made[-1]

@@ -52,6 +52,7 @@ def main() -> None:
     }
     launcher = DyingLauncher("scripted_job", grace_s=2.0)
     launcher.moment = os.environ.get("LOCKSTEP_TEST_KILL", "")
+    changes.setdefault("restart_delay_s", 0.1)
     settings = ServiceSettings(data_dir=Path(data_dir), port=int(port), **changes)
     run_server(settings, make_manager(settings, launcher))
 

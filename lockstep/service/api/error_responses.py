@@ -16,6 +16,7 @@ from lockstep.config import ConfigError
 from lockstep.service.errors import NoSpace, ServiceError
 from lockstep.service.rows import raise_if_full
 from lockstep.service.schemas import ErrorView
+from lockstep.service.store import describe_fault
 
 log = logging.getLogger(__name__)
 _MEANINGS = {
@@ -75,8 +76,9 @@ def install_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(SQLAlchemyError)
     async def no_database(request: Request, error: SQLAlchemyError) -> JSONResponse:
-        log.error("the database did not answer", exc_info=error)
-        return error_response(503, "busy", "the database does not answer: try again")
+        problem = describe_fault(error)
+        log.error("the database did not answer: %s", problem)
+        return error_response(503, "busy", f"the database does not answer: {problem}: try again later")
 
     @app.exception_handler(OSError)
     async def no_space(request: Request, error: OSError) -> JSONResponse:

@@ -58,7 +58,7 @@ _SSE = {"content": {"text/event-stream": {}}, "description": "Server-sent events
 _MAX_PAGE_BYTES = 8 << 20
 
 
-@router.post("", status_code=201, responses=documented(400, 408, 409, 413))
+@router.post("", status_code=201, responses=documented(400, 408, 409, 413, 429))
 async def submit_job(wanted: JobRequest, request: Request, manager: Manager, caller: Submitter) -> JobView:
     """Queue a run. The same id with the same content gives the job back instead of a second one."""
     submit = partial(manager.submit, wanted, owner=caller.name, admin=caller.is_admin)

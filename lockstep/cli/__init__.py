@@ -14,10 +14,10 @@ from lockstep.cli.options import app
 
 # isort: off
 # In the order in which --help lists the commands.
-from lockstep.cli import train, demo, data, verify, eval, generate, runs, scale, service
+from lockstep.cli import train, demo, data, verify, eval, generate, runs, scale, serve, service
 # isort: on
 
-__all__ = ["app", "data", "demo", "eval", "generate", "main", "runs", "scale", "service", "train", "verify"]
+__all__ = ["app", "data", "demo", "eval", "generate", "main", "runs", "scale", "serve", "service", "train", "verify"]
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Commands of the job service: serve, submit, jobs, logs, cancel, artifacts, token."""
+"""Commands that talk to a job service: submit, jobs, logs, cancel, artifacts; and token, for its operator."""
 
 from __future__ import annotations
 
@@ -19,104 +19,6 @@ Server = Annotated[
     str | None, typer.Option("--server", metavar="URL", help="Default: $LOCKSTEP_SERVER, or http://127.0.0.1:8322.")
 ]
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="The job's id.")]
-_DEFAULT_DIR = Path("~/.local/share/lockstep")
-# What the operator of a service allows.
-AllowPath = Annotated[list[Path] | None, typer.Option(metavar="DIR", help="Jobs may also read here. Can be repeated.")]
-AllowWrite = Annotated[
-    list[Path] | None, typer.Option(metavar="DIR", help="Jobs may also write here. Can be repeated.")
-]
-AllowEndpoint = Annotated[
-    list[str] | None, typer.Option(metavar="URL", help="Jobs may sample from this server. Can be repeated.")
-]
-AllowCode = Annotated[
-    bool, typer.Option("--allow-code", help="Let requests name code to run: as the service's user, with its rights.")
-]
-JobEnv = Annotated[
-    list[str] | None, typer.Option(metavar="NAME", help="Jobs also get this variable, like HF_TOKEN. Can be repeated.")
-]
-
-
-@app.command()
-def serve(
-    host: Annotated[str, typer.Option(help="Addresses other than loopback need --token-file.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 picks a free port.", min=0, max=65535)] = 8322,
-    data_dir: Annotated[
-        Path, typer.Option(metavar="DIR", help="Where jobs, data sets and the database are kept.")
-    ] = _DEFAULT_DIR,
-    database: Annotated[
-        str | None, typer.Option(metavar="URL", help="Also $LOCKSTEP_DATABASE. Default: SQLite in the data directory.")
-    ] = None,
-    procs: Annotated[
-        int | None, typer.Option(help="Processes for all jobs together. Default: one per GPU, or per core.", min=1)
-    ] = None,
-    max_jobs: Annotated[int | None, typer.Option(help="Jobs at a time. Default: as many as fit.", min=1)] = None,
-    token_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Tokens and their roles; see lockstep token.")
-    ] = None,
-    allow_path: AllowPath = None,
-    allow_write: AllowWrite = None,
-    allow_endpoint: AllowEndpoint = None,
-    allow_code: AllowCode = False,
-    job_env: JobEnv = None,
-    max_upload_mb: Annotated[int, typer.Option(help="Largest upload, in MB.", min=1)] = 1024,
-    max_datasets: Annotated[int, typer.Option(help="Most data sets kept.", min=1)] = 1000,
-    max_helpers: Annotated[
-        int | None, typer.Option(help="Reward or tokenising processes of a job. Default: two per core.", min=1)
-    ] = None,
-    max_priority: Annotated[int, typer.Option(help="Highest priority of submitters.", min=-1000, max=1000)] = 10,
-    max_queued: Annotated[int, typer.Option(help="Waiting jobs of each submitter.", min=1)] = 100,
-    max_running: Annotated[int | None, typer.Option(help="Running jobs of each user. Default: any.", min=1)] = None,
-    max_user_mb: Annotated[int, typer.Option(help="Data sets of each submitter, in MB.", min=1)] = 10240,
-    restart_delay: Annotated[
-        float, typer.Option(help="Seconds before a failed job's first restart; doubles each time.", min=0, max=300)
-    ] = 5.0,
-    rebuild: Annotated[
-        bool, typer.Option("--rebuild", help="Make a lost list of jobs anew from the job folders.")
-    ] = False,
-    max_connections: Annotated[int, typer.Option(help="At once, in all.", min=16)] = 1000,
-    max_connections_per_address: Annotated[int, typer.Option(help="At once, from one address.", min=4)] = 250,
-    tls_cert: Annotated[Path | None, typer.Option(metavar="FILE", help="Certificate chain (PEM): serve https.")] = None,
-    tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="Its private key (PEM).")] = None,
-    proxy: Annotated[
-        list[str] | None,
-        typer.Option(metavar="ADDRESS", help="Believe X-Forwarded headers from this reverse proxy. Can be repeated."),
-    ] = None,
-) -> None:
-    """Serve training jobs over HTTP, with a dashboard."""
-    import os
-
-    from lockstep.service.admission import Allowed
-    from lockstep.service.app import run_server
-    from lockstep.service.limits import UserLimits
-    from lockstep.service.settings import ServiceSettings
-
-    from_environment = os.environ.pop("LOCKSTEP_DATABASE", None)  # it may hold a password: jobs must not inherit it
-    run_server(
-        ServiceSettings(
-            data_dir=data_dir,
-            host=host,
-            port=port,
-            database=database or from_environment,
-            procs=procs,
-            max_jobs=max_jobs,
-            token_file=token_file,
-            allowed=Allowed(
-                tuple(allow_path or ()), tuple(allow_write or ()), tuple(allow_endpoint or ()), code=allow_code
-            ),
-            job_env=tuple(job_env or ()),
-            max_upload_mb=max_upload_mb,
-            max_datasets=max_datasets,
-            max_helpers=max_helpers,
-            user_limits=UserLimits(max_priority, max_queued, max_running, max_user_mb),
-            restart_delay_s=restart_delay,
-            rebuild=rebuild,
-            max_connections=max_connections,
-            max_connections_per_address=max_connections_per_address,
-            tls_cert=tls_cert,
-            tls_key=tls_key,
-            proxies=tuple(proxy or ()),
-        )
-    )
 
 
 @app.command()

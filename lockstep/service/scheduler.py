@@ -100,6 +100,11 @@ def _num_cores() -> int:
 # --- the queue -------------------------------------------------------------------------------------------------------
 
 
+def restart_delay(first_s: float, num_restarts: int) -> float:
+    """Seconds before the next restart of a job that has had so many."""
+    return min(first_s * 2**num_restarts, MAX_RESTART_DELAY_S)
+
+
 class Scheduler:
     def __init__(
         self,
@@ -270,7 +275,7 @@ class Scheduler:
         if outcome.state == "failed" and not outcome.would_fail_again:
             reason = "\n".join(filter(None, (reason, traceback_of(run))))
             if job.restarts < job.max_restarts and not job.requested_action:
-                delay_s = self._restart_delay(job)
+                delay_s = restart_delay(self._restart_delay_s, job.restarts)
                 log.info("job %s is started again in %.0f s: %s", job.id, delay_s, outcome.reason)
                 again = {"restarts": job.restarts + 1, "queued_at": time.time(), "slots": []}
                 again["restart_at"] = time.time() + delay_s
@@ -284,9 +289,6 @@ class Scheduler:
         return self._store.change(
             job, states=ACTIVE, state=outcome.state, reason=reason, slots=[], started_at=began_at, finished_at=ended_at
         )
-
-    def _restart_delay(self, job: Job) -> float:
-        return min(self._restart_delay_s * 2**job.restarts, MAX_RESTART_DELAY_S)
 
     def _remove(self, job: Job) -> bool:
         if job.requested_action != "delete" or job.state not in FINISHED:

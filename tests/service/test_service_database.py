@@ -168,28 +168,36 @@ def locked(manager: JobManager) -> Iterator[None]:
         other.close()
 
 
+listening: list[Callable[..., None]] = []
+
+
+@pytest.fixture(autouse=True)
+def _listen_no_more() -> Iterator[None]:
+    yield
+    while listening:
+        sa.event.remove(sa.Pool, "checkout", listening.pop())
+
+
 @contextmanager
-def pragma(manager: JobManager, on: str, off: str) -> Iterator[None]:
+def pragma(on: str, off: str) -> Iterator[None]:
     """On every connection, from now until the end."""
-    engine, wanted = manager.store._engine, [on]
+    wanted = [on]
 
     def set_it(connection: sqlite3.Connection, *_: object) -> None:
         connection.execute(f"PRAGMA {wanted[0]}")
 
-    sa.event.listen(engine, "checkout", set_it)
+    sa.event.listen(sa.Pool, "checkout", set_it)  # until the test ends: the next use of a connection must undo it
+    listening.append(set_it)
     try:
         yield
     finally:
         wanted[0] = off
-        for connection in [engine.connect() for _ in range(20)]:
-            connection.close()
-        sa.event.remove(engine, "checkout", set_it)
 
 
 FAULTS = {
     "locked": locked,
-    "disk is full": lambda manager: pragma(manager, "max_page_count=1", "max_page_count=1073741823"),
-    "read-only": lambda manager: pragma(manager, "query_only=ON", "query_only=OFF"),
+    "disk is full": lambda manager: pragma("max_page_count=1", "max_page_count=1073741823"),
+    "read-only": lambda manager: pragma("query_only=ON", "query_only=OFF"),
 }
 
 

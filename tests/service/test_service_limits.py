@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from lockstep.config import resolve_config
 from lockstep.service.errors import Forbidden, ServiceError, TooMany
 from lockstep.service.jobs import JobManager
 from lockstep.service.limits import UserLimits, count_slots
-from lockstep.service.scheduler import Scheduler, Slots
+from lockstep.service.scheduler import Slots, restart_delay
 from lockstep.service.schemas import FINISHED, JobRequest
 
 
@@ -116,12 +115,9 @@ def test_restarts_wait_longer_and_longer(make_manager: Callable[..., JobManager]
 
 
 def test_the_wait_is_capped_and_survives_a_clock_that_was_set_back(make_manager: Callable[..., JobManager]) -> None:
-    manager = make_manager(restart_delay_s=5.0)
-    manager.submit(job(id="mine", max_restarts=100))
-    scheduler: Scheduler = manager._scheduler
-    row = replace(manager.store.get("mine"), state="running", restarts=20)
-    assert scheduler._restart_delay(row) == 300.0
-    assert scheduler._restart_delay(replace(row, restarts=0)) == 5.0
+    assert [restart_delay(5.0, restarts) for restarts in (0, 1, 2, 20, 100)] == [5.0, 10.0, 20.0, 300.0, 300.0]
+    manager = make_manager()
+    manager.submit(job(id="mine"))
     assert manager.store.change(manager.store.get("mine"), restart_at=time.time() + 10_000)
     manager.start()
     wait_for(lambda: manager.get("mine").state == "completed", 60)

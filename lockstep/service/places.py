@@ -67,15 +67,16 @@ class Places:
 
     def may_read(self, path: Path, may_use_job: Callable[[str], bool] | None = None) -> bool:
         """`path` is resolved. Without `may_use_job`: only what the operator put there, not what jobs have written."""
-        if any(path.is_relative_to(folder.resolve()) for folder in self._readable):
-            return True
-        if may_use_job is None or not path.is_relative_to(self._data_dir.jobs):
-            return False
-        parts = path.relative_to(self._data_dir.jobs).parts
-        return bool(parts) and may_use_job(parts[0])
+        if path.is_relative_to(self._data_dir.path) and not path.is_relative_to(self._data_dir.models):
+            # Whatever the operator allows around it: what is in here belongs to its owners.
+            inside = path.relative_to(self._data_dir.path).parts
+            return may_use_job is not None and inside[:1] == ("jobs",) and len(inside) > 1 and may_use_job(inside[1])
+        return any(path.is_relative_to(folder.resolve()) for folder in self._readable)
 
     def may_write(self, path: Path) -> bool:
-        """`path` is resolved."""
+        """`path` is resolved. Never in the data directory, whatever the operator allows around it."""
+        if path.is_relative_to(self._data_dir.path):
+            return False
         return any(path.is_relative_to(folder.resolve()) for folder in self._writable)
 
 

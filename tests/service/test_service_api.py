@@ -71,7 +71,7 @@ def test_a_job_over_http(http: TestClient) -> None:
     assert wait(http, "mine")["state"] == "completed"
     listed = http.get("/api/jobs").json()
     assert (listed["total"], [job["id"] for job in listed["jobs"]]) == (1, ["mine"])
-    assert http.get("/api/jobs", params={"state": "failed"}).json() == {"jobs": [], "total": 0}
+    assert http.get("/api/jobs", params={"state": "failed"}).json()["jobs"] == []
     config = http.get("/api/jobs/mine/config").json()
     assert config["config"] == yaml.safe_load(config["yaml"])
     assert config["config"]["optim"]["learning_rate"] == "auto", "every default is written out"

@@ -239,6 +239,27 @@ def test_reading_and_writing_are_allowed_apart(make_manager: MakeManager, folder
         admit(train=str(writable))
 
 
+def test_a_folder_around_the_data_directory_does_not_open_it(make_manager: MakeManager, tmp_path: Path) -> None:
+    manager = make_manager(allowed=Allowed(read=(tmp_path,), write=(tmp_path,)))
+    manager.submit(_request("hers"), owner="ann")
+    for inside in ("service.db", "jobs/hers/export", "datasets/hers.jsonl", "jobs", ""):
+        with pytest.raises(Forbidden):
+            manager.admit(tree(model=str(tmp_path / "data" / inside)), owner="bob")
+        with pytest.raises(Forbidden):
+            manager.admit(tree(data={"train": "some/rows", "cache_dir": str(tmp_path / "data" / inside)}), owner="bob")
+    manager.admit(tree(model="job:hers"), owner="ann")
+    manager.admit(tree(data={"train": "some/rows", "cache_dir": str(tmp_path / "cache")}), owner="bob")
+
+
+def test_a_folder_around_everything_is_read_without_the_rest(make_manager: MakeManager, tmp_path: Path) -> None:
+    """A link that leads into the data directory leads out of what may be read."""
+    manager = make_manager(allowed=Allowed(read=(tmp_path,)))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "rows.jsonl").symlink_to(tmp_path / "data" / "service.db")
+    with pytest.raises(Forbidden, match="a link in it leads out"):
+        manager.admit(tree(data={"train": str(tmp_path / "mine")}))
+
+
 def test_an_uploaded_data_set_is_rows_and_nothing_else(http: TestClient, tmp_path: Path) -> None:
     http.post("/api/datasets/rows", content=ROW)
     file = str(tmp_path / "data" / "datasets" / "rows.jsonl")

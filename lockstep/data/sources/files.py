@@ -233,7 +233,7 @@ def find_hub_files(source: SourceConfig) -> list[SourceFile]:
         import datasets
     except ImportError as error:
         raise DataError(f"{missing}; to read it from the Hugging Face Hub: pip install 'lockstep[data]'") from error
-    with _offline_if_unreachable(datasets) as is_reachable:
+    with _offline_if_unreachable(datasets) as is_reachable, _own_files_only(datasets):
         try:
             loaded = datasets.load_dataset(
                 source.path, name=source.subset, split=source.split, revision=source.revision, keep_in_memory=False
@@ -274,6 +274,28 @@ def _offline_if_unreachable(datasets: Any) -> Iterator[bool]:
         yield is_reachable
     finally:
         datasets.config.HF_HUB_OFFLINE = was_offline
+
+
+@contextmanager
+def _own_files_only(datasets: Any) -> Iterator[None]:
+    """A data set's card names its files, and the library takes any path of this machine and any address there.
+
+    So that whoever writes a card does not choose what is read here. Can go when the library refuses it itself.
+    """
+    module = datasets.data_files
+    resolve: Callable[..., list[str]] = module.resolve_pattern
+
+    def resolve_own(pattern: str, base_path: str, *rest: Any, **options: Any) -> list[str]:
+        is_remote = pattern.startswith("hf://") and "::" not in pattern
+        if ".." in pattern.split("/") or (not is_remote and (":" in pattern or pattern.startswith(("/", "~", "\\")))):
+            raise DataError(f"its card names {pattern}, which is not a file of the data set")
+        return resolve(pattern, base_path, *rest, **options)
+
+    module.resolve_pattern = resolve_own
+    try:
+        yield
+    finally:
+        module.resolve_pattern = resolve
 
 
 def is_hub_up(url: str) -> bool:

@@ -195,6 +195,37 @@ def test_hub_data_is_read_from_the_library_s_files(
     ]
 
 
+@pytest.mark.parametrize("name", ["{secret}/rows.jsonl", "file://{secret}/rows.jsonl", "../secret/rows.jsonl"])
+def test_a_data_set_of_the_hub_reads_no_file_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, datasets: Any, name: str
+) -> None:
+    """Its card says which files it has, and the library would take any path or address there."""
+    fill(tmp_path / "data", "train.jsonl")
+    fill(tmp_path / "secret", "rows.jsonl")
+    give_as_hub_data(datasets, monkeypatch, tmp_path / "data")
+    card = "---\nconfigs:\n- config_name: default\n  data_files: {name}\n---\n"
+    write(tmp_path / "data" / "README.md", card.format(name="train.jsonl").encode())
+    (file,) = find_files(SourceConfig(path="owner/data"))
+    assert len(list(read_raw(file))) == 1
+    write(tmp_path / "data" / "README.md", card.format(name=name.format(secret=tmp_path / "secret")).encode())
+    assert "which is not a file of the data set" in complaint("owner/data")
+
+
+def test_a_data_set_of_the_hub_calls_no_other_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, datasets: Any
+) -> None:
+    fill(tmp_path / "data", "train.jsonl")
+    give_as_hub_data(datasets, monkeypatch, tmp_path / "data")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}/rows.jsonl"
+        card = f"---\nconfigs:\n- config_name: default\n  data_files: {address}\n---\n"
+        write(tmp_path / "data" / "README.md", card.encode())
+        assert "which is not a file of the data set" in complaint("owner/data")
+        server.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            server.accept()
+
+
 def test_joined_splits_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, datasets: Any) -> None:
     fill(tmp_path / "data", "train.jsonl", "test.jsonl")
     give_as_hub_data(datasets, monkeypatch, tmp_path / "data")

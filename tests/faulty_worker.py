@@ -293,6 +293,22 @@ def reference_is_the_policy() -> None:
     ParameterCopy._exchange = lambda self: None  # type: ignore[method-assign]
 
 
+def one_length_for_all() -> None:
+    """Positions that depend on length follow the longest text of a row, as transformers has it."""
+    from lockstep.model.rotary import RotaryByLength
+
+    RotaryByLength.of = classmethod(lambda cls, model: cls())  # type: ignore[method-assign,assignment]
+
+
+def windows_forgotten() -> None:
+    """Attention sees the whole text in layers with a sliding window."""
+    from lockstep.model import attention
+
+    honest = attention.segment_by_segment
+    attention.segment_by_segment = lambda *arguments: honest(*arguments[:5], None, arguments[6])
+
+
+LENGTH_FAULTS: dict[str, Callable[[], None]] = {f.__name__: f for f in (one_length_for_all, windows_forgotten)}
 POLICY_FAULTS: dict[str, Callable[[], None]] = {
     fault.__name__: fault
     for fault in (
@@ -338,6 +354,6 @@ FAULTS: dict[str, Callable[[], None]] = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    faults = {**FAULTS, **PREFERENCE_FAULTS, **POLICY_FAULTS, "norms_round": norms_round}
+    faults = {**FAULTS, **PREFERENCE_FAULTS, **POLICY_FAULTS, **LENGTH_FAULTS, "norms_round": norms_round}
     faults[os.environ["LOCKSTEP_TEST_FAULT"]]()
     return worker.main(arguments)

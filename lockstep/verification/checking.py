@@ -36,7 +36,15 @@ from lockstep.verification.layouts import (
 from lockstep.verification.plain_loop import PlainAdamW, StepValues, plain_batches, run_plain_loop
 from lockstep.verification.plain_policy import run_plain_policy
 from lockstep.verification.plain_preference import PlainPreference
-from lockstep.verification.reduced import Reduction, build_reduced, choose_reduction, find_limits, reference_config
+from lockstep.verification.reduced import (
+    Reduction,
+    build_reduced,
+    choose_limit,
+    choose_reduction,
+    find_length_limits,
+    find_limits,
+    reference_config,
+)
 from lockstep.verification.sample import (
     MAX_ANSWERS,
     MAX_ROWS,
@@ -201,7 +209,9 @@ def _prepare(config: RunConfig, requested: Sequence[Layout] | None) -> _Prepared
     tokens = distinct_tokens([batch.data for batch in batches])
     batches = [replace(batch, data=renumber(batch.data, tokens)) for batch in batches]
     stages = [layout.num_stages for layout in (*(requested or ()), own_layout(config))]
-    reduction = choose_reduction(config, tokens, num_layers=max(_MIN_LAYERS, *stages))
+    lengths = [len(d.prompt) + len(c.tokens) for batch in batches for d in batch.data for c in d.completions]
+    limit = choose_limit(lengths)
+    reduction = choose_reduction(config, tokens, max(_MIN_LAYERS, *stages), limit)
     limits = _limit_sampling(config, find_limits(config, reduction))
     o = config.optim
     step = OptimStep(config.learning_rate, o.beta1, o.beta2, o.eps, o.weight_decay)
@@ -210,13 +220,14 @@ def _prepare(config: RunConfig, requested: Sequence[Layout] | None) -> _Prepared
     size = sum(p.numel() for p in model.parameters())
     other = None
     if getattr(config.algorithm, "reference_model", None) is not None:
-        other = choose_reduction(reference_config(config), tokens, reduction.num_layers)
+        other = choose_reduction(reference_config(config), tokens, reduction.num_layers, limit)
     optimizer = PlainAdamW(model, step, clip_at_half=clips)
     expected = _plain_steps(config, model, batches, choice.kind, optimizer, other)
     step = optimizer.step
     budgets = choose_budgets([batch.data for batch in batches])
     job = LayoutJob(config, ONE, reduction, tokens, budgets, step, _COLLECTIVE_S, choice.kind, other)
     notes = _describe_changes(config, job, size, [len(batch.data) for batch in batches])
+    notes += _describe_length_limits(config, limit, lengths)
     return _Prepared(job, expected, limits, [*notes, *describe_reference(config, choice, expected)])
 
 
@@ -337,6 +348,19 @@ def _describe_changes(config: RunConfig, job: LayoutJob, size: int, rows: Sequen
         "AdamW's eps is raised to the size of the gradient, so that its step depends on more than the gradient's signs"
     )
     return notes
+
+
+def _describe_length_limits(config: RunConfig, limit: int, lengths: Sequence[int]) -> list[str]:
+    found = find_length_limits(load_hf_config(config.model), at_least=limit)
+    if not found:
+        return []
+    num_longer = sum(length > limit for length in lengths)
+    lowered = ", ".join(f"{name} {value:,}" for name, value in found.items())
+    only = "" if num_longer < len(lengths) else ", so that texts up to that length are not verified"
+    return [
+        f"what changes with the length of a text ({lowered}) does so at {limit} tokens here: {num_longer} of "
+        f"{len(lengths)} texts are longer{only}"
+    ]
 
 
 def _describe_answers(group_size: int) -> list[str]:

@@ -25,20 +25,23 @@ from lockstep.verification.layouts import ModelLimits
 
 _HEAD_DIM = 8
 _MAX_PARAMETERS = 100_000_000  # float64, with gradients and moments, on every rank
+_LENGTHS = ("sliding_window", "attention_chunk_size", "floor_scale")
 _WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """`padding` is the new id of the padding token, where rows contain it."""
+    """`padding` is the new id of the padding token, where rows contain it. `limit`: beyond this many tokens a text is
+    computed differently, where the model does so beyond some length."""
 
     num_layers: int
     num_tokens: int
     padding: int | None
     narrow: bool = True
+    limit: int | None = None
 
 
-def choose_reduction(config: RunConfig, tokens: list[int], num_layers: int) -> Reduction:
+def choose_reduction(config: RunConfig, tokens: list[int], num_layers: int, limit: int | None = None) -> Reduction:
     """Narrower too, unless the model's settings do not allow it."""
     text = load_hf_config(config.model).get_text_config()
     padding = getattr(text, "pad_token_id", None)
@@ -46,6 +49,7 @@ def choose_reduction(config: RunConfig, tokens: list[int], num_layers: int) -> R
         num_layers=min(num_layers, text.num_hidden_layers),
         num_tokens=_like(len(tokens), text.vocab_size, 8),
         padding=tokens.index(padding) if padding in tokens else None,
+        limit=limit,
     )
     return reduction if _runs(config, reduction) else replace(reduction, narrow=False)
 
@@ -158,6 +162,9 @@ def _reduce(architecture: Any, reduction: Reduction) -> Any:
             setattr(text, name, 0.0)
     if reduction.narrow:
         _narrow(text)
+    if reduction.limit is not None:
+        _lower_limits(text, reduction.limit)
+    _fit_factors(text)
     if hasattr(text, "initializer_range"):
         text.initializer_range = text.hidden_size**-0.5  # logits far from uniform, so that faults show
     return architecture
@@ -174,6 +181,61 @@ def _narrow(text: Any) -> None:
         width = getattr(text, name, None)
         if isinstance(width, int) and width > 2 * hidden:
             setattr(text, name, _like(2 * hidden, width, 16))
+
+
+def choose_limit(lengths: Iterable[int]) -> int:
+    """Some of the texts are longer, the others not, unless all are of one length: then all are longer."""
+    ordered = sorted(lengths)
+    shorter = [length for length in ordered[: len(ordered) // 2 + 1] if length < ordered[-1]]
+    return max(shorter[-1] if shorter else ordered[-1] - 1, 4)
+
+
+def find_length_limits(architecture: Any, at_least: int) -> dict[str, int]:
+    """Lengths beyond which a model computes a text differently, by the names of its settings. Windows count from
+    `at_least` tokens on: smaller ones stay as they are."""
+    text = architecture.get_text_config()
+    values = {name: getattr(text, name, None) for name in _LENGTHS}
+    limits = {name: value for name, value in values.items() if isinstance(value, int) and value > at_least}
+    for settings in _rope_settings(text):
+        if settings.get("rope_type") == "longrope":
+            limits["longrope"] = settings["original_max_position_embeddings"]
+        elif settings.get("rope_type") == "dynamic":
+            limits["dynamic rope"] = text.max_position_embeddings
+    return limits
+
+
+def _lower_limits(text: Any, limit: int) -> None:
+    """To where the sampled texts are: on both sides."""
+    for name in _LENGTHS:
+        value = getattr(text, name, None)
+        if isinstance(value, int) and value > limit:
+            setattr(text, name, limit)
+    for settings in _rope_settings(text):
+        if settings.get("rope_type") == "longrope":
+            ratio = text.max_position_embeddings / settings["original_max_position_embeddings"]
+            settings["original_max_position_embeddings"] = limit
+            text.max_position_embeddings = round(limit * ratio)
+            if hasattr(text, "original_max_position_embeddings"):
+                text.original_max_position_embeddings = limit
+        elif settings.get("rope_type") == "dynamic":
+            text.max_position_embeddings = limit
+
+
+def _rope_settings(text: Any) -> list[dict[str, Any]]:
+    """One, or one for each type of layer."""
+    settings = getattr(text, "rope_parameters", None) or {}
+    return [settings] if "rope_type" in settings else [s for s in settings.values() if isinstance(s, dict)]
+
+
+def _fit_factors(text: Any) -> None:
+    """longrope has a factor for each pair of a head's rotated dimensions: a narrower head has fewer, evenly chosen."""
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    for settings in _rope_settings(text):
+        count = int(size * settings.get("partial_rotary_factor", 1.0)) // 2
+        for name in ("short_factor", "long_factor"):
+            factors = settings.get(name)
+            if factors is not None and len(factors) > count:
+                settings[name] = [factors[i * len(factors) // count] for i in range(count)]
 
 
 def _like(size: int, original: int, modulus: int) -> int:

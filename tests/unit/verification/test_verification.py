@@ -9,15 +9,25 @@ from typing import Any
 import pytest
 import tiny
 import torch
+import transformers
 
 from lockstep.config import ConfigError, Degrees, RunConfig, load_config
+from lockstep.model.load import load_hf_config
 from lockstep.types import Completion, Datum, OptimStep
 from lockstep.verification import checking as compare
 from lockstep.verification.checking import tensor_errors
 from lockstep.verification.job import agreed_refusal, record_failure
 from lockstep.verification.layouts import ONE, ModelLimits, default_layouts, own_layout, parse_layouts, problem
 from lockstep.verification.plain_loop import PlainAdamW, StepValues, plain_batches, plain_cross_entropy, run_plain_loop
-from lockstep.verification.reduced import Reduction, build_reduced, choose_layer_types, choose_reduction, find_limits
+from lockstep.verification.reduced import (
+    Reduction,
+    build_reduced,
+    choose_layer_types,
+    choose_limit,
+    choose_reduction,
+    find_length_limits,
+    find_limits,
+)
 from lockstep.verification.sample import (
     SampleBatch,
     choose_budgets,
@@ -214,6 +224,30 @@ def test_a_model_that_cannot_be_narrowed_is_only_made_shallow(tmp_path: Path, mo
     reduction = choose_reduction(config, list(range(100)), num_layers=4)
     assert not reduction.narrow
     assert build_reduced(config, reduction).config.hidden_size == 256
+
+
+def test_limits_by_length_lie_between_the_sampled_texts(tmp_path: Path) -> None:
+    assert choose_limit([40, 50, 60, 60]) == 50
+    assert choose_limit([64] * 5) == 63
+    assert choose_limit([30, *[64] * 9]) == 30
+    assert choose_limit([3, 4]) == 4
+    factors = {"short_factor": [float(i) for i in range(16)], "long_factor": [2.0 * i for i in range(16)]}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
+    shape = {**tiny.build_model().config.to_dict(), "hidden_size": 128, "max_position_embeddings": 131072}
+    shape |= {"rope_parameters": rope, "original_max_position_embeddings": 4096, "sliding_window": 2047}
+    del shape["head_dim"], shape["model_type"]
+    folder = tmp_path / "model"
+    transformers.Phi3ForCausalLM(transformers.Phi3Config(**shape)).save_pretrained(folder)
+    tiny.build_tokenizer().save_pretrained(folder)
+    config = configure(tmp_path, folder)
+    reduction = choose_reduction(config, list(range(100)), num_layers=2, limit=40)
+    assert reduction.narrow
+    text = build_reduced(config, reduction).config
+    assert (text.sliding_window, text.rope_parameters["original_max_position_embeddings"]) == (40, 40)
+    assert text.max_position_embeddings == 40 * 32  # the ratio decides how attention is scaled
+    assert text.rope_parameters["short_factor"] == [0.0, 4.0, 8.0, 12.0]
+    found = find_length_limits(load_hf_config(config.model), at_least=40)
+    assert found == {"sliding_window": 2047, "longrope": 4096}
 
 
 def test_every_kind_of_layer_is_kept() -> None:

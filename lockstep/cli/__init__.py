@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli.options import app
+from lockstep.cli.options import app, echo
 
 # isort: off
 # In the order in which --help lists the commands.
@@ -25,10 +25,10 @@ def main() -> None:
     try:
         app()
     except ValueError as error:
-        typer.echo(f"error: {error}", err=True)
+        echo(f"error: {error}", err=True)
         sys.exit(2)
     except OSError as error:
-        typer.echo(f"error: {error}", err=True)
+        echo(f"error: {error}", err=True)
         sys.exit(1)
 
 

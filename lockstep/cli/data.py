@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.cli.display import data_progress, make_console, print_facts, quieten_libraries
-from lockstep.cli.options import Config, Json, Overrides, app, load_settings
+from lockstep.cli.options import Config, Json, Overrides, app, echo, load_settings
 from lockstep.reports.page import format_count
 
 if TYPE_CHECKING:
@@ -51,13 +51,13 @@ def data(
     if html is not None:
         html.write_text(data_page(sheet), encoding="utf-8")
     if as_json:
-        typer.echo(json.dumps(sheet.as_json()))
+        echo(json.dumps(sheet.as_json()))
     else:
         print_sheet(make_console(), sheet)
     if html is not None:
-        typer.echo(f"wrote {html}", err=True)
+        echo(f"wrote {html}", err=True)
     if strict and sheet.warnings:
-        typer.echo(f"error: {len(sheet.warnings)} warnings, and --strict", err=True)
+        echo(f"error: {len(sheet.warnings)} warnings, and --strict", err=True)
         raise typer.Exit(1)
 
 

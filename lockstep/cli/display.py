@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.progress_bar import ProgressBar
+from rich.segment import Segment
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
@@ -57,9 +58,19 @@ _MAX_WARNINGS = 8  # in a summary
 STATE_STYLES = {"completed": "green", "failed": "red", "cancelled": "yellow", "running": "cyan", "lost": "red"}
 
 
+class TerminalConsole(Console):
+    """Names, rows and answers were written by others: what the terminal would obey in them is shown instead."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        from lockstep.config.text import write_out
+
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(write_out(segment.text), segment.style)
+
+
 def make_console(stderr: bool = False) -> Console:
     """Lines are not wrapped where the output is a file or a pipe."""
-    console = Console(stderr=stderr)
+    console = TerminalConsole(stderr=stderr)
     return console if console.is_terminal else Console(stderr=stderr, width=200, no_color=True)
 
 

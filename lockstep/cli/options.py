@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -35,6 +36,15 @@ AllowPickle = Annotated[
 ]
 MaxTokens = Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)]
 Temperature = Annotated[float, typer.Option(help="0 always takes the most likely token.", min=0.0)]
+
+
+def echo(text: object, *, err: bool = False, nl: bool = True, keep: str = "") -> None:
+    """What was written by others is no command to the terminal; a file or a pipe gets it as it is."""
+    if (sys.stderr if err else sys.stdout).isatty():
+        from lockstep.config.text import write_out
+
+        text = write_out(str(text), keep)
+    typer.echo(text, err=err, nl=nl)
 
 
 def load_settings(config: str | None, overrides: Sequence[str] | None, procs: int | None = None) -> RunConfig:
@@ -71,4 +81,4 @@ def convert_checkpoints(path: Path) -> None:
         raise ValueError(f"{run.path} is still running: stop it before you convert its checkpoints")
     steps = convert_pickled(run)
     shown = f"of step {', '.join(map(str, steps))}" if steps else "none was left to convert"
-    typer.echo(f"converted checkpoints: {shown}", err=True)
+    echo(f"converted checkpoints: {shown}", err=True)

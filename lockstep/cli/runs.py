@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from lockstep.cli.display import make_console, print_facts, quieten_libraries, runs_table
-from lockstep.cli.options import AllowPickle, Json, app, convert_checkpoints
+from lockstep.cli.options import AllowPickle, Json, app, convert_checkpoints, echo
 
 if TYPE_CHECKING:
     from lockstep.rundir import RunDir
@@ -30,11 +30,11 @@ def runs(
         raise ValueError(f"there is no folder {folder}")
     rows = [_run_row(run) for run in find_runs(folder)]
     if as_json:
-        typer.echo(json.dumps(rows))
+        echo(json.dumps(rows))
     elif rows:
         make_console().print(runs_table(rows))
     else:
-        typer.echo(f"no runs in {folder}")
+        echo(f"no runs in {folder}")
 
 
 def _run_row(run: RunDir) -> dict[str, object]:
@@ -69,7 +69,7 @@ def samples(
         rows = sorted(known, key=lambda row: row["reward"], reverse=best)
     if as_json:
         for row in rows[:limit]:
-            typer.echo(json.dumps(row, ensure_ascii=False))
+            echo(json.dumps(row, ensure_ascii=False))
         return
     _print_samples(make_console(), rows[:limit], len(rows))
 
@@ -113,7 +113,7 @@ def plot(
     from lockstep.reports.curves import plot_runs
 
     for path in plot_runs(run_dirs, out):
-        typer.echo(path)
+        echo(path)
 
 
 @app.command()
@@ -135,6 +135,6 @@ def export(
         convert_checkpoints(run)
     facts = export_run(run, to, adapter=adapter, step=step)
     if as_json:
-        typer.echo(json.dumps(facts, default=str))
+        echo(json.dumps(facts, default=str))
     else:
         print_facts(make_console(), facts)

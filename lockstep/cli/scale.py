@@ -14,7 +14,7 @@ import typer
 from rich.table import Table
 
 from lockstep.cli.display import borderless_table, make_console
-from lockstep.cli.options import Config, Json, Overrides, app, load_settings
+from lockstep.cli.options import Config, Json, Overrides, app, echo, load_settings
 
 if TYPE_CHECKING:
     from lockstep.config import RunConfig
@@ -44,7 +44,7 @@ def scale(
         with make_console(stderr=True).status(f"{steps} steps on {procs} processes"):
             results = measure(settings, sizes, steps, folder)
     except RunFailed as error:
-        typer.echo(f"error: {error}", err=True)
+        echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
     for table in (size_table(results), flow_table(results)):
         if table.rows:
@@ -53,10 +53,10 @@ def scale(
     for warning in straggler_warnings(results):
         console.print(f"warning: {warning}", highlight=False, soft_wrap=True)
     for path in write_report(results, f"{settings.name} at several sizes", folder):
-        typer.echo(f"wrote {path}", err=True)
+        echo(f"wrote {path}", err=True)
     if as_json:
         rows = [{**asdict(size), "sent_bytes": size.sent_bytes} for size in results]
-        typer.echo(json.dumps({"out": str(folder), "sizes": rows}))
+        echo(json.dumps({"out": str(folder), "sizes": rows}))
 
 
 def parse_sizes(text: str) -> list[int]:

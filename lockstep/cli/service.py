@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lockstep.cli.display import make_console, runs_table
-from lockstep.cli.options import Config, Json, Overrides, app, load_settings
+from lockstep.cli.options import Config, Json, Overrides, app, echo, load_settings
 
 if TYPE_CHECKING:
     from lockstep.service.client import Client
@@ -43,12 +43,12 @@ def submit(
 
     settings = load_settings(config, overrides)
     with Client(server) as client:
-        tree = prepare_config(settings, client if upload else None, lambda text: typer.echo(text, err=True))
+        tree = prepare_config(settings, client if upload else None, lambda text: echo(text, err=True))
         job = client.submit(JobRequest(id=job_id, name=name, config=tree, priority=priority, max_restarts=max_restarts))
         if as_json:
-            typer.echo(job.model_dump_json())
+            echo(job.model_dump_json())
         else:
-            typer.echo(f"{job.id} {job.state}: follow it with 'lockstep logs {job.id} -f', or at {client.url}")
+            echo(f"{job.id} {job.state}: follow it with 'lockstep logs {job.id} -f', or at {client.url}")
 
 
 @app.command()
@@ -70,13 +70,13 @@ def jobs(
     with Client(server) as client:
         listing = client.jobs(state, search=search, limit=limit)  # type: ignore[arg-type]
     if as_json:
-        typer.echo(listing.model_dump_json())
+        echo(listing.model_dump_json())
     elif not listing.jobs:
-        typer.echo("no jobs")
+        echo("no jobs")
     else:
         make_console().print(runs_table([_row(job) for job in listing.jobs]))
         if listing.total > len(listing.jobs):
-            typer.echo(f"{listing.total - len(listing.jobs)} more: --limit shows them")
+            echo(f"{listing.total - len(listing.jobs)} more: --limit shows them")
 
 
 def _row(job: Any) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def logs(
 
     with Client(server) as client:
         for text in client.logs(job, follow=follow, tail=tail, rank=rank):
-            typer.echo(text, nl=False)
+            echo(text, nl=False, keep="\r")  # progress bars go back to the beginning of their line
         if follow:
             raise typer.Exit(_print_end(client, job))
 
@@ -114,7 +114,7 @@ def logs(
 def _print_end(client: Client, job_id: str) -> int:
     """The exit code of the job: 0 completed, 1 otherwise."""
     job = client.job(job_id)
-    typer.echo(f"{job.id} {job.state}" + (f": {job.reason.splitlines()[0]}" if job.reason else ""), err=True)
+    echo(f"{job.id} {job.state}" + (f": {job.reason.splitlines()[0]}" if job.reason else ""), err=True)
     return 0 if job.state == "completed" else 1
 
 
@@ -126,7 +126,7 @@ def cancel(job: JobId, server: Server = None) -> None:
     with Client(server) as client:
         client.cancel(job)
         ended = client.wait(job, timeout_s=60.0)
-        typer.echo(f"{ended.id} {ended.state}")
+        echo(f"{ended.id} {ended.state}")
 
 
 @app.command()
@@ -145,16 +145,16 @@ def artifacts(
     with Client(server) as client:
         files = [a for a in client.artifacts(job) if every or a.path.startswith("export/")]
         if as_json:
-            typer.echo(json.dumps([artifact.model_dump() for artifact in files]))
+            echo(json.dumps([artifact.model_dump() for artifact in files]))
         for artifact in files:
             if download is not None:
                 client.download(job, artifact.path, _inside(download, artifact.path))
             if not as_json:
-                typer.echo(f"{artifact.bytes:>14,}  {artifact.path}")
+                echo(f"{artifact.bytes:>14,}  {artifact.path}")
     if not files:
-        typer.echo("nothing is exported yet" + ("" if every else ": --all shows checkpoints and logs"), err=True)
+        echo("nothing is exported yet" + ("" if every else ": --all shows checkpoints and logs"), err=True)
     elif download is not None:
-        typer.echo(f"wrote {len(files)} files into {download}", err=True)
+        echo(f"wrote {len(files)} files into {download}", err=True)
 
 
 def _inside(folder: Path, name: str) -> Path:
@@ -176,5 +176,5 @@ def token(
     from lockstep.service.access import make_token
 
     secret, line = make_token(name, role)
-    typer.echo(f"token (shown once, for $LOCKSTEP_TOKEN): {secret}", err=True)
-    typer.echo(line)
+    echo(f"token (shown once, for $LOCKSTEP_TOKEN): {secret}", err=True)
+    echo(line)

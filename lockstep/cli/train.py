@@ -19,6 +19,7 @@ from lockstep.cli.options import (
     Overrides,
     app,
     convert_checkpoints,
+    echo,
     load_settings,
 )
 
@@ -176,14 +177,14 @@ def _print_failure(run: RunDir, reason: str) -> None:
     failures = run.failures()
     log = run.logs / f"rank-{failures[0]['rank']}.log" if failures else run.logs
     where = log if log.exists() else run.logs
-    typer.echo(f"error: {reason}\n       more in {where}", err=True)
+    echo(f"error: {reason}\n       more in {where}", err=True)
 
 
 def _print_result(run: RunDir, as_json: bool) -> None:
     from lockstep.launch.start import result_of
 
     if as_json:
-        typer.echo(json.dumps(result_of(run)))
+        echo(json.dumps(result_of(run)))
 
 
 def _describe(settings: RunConfig, as_json: bool) -> None:
@@ -191,11 +192,11 @@ def _describe(settings: RunConfig, as_json: bool) -> None:
 
     facts = describe(settings)
     if as_json:
-        typer.echo(json.dumps({"config": settings.model_dump(mode="json"), "plan": facts}, default=str))
+        echo(json.dumps({"config": settings.model_dump(mode="json"), "plan": facts}, default=str))
         return
     console = make_console()
     console.print("[bold]configuration[/]")
-    typer.echo("".join(f"  {line}\n" for line in settings.to_yaml().splitlines()))
+    echo("".join(f"  {line}\n" for line in settings.to_yaml().splitlines()))
     console.print("[bold]what would be trained[/]")
     print_facts(console, facts)
 
@@ -219,4 +220,4 @@ def init(
         file.write_text(starter_yaml(algorithm, str(file)), encoding="utf-8")
     except OSError as error:
         raise ValueError(f"cannot write {file}: {error.strerror or error}") from error
-    typer.echo(f"wrote {file}: set model.path and data.train, then: lockstep train {file}")
+    echo(f"wrote {file}: set model.path and data.train, then: lockstep train {file}")

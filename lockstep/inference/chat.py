@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from lockstep.config.text import write_out
 from lockstep.types import Prompt, SamplingParams, TextCompletion
 
 Message = dict[str, Any]
@@ -87,7 +88,8 @@ def _read_turns(interactive: bool) -> Iterator[str]:
 
 
 def _write(text: str) -> None:
-    sys.stdout.write(text)
+    """What a model says is no command to the terminal; a pipe gets it as it is."""
+    sys.stdout.write(write_out(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 

@@ -19,6 +19,7 @@ from fastapi import Depends, Request
 from starlette.datastructures import Headers
 
 from lockstep.config import ConfigError
+from lockstep.config.text import find_invisible
 from lockstep.service.errors import Busy, Forbidden, NotFound, Unauthorised
 from lockstep.service.jobs import JobManager
 from lockstep.service.schemas import Role
@@ -91,6 +92,8 @@ class Tokens:
 def _parse(line: str, place: str) -> tuple[str, Caller]:
     match line.split():
         case [name, ("read" | "submit" | "admin") as role, digest] if re.fullmatch(r"[0-9a-f]{64}", digest):
+            if (hidden := find_invisible(name)) is not None:
+                raise ConfigError(f"{place}: the name holds the letter {hidden!a}, which nobody sees: leave it out")
             return digest, Caller(name, role)
     raise ConfigError(
         f"{place}: expected NAME ROLE HASH, with a role of {', '.join(get_args(Role))}: see lockstep token"

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import RunConfig
+from lockstep.config.text import find_invisible
 from lockstep.launch import Launcher, LocalLauncher
 from lockstep.rundir import RunDir
 from lockstep.service.admission import NOTHING_MORE, Admission, Admitted, Allowed, digest_of
@@ -135,6 +136,7 @@ class JobManager:
         present = None if request.id is None else self.store.find(request.id)
         if present is None:
             admitted = self.admit(request.config, owner=owner, admin=admin)
+            _check_name(request.name or admitted.config.name)
             num_slots = count_slots(admitted.config, self.slots, self._max_helpers)
             if owner and not admin:
                 check_user(request, owner, self._limits, self.store)
@@ -243,6 +245,13 @@ class JobManager:
         if job.state == "queued" and place is None:
             place = self.store.queue_position(job)
         return view_job(job, RunDir(self.data_dir.jobs / job.id), self.slots, place)
+
+
+def _check_name(name: str) -> None:
+    """Lists of jobs are read by others: what is there must be what they see."""
+    hidden = find_invisible(name)
+    if hidden is not None:
+        raise ServiceError(f"name: it holds the letter {hidden!a}, which nobody sees: leave it out")
 
 
 def _row(request: JobRequest, admitted: Admitted, job_id: str, owner: str, digest: str) -> dict[str, object]:

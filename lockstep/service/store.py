@@ -301,6 +301,8 @@ class Store:
 
 def _matches(owner: str | None, search: str | None) -> sa.ColumnElement[bool]:
     """Every word of `search` is somewhere in the job's name, id, owner or model, in any case of letters."""
+    if "\0" in f"{owner}{search}":  # which no name holds, and PostgreSQL takes for a mistake
+        return sa.false()
     wanted = [sa.true() if owner is None else _jobs.c.owner == owner]
     seen = (_jobs.c.name, _jobs.c.id, _jobs.c.owner, _jobs.c.model)
     for word in (search or "").split():

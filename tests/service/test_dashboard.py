@@ -122,11 +122,21 @@ def test_the_list_is_live_filters_and_loads_no_chart_script(browser: Browser, se
     browser.wait_for_text("paced-one")
     wait_for(lambda: re.search(r"step \d+ of 1,000", browser.text()))
     wait_for(lambda: "min" in browser.text("td[data-label='Time left']"))
-    browser.named(".filters a", "completed").click()
+    counts = "all 2 running 1 preparing 0 queued 0 completed 1 failed 0 cancelled 0"
+    assert " ".join(browser.text(".filters").split()) == counts
+    browser.find("#search").send_keys("SFT quick")
     wait_for(lambda: "quick" in browser.text() and "paced-one" not in browser.text())
-    browser.named(".filters a", "failed").click()
+    assert browser.run("return [location.search, document.activeElement.id]") == ["?search=SFT+quick", "search"]
+    browser.find(".filters a[href*=failed]").click()
+    browser.wait_for_text("No failed job matches “SFT quick”.")
+    assert browser.text(".filters").split()[:2] == ["all", "1"]
+    browser.named("a", "All jobs").click()
+    browser.wait_for_text("paced-one")
+    browser.find(".filters a[href*=completed]").click()
+    wait_for(lambda: "quick" in browser.text() and "paced-one" not in browser.text())
+    browser.find(".filters a[href*=failed]").click()
     browser.wait_for_text("No job is failed.")
-    browser.named(".filters a", "all").click()
+    browser.find(".filters a").click()
     browser.find("button[aria-label='Cancel paced-one']").click()
     browser.named("#confirm button", "Cancel the job").click()
     service.wait(running, "cancelled")
@@ -274,6 +284,13 @@ def test_what_comes_from_outside_is_shown_as_text(browser: Browser, service: Ser
     browser.wait_for_text(HOSTILE_LINE, ".log")
     browser.wait_for_text(HOSTILE_LINE, ".warnings")
     assert browser.run(MARKUP) == 0
+    deceiving = "exe\u202egnp \x1b[31m"  # of a database that is older than the rule against such names
+    service.manager.store.change(service.manager.store.get(job), name=deceiving)
+    for path in ("/", f"/jobs/{job}", f"/compare?jobs={job}"):
+        browser.open(path)
+        browser.wait_for_text(r"exe\u202egnp \u001b[31m")
+        assert "\u202e" not in browser.run("return document.title + document.documentElement.outerHTML")
+    service.manager.store.change(service.manager.store.get(job), name=HOSTILE)
     browser.open(f"/compare?jobs={job}")  # here curves are named after runs, and plotly reads markup in names
     browser.find("figure .trace")
     browser.run("Plotly.Fx.hover(document.querySelector('.plot'), [{curveNumber: 0, pointNumber: 3}])")
@@ -315,6 +332,52 @@ def test_every_control_has_a_name_and_is_reached_by_keyboard(browser: Browser, s
     assert browser.run("return getComputedStyle(document.activeElement).outlineStyle") == "solid"
     browser.driver.switch_to.active_element.send_keys(Keys.ENTER)
     browser.named("h1", "paced-named")
+
+
+@in_chromium
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), pytest.param(PHONE, True, marks=pytest.mark.slow)])
+def test_axe_finds_nothing(browser: Browser, service: Service, width: int, dark: bool) -> None:
+    """Contrast, names, headings, landmarks, what the keyboard reaches: in both colours."""
+    jobs = [service.submit("pairs", kind="dpo"), service.submit("failing-warned")]
+    for job in jobs:
+        service.wait(job, "completed", "failed")
+    service.wait(service.submit("paced-one", steps=1000), "running")
+    browser.resize(width, dark=dark)
+    for path, awaited in [
+        ("/", "table.jobs tr:nth-child(3)"),
+        ("/?search=nothing", ".empty p"),
+        (f"/jobs/{jobs[0]}", ".sample"),
+        (f"/jobs/{jobs[1]}", ".failure .sentence"),
+        (f"/compare?jobs={','.join(jobs)}", ".differences tr"),
+        ("/jobs/nothing", "main h1"),
+        ("/submit", "#field-model"),
+    ]:
+        browser.open(path)
+        browser.find(awaited)
+        for summary in browser.all("summary"):
+            summary.click()
+        assert axe_problems(browser) == [], path
+    for field, text in (("model", "org/model"), ("data-train", "org/rows"), ("batch-samples", "0")):
+        browser.find(f"#field-{field}").send_keys(text)
+    browser.named("button", "Plan").click()
+    browser.find("[aria-invalid]")
+    assert axe_problems(browser) == []
+    browser.open()
+    browser.find("button[aria-label='Cancel paced-one']").click()
+    assert axe_problems(browser) == []
+    browser.named("#confirm button", "Keep it").click()
+    browser.complaints()  # a job that is not there, and a refused plan, are noted by Chromium
+
+
+def axe_problems(browser: Browser) -> list[str]:
+    axe = pytest.importorskip("axe_core_python")
+    browser.run((Path(axe.__file__).parent / "axe.min.js").read_text())
+    look = "const done = arguments[0]; axe.run({resultTypes: ['violations']}).then((found) => done(found.violations))"
+    return [
+        f"{problem['id']}: {node['html'][:100]} {node['failureSummary']}"
+        for problem in browser.driver.execute_async_script(look)
+        for node in problem["nodes"]
+    ]
 
 
 def unnamed_controls(browser: Browser) -> list[Any]:

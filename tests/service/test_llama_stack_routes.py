@@ -13,6 +13,7 @@ from fastapi.testclient import TestClient
 from lockstep.config import parse_config
 from lockstep.rundir import RunDir
 from lockstep.service.access import make_token
+from lockstep.service.admission import Allowed
 from lockstep.service.app import create_app, make_manager
 from lockstep.service.jobs import JobManager
 from lockstep.service.settings import ServiceSettings
@@ -372,6 +373,8 @@ def nested(depth: int) -> dict[str, Any]:
         {"training_config": training("a\0b")},
         {"training_config": training("x" * 5000)},
         {"training_config": training(n_epochs=10**400)},
+        {"training_config": training(n_epochs=10**400, optimizer_config={"warmup_ratio": 0.5})},
+        {"training_config": training(data={"train_split_percentage": 1e-300})},
     ],
     ids=lambda changes: json.dumps(changes)[:60],
 )
@@ -489,3 +492,26 @@ def test_a_checkpoint_dir_leads_to_the_result(service):
     complete(service, "one", "adapter")
     place = service.manager.data_dir.path / "checkpoints" / "my-model"
     assert (place / "adapter" / "adapter_config.json").exists()
+
+
+def test_a_checkpoint_dir_where_jobs_may_write(tmp_path):
+    allowed, secret = tmp_path / "results", tmp_path / "secret"
+    for folder in (allowed / "taken", secret):
+        folder.mkdir(parents=True)
+    (allowed / "out").symlink_to(secret)
+    service = Service(tmp_path / "data", allowed=Allowed(write=(allowed,)))
+    try:
+        service.upload("chat", CHAT)
+        for number, wanted in enumerate([f"{allowed}/mine", f"{allowed}/deep/er", "root:results/third"]):
+            for _ in range(2):
+                answer = service.fine_tune(f"job-{number}", checkpoint_dir=wanted)
+                assert answer.status_code == 200, message(answer)
+            place = allowed / wanted.partition("results/")[2]
+            assert place.readlink() == service.manager.data_dir.jobs / f"job-{number}" / "export"
+        for wanted in ("taken", "out/x", "out", "../secret/x", "mine", "deep/../../secret/x", "."):
+            answer = service.fine_tune("refused", checkpoint_dir=f"{allowed}/{wanted}")
+            assert answer.status_code == 400, wanted
+            assert message(answer).startswith("checkpoint_dir: ")
+        assert list(secret.iterdir()) == []
+    finally:
+        service.manager.close()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 import yaml
 from fastapi.testclient import TestClient
 from service_process import job, tree, wait_for
@@ -296,6 +297,34 @@ def test_health_and_prometheus(http: TestClient) -> None:
     assert 'lockstep_job_step{job="mine",name="quo\\"te\\n\\\\"} 0' in text
     for line in text.splitlines():
         assert line.startswith("#") or float(line.rsplit(" ", 1)[1]) >= 0
+
+
+def test_a_name_is_what_one_sees(http: TestClient) -> None:
+    for name in ("exe\u202egnp", "red \x1b[31m", "two\nlines", "zero\u200bwidth"):
+        for request in ({"config": tree("quick"), "name": name}, {"config": {**tree("quick"), "name": name}}):
+            answer = http.post("/api/jobs", json=request)
+            assert answer.status_code == 422
+            assert answer.json()["error"]["message"].startswith("name: it holds the letter '\\")
+    assert http.get("/api/jobs").json() == {"jobs": [], "total": 0, "counts": {}}
+
+
+def test_a_thousand_jobs_are_searched_and_counted_in_pages(manager: JobManager, tmp_path: Path) -> None:
+    http = TestClient(create_app(ServiceSettings(data_dir=tmp_path / "data"), manager), base_url="http://127.0.0.1")
+    known = manager.store.get(manager.submit(job(id="first", name="Needle")).id)  # nothing is ever started here
+    engine = sa.create_engine(manager.data_dir.database)  # one by one they would take their time
+    table = sa.Table("lockstep_jobs", sa.MetaData(), autoload_with=engine)
+    with engine.begin() as connection:
+        row = connection.execute(sa.select(table)).one()._asdict()
+        del row["number"]
+        connection.execute(table.insert(), [row | {"id": f"job-{i}", "name": f"haystack {i}"} for i in range(1000)])
+    manager.store.change(known, state="failed")
+    page = http.get("/api/jobs", params={"limit": 50, "offset": 950, "search": "HAY stack"}).json()
+    assert ([job["id"] for job in page["jobs"]][-1], len(page["jobs"])) == ("job-0", 50)
+    assert (page["total"], page["counts"]) == (1000, {"queued": 1000})
+    found = http.get("/api/jobs", params={"search": "needle", "state": "queued"}).json()
+    assert (found["jobs"], found["total"], found["counts"]) == ([], 0, {"failed": 1})
+    assert http.get("/api/jobs").json()["counts"] == {"queued": 1000, "failed": 1}
+    assert http.get("/api/jobs", params={"search": "x" * 201}).status_code == 422
 
 
 def test_pages_of_a_queue_know_the_place_of_each_job(http: TestClient, manager: JobManager) -> None:

@@ -118,6 +118,7 @@ def test_lists_are_newest_first_in_pages(store: Store) -> None:
         ("_", []),
         ("%", ["c"]),
         ("' OR 1=1 --", []),
+        ("a\0", []),
         ("  ", ["c", "b", "a"]),
     ],
 )

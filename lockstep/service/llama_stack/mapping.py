@@ -423,7 +423,7 @@ def _warmup_steps(draft: _Draft, config: TrainingConfig, optimizer: OptimizerCon
         raise RequestError(
             f"{_OPTIMIZER}.warmup_ratio: how many steps packed rows take is not known yet: say num_warmup_steps"
         )
-    whole = math.ceil(config.n_epochs * _num_train(draft, data) / samples)
+    whole = -(-config.n_epochs * _num_train(draft, data) // samples)
     return math.ceil(optimizer.warmup_ratio * min(whole, draft.tree["optim"].get("max_steps", whole)))
 
 

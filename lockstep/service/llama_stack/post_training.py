@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from itertools import islice
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.config import ConfigError
@@ -81,10 +81,12 @@ class PostTraining:
             job = self._manager.submit(wanted, owner=caller.name, admin=caller.is_admin)
         except ConfigError as error:
             raise RequestError(f"the job cannot run as asked: {error}") from error
-        except (RecursionError, UnicodeError, OSError) as error:
+        except (RecursionError, UnicodeError, OverflowError, OSError) as error:
             if isinstance(error, OSError) and error.errno != errno.ENAMETOOLONG:
                 raise
-            raise RequestError("the request holds what no job can be made of: a name, a text or a nesting") from error
+            raise RequestError(
+                "the request holds what no job can be made of: a name, a text, a number or a nesting"
+            ) from error
         run = self._manager.run_dir(job.id)
         _record_submission(run, mapped)
         if place is not None:
@@ -153,21 +155,30 @@ class PostTraining:
                 )
 
     def _checkpoint_place(self, request: Submission) -> Path | None:
-        """Where the caller wants the result: below one folder of the data directory."""
+        """Where the caller wants the result: below one folder of the data directory, or where jobs may write."""
         wanted = request.checkpoint_dir
         if wanted is None or wanted in _NO_FOLDER:
             return None
-        root = self._manager.data_dir.path / "checkpoints"
-        name = str(PurePosixPath(wanted.removeprefix(f"{root}/")))  # ./NAME is NAME
-        if not re.fullmatch(ID_PATTERN, name):
-            raise RequestError(
-                f"checkpoint_dir: {wanted} is not a folder right below {root}: give a plain name, or leave it out and "
-                "ask for the job's artifacts"
-            )
-        place = root / name
-        if place.is_symlink() and os.readlink(place) != str(self._manager.data_dir.jobs / request.job_uuid / "export"):
+        place = self._locate_folder(wanted)
+        export = self._manager.data_dir.jobs / request.job_uuid / "export"
+        if place.is_symlink() and os.readlink(place) != str(export):
             raise RequestError(f"checkpoint_dir: {wanted} already belongs to another job: choose another name")
+        if not place.is_symlink() and place.exists():
+            raise RequestError(f"checkpoint_dir: {wanted} is already there: choose a name that is not")
         return place
+
+    def _locate_folder(self, wanted: str) -> Path:
+        own, places = self._manager.data_dir.path / "checkpoints", self._manager.admission.places
+        asked = places.locate(wanted) or own / wanted  # an absolute path stays what it is
+        folder = asked.parent.resolve() / asked.name  # the last part itself may be a link of ours
+        if folder.parent == own.resolve() and re.fullmatch(ID_PATTERN, folder.name):
+            return folder
+        if ".." not in asked.parts and folder.name and places.may_write(folder):
+            return folder
+        raise RequestError(
+            f"checkpoint_dir: {wanted} is not in a folder that jobs may write to: give a plain name, ask the operator "
+            "for --allow-write, or leave it out and ask for the job's artifacts"
+        )
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
@@ -229,7 +240,7 @@ def _record_submission(run: RunDir, mapped: MappedJob) -> None:
 
 def _link(place: Path, export: Path) -> None:
     """A link: the run directory stays the one place of a job's files."""
-    place.parent.mkdir(exist_ok=True)
+    place.parent.mkdir(parents=True, exist_ok=True)
     if not place.is_symlink():
         place.symlink_to(export, target_is_directory=True)
 

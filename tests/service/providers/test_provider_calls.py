@@ -274,7 +274,7 @@ def test_keys_that_cannot_be_meant_are_refused_by_name(config, words):
 
 
 def test_keys_without_effect_are_said(caplog):
-    assert ProviderConfig(dataloader_num_workers=4, max_retries=3).settings == {}
+    assert ProviderConfig(dataloader_num_workers=4, max_retries=3, device=None).settings == {}
     assert "dataloader_num_workers in run.yaml is not used" in caplog.text
     config = RemoteConfig(base_url="http://127.0.0.1:8080", timeout=3600)
     assert (config.url, config.timeout_s) == ("http://127.0.0.1:8080", 3600)

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 from lockstep.cli import display
 from lockstep.cli.display import JsonlTail, RunDisplay, print_facts, print_summary
+from lockstep.cli.options import echo
 from lockstep.config import parse_config
 from lockstep.reports.page import format_count, format_duration
 from lockstep.rundir import RunDir
@@ -35,6 +37,24 @@ def text_of(console: Console) -> str:
 def log_step(run: RunDir, step: int, split: str = "train") -> None:
     extra = {"learning_rate": 1e-4, "grad_norm": 1.0, "tokens_per_s": 2000.0, "step_time_s": 1.0, "memory_gib": 1.5}
     run.log_metrics({"step": step, "split": split, "loss": 1 / (step + 1), **(extra if split == "train" else {})})
+
+
+def test_what_others_wrote_is_no_command_to_the_terminal(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    hostile = "red\x1b[31m \x1b]52;c;eA==\x07 exe\u202egnp"
+    console = display.TerminalConsole(file=io.StringIO(), force_terminal=True, width=100)
+    columns = ("name", "state", "step", "total_steps", "loss", "validation_loss", "tokens_per_s", "age_s")
+    console.print(display.runs_table([dict.fromkeys(columns) | {"name": hostile, "state": "running", "age_s": 1.0}]))
+    console.print(Text.assemble(("answer ", "bold"), hostile))
+    shown = text_of(console)
+    assert r"red\x1b[31m \x1b]52;c;eA==" in shown
+    assert r"exe\u202egnp" in shown
+    assert [sign for sign in ("\x1b[31m ", "\x1b]", "\x07", "\u202e") if sign in shown] == []
+    assert "\x1b[1m" in shown, "our own commands stay"
+    echo(hostile)
+    assert "exe\u202egnp\n" in capsys.readouterr().out, "a pipe gets it as it is"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    echo(hostile)
+    assert capsys.readouterr().out == r"red\x1b[31m \x1b]52;c;eA==\x07 exe\u202egnp" + "\n"
 
 
 def test_tail_gives_whole_lines_once(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 // Curves, drawn by plotly. Its script is loaded with the first chart, and only charts in sight are drawn.
 // Titles and legends are ours: plotly reads markup in texts, so it gets none that came from outside unescaped.
 
-import { fill, h, number, say } from "./dom.js";
+import { fill, h, number, say, visible } from "./dom.js";
 
 const SCRIPT = "/static/plotly.min.js";
 const MAX_POINTS = 1500;
@@ -147,7 +147,7 @@ function tracesOf(chart) {
     return {
       type: "scatter",
       mode: thin.x.length < 40 ? "lines+markers" : "lines",
-      name: escapeMarkup(shortenName(series.label)),
+      name: escapeMarkup(visible(shortenName(series.label))),
       x: thin.x,
       y: thin.y,
       line: { color: colour, width: 1.8, dash: series.dashed ? "dot" : "solid" },

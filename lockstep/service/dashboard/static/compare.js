@@ -2,7 +2,7 @@
 
 import { ApiError, getJson, jobPath, poll } from "./api.js";
 import { ChartGrid, swatch } from "./charts.js";
-import { fill, h, say, stateChip } from "./dom.js";
+import { fill, h, say, scrollBox, stateChip } from "./dom.js";
 import { readMetrics } from "./job.js";
 import { chartsOfRuns, Metrics } from "./metrics.js";
 
@@ -56,7 +56,8 @@ class Comparison {
   #names = h("ul", { class: "legend runs" });
   #note = h("p", { class: "quiet", role: "status" });
   #charts;
-  #differences = h("div", { class: "scroll" });
+  #mark = null;
+  #differences = scrollBox("What differs");
   elements;
 
   constructor(jobs, asked, signal) {
@@ -67,7 +68,8 @@ class Comparison {
       chooser,
       jobs.map((job) => this.#choice(job, asked.includes(job.id))),
     );
-    this.elements = [chooser, this.#names, this.#note, this.#charts.element, this.#differences];
+    const curves = h("h2", { class: "unseen" }, "Curves");
+    this.elements = [chooser, this.#names, this.#note, curves, this.#charts.element, this.#differences];
     for (const id of asked)
       this.#choose(
         jobs.find((job) => job.id === id),
@@ -112,8 +114,9 @@ class Comparison {
     this.#charts.show(chartsOfRuns(withCurves));
     const compared = runs.filter((run) => run.config);
     const mark = compared.map((run) => run.label).join("\n");
-    if (mark !== this.#differences.dataset.mark) fill(this.#differences, differencesTable(compared));
-    this.#differences.dataset.mark = mark;
+    if (mark !== this.#mark) fill(this.#differences, differencesTable(compared));
+    this.#mark = mark;
+    this.#differences.hidden = !this.#differences.childElementCount;
   }
 }
 

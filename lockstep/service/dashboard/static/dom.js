@@ -1,29 +1,45 @@
 // Elements and words. The only place that makes elements: text is always set as text, never read as HTML.
 
+// What a screen does not show, or what turns the order of other letters around: names, logs and rows come from others.
+const HIDDEN = /[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f\u2028-\u202e\u2066-\u2069]/g;
+
+/** The text with such letters written out. */
+export function visible(text) {
+  return String(text).replace(HIDDEN, (letter) => `\\u${letter.charCodeAt(0).toString(16).padStart(4, "0")}`);
+}
+
+const SPOKEN = new Set(["title", "aria-label", "placeholder"]);
+const shown = (children) =>
+  children
+    .flat(Infinity)
+    .filter((child) => child !== null && child !== undefined)
+    .map((child) => (child instanceof Node ? child : visible(child)));
+
 /** An element. `on...` are listeners, `true` an attribute without a value, null and false none at all. */
 export function h(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (value === null || value === undefined || value === false) continue;
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
-    else element.setAttribute(name, value === true ? "" : String(value));
+    else element.setAttribute(name, value === true ? "" : SPOKEN.has(name) ? visible(value) : String(value));
   }
-  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
+  element.append(...shown(children));
   return element;
 }
 
 /** Sets an element's text, and leaves it alone where it is the same: what is selected or read aloud stays so. */
 export function say(element, text) {
-  if (element.textContent !== text) element.textContent = text;
+  const clean = visible(text);
+  if (element.textContent !== clean) element.textContent = clean;
 }
 
 export function fill(element, ...children) {
-  element.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
+  element.replaceChildren(...shown(children));
 }
 
 /** For those who hear the page. */
 export function speak(text) {
-  document.getElementById("spoken").textContent = text;
+  say(document.getElementById("spoken"), text);
 }
 
 /** What could not be done, until it is closed or another place is shown. */
@@ -54,6 +70,11 @@ export function stateChip(job) {
 export function updateChip(chip, job) {
   chip.dataset.state = job.state;
   say(chip, job.cancelling ? "cancelling" : job.state);
+}
+
+/** A box that scrolls sideways, by keyboard too. `label` is what it holds. */
+export function scrollBox(label) {
+  return h("div", { class: "scroll", role: "region", "aria-label": label, tabindex: "0" });
 }
 
 export function facts(pairs) {

@@ -1,7 +1,7 @@
 // What a job has made beside curves and log: checkpoints, files, sample answers, events.
 
 import { getJson, jobPath, send, token } from "./api.js";
-import { bytes, complain, fill, h, moment, number } from "./dom.js";
+import { bytes, complain, fill, h, moment, number, scrollBox } from "./dom.js";
 
 const MAX_FILES = 300;
 const MAX_SAMPLES = 12;
@@ -16,7 +16,7 @@ const TEXTS = [
 
 /** [element, update]: `update` asks again. */
 export function checkpointsSection(job, signal) {
-  const place = h("div", { class: "scroll" });
+  const place = scrollBox("Checkpoints");
   const update = async () => {
     const { checkpoints } = await getJson(jobPath(job.id, "checkpoints"), { signal });
     const losses = checkpoints.map((checkpoint) => checkpoint.validation_loss).filter((loss) => loss !== null);
@@ -46,7 +46,7 @@ export function checkpointsSection(job, signal) {
 }
 
 export function artifactsSection(job, signal) {
-  const place = h("div", { class: "scroll" });
+  const place = scrollBox("Files");
   const every = h("input", { type: "checkbox", id: "all-files", onchange: () => update() });
   const update = async () => {
     const { artifacts } = await getJson(jobPath(job.id, "artifacts"), { signal });
@@ -142,7 +142,7 @@ function asText(value) {
 /** Warnings go to the top of the page, the rest into a list. */
 export function eventsSection(job, signal) {
   const warnings = h("ul", { class: "warnings", hidden: true });
-  const place = h("div", { class: "scroll" });
+  const place = scrollBox("Events");
   let shown = -1;
   const update = async () => {
     const { events } = await getJson(jobPath(job.id, "events"), { signal });
@@ -166,7 +166,7 @@ export function eventsSection(job, signal) {
       );
     fill(
       place,
-      events.length ? table(["When", "What", ""], events.map(row).reverse()) : nothing("Nothing has happened yet."),
+      events.length ? table(["When", "What", "Details"], events.map(row).reverse()) : nothing("Nothing has happened yet."),
     );
   };
   return {

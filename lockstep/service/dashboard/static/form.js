@@ -2,7 +2,7 @@
 
 import { getJson, upload } from "./api.js";
 import { FIELDS, SECTIONS } from "./configform.js";
-import { fill, h, number, say } from "./dom.js";
+import { fill, h, number, say, scrollBox } from "./dom.js";
 
 const MAX_ROWS_SHOWN = 3;
 
@@ -133,7 +133,8 @@ function buildField(field, inputs, problems, onChange) {
 
 function uploadControls(target, onChange) {
   const note = h("span", { class: "quiet", role: "status" });
-  const rows = h("div", { class: "scroll" });
+  const rows = scrollBox("Rows");
+  rows.hidden = true;
   const file = h("input", {
     type: "file",
     accept: ".jsonl,.json",
@@ -160,6 +161,7 @@ function uploadControls(target, onChange) {
     file.value = "";
   }
   async function look() {
+    rows.hidden = false;
     const name = target.value.replace(/^dataset:/, "");
     try {
       const found = await getJson(`/api/datasets/${encodeURIComponent(name)}/preview?rows=${MAX_ROWS_SHOWN}`);

@@ -17,6 +17,7 @@ import {
   speak,
   stateChip,
   updateChip,
+  visible,
 } from "./dom.js";
 import { artifactsSection, checkpointsSection, eventsSection, samplesSection } from "./files.js";
 import { cancelJob, describeProgress, timeLeft } from "./jobs.js";
@@ -110,7 +111,7 @@ function buildHead(job) {
     if (changed && state !== null) speak(`${now.name} is ${now.state}`);
     state = now.state;
     const percent = Math.floor(now.progress.fraction * 100);
-    document.title = `${ENDED.has(now.state) ? now.state : `${percent} %`} · ${now.name} · Lockstep`;
+    document.title = visible(`${ENDED.has(now.state) ? now.state : `${percent} %`} · ${now.name} · Lockstep`);
     updateChip(chip, now);
     bar.value = now.progress.fraction;
     bar.dataset.state = now.state;

@@ -1,4 +1,4 @@
-// The list of jobs: every state, live, with filters and pages. Rows are updated in place, so focus stays where it is.
+// The list of jobs: every state, live, with a search, counts, filters and pages. Rows are updated in place, so focus stays where it is.
 
 import { getJson, jobPath, poll, postJson } from "./api.js";
 import { go } from "./app.js";
@@ -21,12 +21,14 @@ import {
 const STATES = ["running", "preparing", "queued", "completed", "failed", "cancelled"];
 const ENDED = new Set(["completed", "failed", "cancelled"]);
 const PAGE_SIZE = 50;
+const TYPING_MS = 250;
 
 export async function show(root, _, signal) {
   document.title = "Jobs · Lockstep";
   const asked = new URLSearchParams(location.search);
   const view = {
     state: STATES.includes(asked.get("state")) ? asked.get("state") : null,
+    search: (asked.get("search") ?? "").slice(0, 200),
     offset: Math.max(Number(asked.get("offset")) || 0, 0),
   };
   const rows = new Map();
@@ -51,17 +53,19 @@ export async function show(root, _, signal) {
     h("h1", {}, "Jobs"),
     h("div", { class: "actions" }, compare, h("a", { class: "button primary", href: "/submit" }, "Submit a job")),
   );
-  fill(root, heading, filters(view), h("p", { class: "quiet", id: "first" }, "Loading"), table, empty, pages);
+  const filters = makeFilters(view);
+  const found = h("p", { class: "unseen", role: "status" });
+  const controls = h("div", { class: "finding" }, makeSearch(view, signal, filters.point), filters.element);
+  fill(root, heading, controls, found, h("p", { class: "quiet", id: "first" }, "Loading"), table, empty, pages);
   table.hidden = true;
 
   await poll(async () => {
-    const query = new URLSearchParams({
-      limit: PAGE_SIZE,
-      offset: view.offset,
-      ...(view.state ? { state: view.state } : {}),
-    });
-    const { jobs, total } = await getJson(`/api/jobs?${query}`, { signal });
+    const query = new URLSearchParams({ ...asIs(view), limit: PAGE_SIZE, offset: view.offset });
+    const { jobs, total, counts } = await getJson(`/api/jobs?${query}`, { signal });
+    if (query.get("search") !== (view.search || null)) return; // more was typed meanwhile
     root.querySelector("#first")?.remove();
+    filters.update(counts);
+    say(found, view.search ? `${number(total)} ${total === 1 ? "job matches" : "jobs match"}` : "");
     update(body, rows, jobs, choose);
     for (const id of chosen) if (!rows.has(id)) choose(id, false);
     table.hidden = !jobs.length;
@@ -81,15 +85,62 @@ function headings() {
   );
 }
 
-function filters(view) {
-  const link = (state, name) =>
-    h("a", { href: state ? `/?state=${state}` : "/", "aria-current": view.state === state ? "true" : null }, name);
-  return h(
-    "nav",
-    { class: "filters", "aria-label": "Filter by state" },
-    link(null, "all"),
-    STATES.map((state) => link(state, state)),
-  );
+/** What of a view is asked for, and stands in its address. */
+function asIs({ state, search }) {
+  return { ...(state ? { state } : {}), ...(search ? { search } : {}) };
+}
+
+function addressOf(view, more = {}) {
+  const query = String(new URLSearchParams({ ...asIs(view), ...more }));
+  return query ? `/?${query}` : "/";
+}
+
+/** Looks while one types; the address follows, so that a search can be kept and sent. */
+function makeSearch(view, signal, onChange) {
+  const field = h("input", {
+    type: "search",
+    id: "search",
+    maxlength: 200,
+    autocomplete: "off",
+    spellcheck: "false",
+    placeholder: "name, id, owner or model",
+  });
+  field.value = view.search;
+  let timer = null;
+  const look = () => {
+    clearTimeout(timer);
+    if (signal.aborted || field.value.trim() === view.search) return;
+    [view.search, view.offset] = [field.value.trim(), 0];
+    history.replaceState(null, "", addressOf(view));
+    onChange();
+    document.dispatchEvent(new Event("retry"));
+  };
+  field.addEventListener("input", () => {
+    clearTimeout(timer);
+    timer = setTimeout(look, TYPING_MS);
+  });
+  const submitted = (event) => {
+    event.preventDefault();
+    look();
+  };
+  const label = h("label", { for: "search" }, "Search");
+  return h("form", { role: "search", class: "search", onsubmit: submitted }, label, field);
+}
+
+function makeFilters(view) {
+  const links = [null, ...STATES].map((state) => {
+    const count = h("span", { class: "count" });
+    const link = h("a", { "aria-current": view.state === state ? "true" : null }, state ?? "all", " ", count);
+    return { state, count, link };
+  });
+  const update = (counts) => {
+    const all = Object.values(counts).reduce((sum, count) => sum + count, 0);
+    for (const { state, count } of links) say(count, number(state ? (counts[state] ?? 0) : all));
+  };
+  const point = () => links.forEach(({ state, link }) => (link.href = addressOf({ ...view, state })));
+  point();
+  const element = h("nav", { class: "filters", "aria-label": "Filter by state" }, links.map(({ link }) => link));
+  return { element, update, point };
 }
 
 function update(body, rows, jobs, choose) {
@@ -191,9 +242,17 @@ export async function cancelJob(job) {
 
 function showEmpty(place, isEmpty, view, total) {
   place.hidden = !isEmpty;
-  if (!isEmpty || place.childElementCount) return;
+  const about = JSON.stringify(view);
+  if (!isEmpty || place.dataset.about === about) return;
+  place.dataset.about = about;
   if (view.offset && total)
     fill(place, h("p", {}, "There are not so many jobs any more."), h("a", { href: "/" }, "Back to the first"));
+  else if (view.search)
+    fill(
+      place,
+      h("p", {}, `No ${view.state ?? ""} job matches “${view.search}”.`.replace("  ", " ")),
+      h("a", { href: "/" }, "All jobs"),
+    );
   else if (view.state) fill(place, h("p", {}, `No job is ${view.state}.`), h("a", { href: "/" }, "All jobs"));
   else
     fill(
@@ -212,10 +271,11 @@ function showEmpty(place, isEmpty, view, total) {
 
 function showPages(place, view, shown, total) {
   const last = view.offset + shown;
-  const address = (offset) => `/?${new URLSearchParams({ ...(view.state ? { state: view.state } : {}), offset })}`;
-  const text = total > PAGE_SIZE ? `${view.offset + 1} to ${last} of ${number(total)}` : "";
-  if (place.dataset.text === text) return;
-  place.dataset.text = text;
+  const address = (offset) => addressOf(view, { offset });
+  const text = total > PAGE_SIZE ? `${number(view.offset + 1)} to ${number(last)} of ${number(total)}` : "";
+  const about = `${text} ${address(0)}`;
+  if (place.dataset.about === about) return;
+  place.dataset.about = about;
   fill(
     place,
     text && view.offset > 0 ? h("a", { href: address(Math.max(view.offset - PAGE_SIZE, 0)) }, "Newer") : null,

@@ -2,7 +2,7 @@
 // browser opens few connections to one place.
 
 import { ApiError, follow, jobPath, pause } from "./api.js";
-import { fill, h, say } from "./dom.js";
+import { fill, h, say, visible } from "./dom.js";
 
 const FIRST_LINES = 500;
 const MAX_CHARACTERS = 400_000;
@@ -94,7 +94,7 @@ export class LogView {
   #add(text) {
     const clean = text.replace(COLOURS, "").replace(OVERWRITTEN, "");
     const atEnd = this.#text.scrollHeight - this.#text.scrollTop - this.#text.clientHeight < 40;
-    this.#text.append(clean);
+    this.#text.append(visible(clean));
     this.#length += clean.length;
     say(this.#note, "");
     while (this.#length > MAX_CHARACTERS && this.#text.childNodes.length > 1) {

@@ -36,6 +36,8 @@ class InlineConfig(ProviderConfig):
     """How many jobs run at a time; the others wait."""
     allow_paths: list[str] = Field(default=[])
     """Folders besides data_dir/models whose models a request may name. Names of the Hub need none."""
+    allow_write: list[str] = Field(default=[])
+    """Folders in which checkpoint_dir of a request may name a place for the result."""
 
     @classmethod
     def sample_run_config(cls, **_: Any) -> dict[str, Any]:
@@ -51,7 +53,10 @@ class EmbeddedService:
         self._manager = JobManager(
             Path(config.data_dir).expanduser(),
             max_jobs=config.max_jobs,
-            allowed=Allowed(read=tuple(Path(path).expanduser() for path in config.allow_paths)),
+            allowed=Allowed(
+                read=tuple(Path(path).expanduser() for path in config.allow_paths),
+                write=tuple(Path(path).expanduser() for path in config.allow_write),
+            ),
         )
         self._training = PostTraining(self._manager)
         self._manager.start()

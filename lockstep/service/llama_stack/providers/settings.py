@@ -119,7 +119,8 @@ def _take(made: _Translated, name: str, value: Any, known: set[str], place: str 
         for key, setting in _mapping(value, shown).items():
             _take(made, key, setting, known, f"{shown}.")
     elif name in _TAKEN:
-        _TAKEN[name](made, value, shown)
+        if value is not None:  # what a variable of the environment left empty
+            _TAKEN[name](made, value, shown)
     elif name in _WITHOUT_EFFECT:
         log.warning("%s in run.yaml is not used: %s", shown, _WITHOUT_EFFECT[name])
     elif name in _OURS and _OURS[name] in known:

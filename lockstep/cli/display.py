@@ -55,7 +55,14 @@ PLAIN_INTERVAL_S = 2.0
 _PHASES_OF_A_STEP = ("sampling", "training", "publishing", "evaluating", "checkpointing")
 POLL_INTERVAL_S = 0.2
 _MAX_WARNINGS = 8  # in a summary
-STATE_STYLES = {"completed": "green", "failed": "red", "cancelled": "yellow", "running": "cyan", "lost": "red"}
+STATE_STYLES = {
+    "completed": "green",
+    "failed": "red",
+    "cancelled": "yellow",
+    "running": "cyan",
+    "lost": "red",
+    "unsupervised": "yellow",
+}
 
 
 class TerminalConsole(Console):

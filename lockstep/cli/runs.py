@@ -39,12 +39,15 @@ def runs(
 
 def _run_row(run: RunDir) -> dict[str, object]:
     from lockstep.launch.local import is_running, read_handle
+    from lockstep.launch.start import lacks_supervisor
     from lockstep.rundir import FINISHED_STATES
 
     status = run.status()
     state = str(status.get("state"))
     if state not in FINISHED_STATES and read_handle(run.path) is not None and not is_running(run.path):
         state = "lost"  # its processes ended without a last status
+    elif state not in FINISHED_STATES and lacks_supervisor(run):
+        state = "unsupervised"  # lockstep attach takes its launcher's place
     keys = ("step", "total_steps", "loss", "validation_loss", "tokens_per_s")
     since = status.get("started_at") or run.config_path.stat().st_mtime
     row = {"name": run.path.resolve().name, "run_dir": str(run.path), "state": state}

@@ -96,7 +96,10 @@ def attach(path: str | Path, say: Callable[[str], None] = lambda line: None) -> 
     """
     run = RunDir(Path(path).resolve())
     settings = run.config()
-    supervision = Supervision.take(run.path)
+    try:
+        supervision = Supervision.take(run.path)
+    except PermissionError:  # another user's run
+        return None
     if supervision is None:
         return None
     try:
@@ -248,6 +251,11 @@ class Supervision:
         if self._lock >= 0:
             os.close(self._lock)
         self._lock = -1
+
+
+def lacks_supervisor(run: RunDir) -> bool:
+    """Its processes live, and the one that would start it again does not."""
+    return is_running(run.path) and (run.path / _SUPERVISOR_FILE).exists() and not is_supervised(run.path)
 
 
 def is_supervised(run_dir: Path) -> bool:

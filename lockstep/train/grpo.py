@@ -61,6 +61,7 @@ def train(inputs: LoopInputs[PromptRow], rollouts: RolloutSource, total: int) ->
     if starts_with_validation(inputs):
         evaluate(config, algorithm, validation, run, metrics, progress, rollouts)
 
+    ended = time.perf_counter()
     # Patience is part of the condition: a run resumed from the checkpoint at which it stopped has nothing left to do.
     while progress.step < total and not is_out_of_patience(config, progress):
         checkpoints.poll()
@@ -81,7 +82,9 @@ def train(inputs: LoopInputs[PromptRow], rollouts: RolloutSource, total: int) ->
 
         last = progress.step == total
         if last or progress.step % config.logging.every_steps == 0:
-            elapsed = time.perf_counter() - started
+            now = time.perf_counter()
+            # Engines that sample ahead do so during evaluations and checkpoints, too: all of that time is in the rate.
+            since = ended if config.rollouts.max_staleness else started
             record = {
                 "learning_rate": rate,
                 "epoch": progress.cursor / len(inputs.rows),
@@ -91,10 +94,11 @@ def train(inputs: LoopInputs[PromptRow], rollouts: RolloutSource, total: int) ->
                 **sampling,
                 **rollouts.metrics(),
                 "sample_time_s": sampled - started,
-                "step_time_s": elapsed,
-                "tokens_per_s": learned.get("tokens", 0) / elapsed,
+                "step_time_s": now - started,
+                "tokens_per_s": learned.get("tokens", 0) / (now - since),
             }
             metrics.train(progress.step, progress, record, last=last)
+        ended = time.perf_counter()
         write_samples(run, progress.step, batch.groups, advantages, keep=algorithm.keep_samples)
 
         evaluates = bool(validation) and (last or is_due(progress.step, config.evaluation.every_steps))

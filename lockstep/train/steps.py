@@ -120,18 +120,27 @@ def finish(inputs: LoopInputs[Datum], metrics: MetricsLog, logger: StepLogger) -
     metrics.close()
 
 
+_WAITED_S = 5e-4  # reading what is there already takes less
+
+
 class StepLogger:
-    """Reads each step's numbers as late as possible: on a GPU the next step is already running by then."""
+    """Reads each step's numbers as late as possible: on a GPU the next step is already running by then.
+
+    The time of a step is from the end of the one before to its own. Where reading has to wait for the device, its end
+    is when the wait is over. Where it has not, the device had finished before, and what took the time is the host's own
+    work on the step. The host's work on the next step, done before this one is read, belongs to that.
+    """
 
     def __init__(
         self, config: RunConfig, metrics: MetricsLog, progress: Progress, *, num_rows: int, num_steps: int
     ) -> None:
         self._config, self._metrics, self._progress = config, metrics, progress
         self._num_rows, self.num_steps = num_rows, num_steps
-        self._unread: tuple[Sequence[Datum], LossResult, OptimResult, dict[str, Any]] | None = None
-        self._flushed_at = time.perf_counter()
+        self._unread: _Unread | None = None
         self._tokens, self._seconds = 0, 0.0
         self.num_logged = 0
+        self._ended_at = self._begun_at = self._waited_s = 0.0
+        self.restart_clock()
 
     def record(
         self, batch: Sequence[Datum], result: LossResult, optim: OptimResult, learning_rate: float, **facts: float
@@ -146,7 +155,9 @@ class StepLogger:
             "row_range": [cursor - len(batch), cursor],
             **facts,
         }
-        self._unread = (batch, result, optim, known)
+        now = time.perf_counter()
+        self._unread = _Unread(batch, result, optim, known, now, now - self._begun_at - self._waited_s)
+        self._begun_at, self._waited_s = now, 0.0
         if not optim.deferred:
             self.flush()
 
@@ -154,12 +165,13 @@ class StepLogger:
         """Check and log the step that was recorded last, if that has not happened. Raises if it was not finite."""
         if self._unread is None:
             return
-        (batch, result, optim, facts), self._unread = self._unread, None
+        unread, self._unread = self._unread, None
+        batch, result, optim, facts = unread.batch, unread.result, unread.optim, unread.facts
         step = int(facts.pop("step"))
+        asked_at = time.perf_counter()
         stop_if_not_finite(batch, result, optim, step)
-        elapsed = time.perf_counter() - self._flushed_at
-        self._flushed_at = time.perf_counter()
-        self._tokens, self._seconds = self._tokens + result.num_tokens, self._seconds + elapsed
+        elapsed = self._end_step(unread, asked_at)
+        self._tokens += result.num_tokens
         self.num_logged += 1
         self._progress.loss = result.loss
         last = step == self.num_steps
@@ -182,9 +194,31 @@ class StepLogger:
     def mean_tokens_per_s(self) -> float | None:
         return self._tokens / self._seconds if self._seconds else None
 
+    def _end_step(self, unread: _Unread, asked_at: float) -> float:
+        """Seconds of the step whose numbers have just been read, asked for at `asked_at`."""
+        waited_s = time.perf_counter() - asked_at
+        self._waited_s += waited_s
+        ended_at = max(asked_at + waited_s if waited_s > _WAITED_S else unread.recorded_at, self._ended_at)
+        elapsed, self._ended_at = ended_at - self._ended_at, ended_at
+        self._seconds += elapsed
+        return max(elapsed, unread.host_s)
+
     def restart_clock(self) -> None:
         """Evaluation and checkpoints are not part of a step's time."""
-        self._flushed_at = time.perf_counter()
+        self._ended_at = self._begun_at = time.perf_counter()
+        self._waited_s = 0.0
+
+
+@dataclass(frozen=True)
+class _Unread:
+    """A step whose numbers are not read yet. `host_s`: what this process did for it, without waiting for others."""
+
+    batch: Sequence[Datum]
+    result: LossResult
+    optim: OptimResult
+    facts: dict[str, Any]
+    recorded_at: float
+    host_s: float
 
 
 class MetricsLog:

@@ -250,7 +250,7 @@ def find_records(cell: Cell, run: RunDir, seen: Seen, happened: dict[str, Any]) 
     found: list[tuple[float, str]] = []
     for event in run.events():
         names_victim = event.get("engine") == cell.victim or str(event.get("reason")).startswith(cell.victim)
-        if event["event"] in ("engine_lost", "bucket_rejected", "restarted") and names_victim:
+        if event["event"] in ("engine_lost", "bucket_rejected", "rank_stopped", "restarted") and names_victim:
             found.append((event["time"], f"{event['event']}: {event['reason'].splitlines()[0]}"))
     for failure in seen.failures.values():
         if cell.victim in failure["message"]:

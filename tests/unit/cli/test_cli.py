@@ -280,6 +280,8 @@ def test_a_run_whose_launcher_was_killed_is_taken_over_and_stopped(folder: Path)
     first.kill()
     first.communicate()
     assert is_running(folder / "r")
+    (row,) = json.loads(lockstep(folder, "runs", ".", "--json")[1])
+    assert row["state"] == "unsupervised"
     code, _, err = lockstep(folder, "train", "--resume", "r")
     assert code == 2
     assert "follow it with lockstep attach" in err

@@ -62,6 +62,9 @@ MODULE = textwrap.dedent(
             self.tries += 1
             if answer == self.wanted:
                 return Turn(reward=1 / self.tries)
+            if answer == "die once" and not os.path.exists("played"):
+                open("played", "w").close()
+                os.kill(os.getpid(), 9)
             if answer == "crash":
                 raise RuntimeError("no such guess")
             return Turn(message="no")
@@ -305,7 +308,9 @@ def test_what_a_reward_prints_does_not_get_among_the_answers(own_module):
 def test_episodes_are_played_in_processes_too(own_module):
     pool = RewardPool(RewardSpec([NamedReward("environment")], f"{own_module}:Guess"), 1, timeout_s=20)
     try:
-        assert pool.play([Attempt({"answer": "7"}, ["3"])]) == [Turn(message="no")]
+        assert (
+            pool.play([Attempt({"answer": "7"}, [answer]) for answer in ("3", "die once")]) == [Turn(message="no")] * 2
+        )
         assert pool.score([Attempt({"answer": "7"}, ["7"])])[0].reward == 1
     finally:
         pool.close()

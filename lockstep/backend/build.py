@@ -107,11 +107,6 @@ def _describe(policy: Policy, coverage: AdapterCoverage | None, device: torch.de
         )
     if policy.why_not_fused and device.type == "cuda":
         yield f"packed documents attend one after another, slower than in one fused kernel: {policy.why_not_fused}"
-    for rule in policy.rotary.rules:
-        yield (
-            f"{name} has {rule.kind} positions: texts of more than {rule.limit:,} tokens have other frequencies. Each "
-            "has its own; answers to one prompt on both sides of that length do not share it"
-        )
 
 
 def _head_memory(model: nn.Module, device: torch.device, dtype: torch.dtype, gib: float) -> dict[str, int]:

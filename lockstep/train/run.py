@@ -9,7 +9,7 @@ import functools
 import gc
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -92,7 +92,8 @@ def run(run_dir: Path) -> None:
     group = join_group(config.launch.device, config.parallel, config.launch.timeout_s)
     keep_freed_memory()
     backend, rows = build(config, group, run, rows, reference)
-    warn_of_single_passes(config, backend, rows, run)
+    for message in describe_cost(config, backend, rows):
+        run.log_event("warning", message=message)
     progress = resume(run, backend, group, data.digest)
     checkpoints = Checkpoints(
         run,
@@ -275,18 +276,28 @@ def make_backend(
     return backend
 
 
-def warn_of_single_passes(
-    config: RunConfig, backend: TorchBackend | DeepSpeedBackend, rows: RowsToLearn, run: RunDir
-) -> None:
-    """What a model that does not pack costs on these rows. Of answers that are yet to be sampled nothing is known."""
-    if backend.policy.packs or config.algorithm.kind == "grpo":
-        return
-    num_packed = -(-int(rows.train.lengths.sum()) // config.batch.micro_batch_tokens)
-    run.log_event(
-        "warning",
-        message=f"without packing, an epoch takes {len(rows.train):,} passes or more; packed into "
-        f"batch.micro_batch_tokens {config.batch.micro_batch_tokens:,} it would be about {num_packed:,}",
-    )
+def describe_cost(config: RunConfig, backend: TorchBackend | DeepSpeedBackend, rows: RowsToLearn) -> Iterator[str]:
+    """What the model makes slower or different on these rows."""
+    samples = config.algorithm.kind == "grpo"
+    if not backend.policy.packs and not samples:  # of answers that are yet to be sampled nothing is known
+        num_packed = -(-int(rows.train.lengths.sum()) // config.batch.micro_batch_tokens)
+        yield (
+            f"without packing, an epoch takes {len(rows.train):,} passes or more; packed into "
+            f"batch.micro_batch_tokens {config.batch.micro_batch_tokens:,} it would be about {num_packed:,}"
+        )
+    for rule in backend.policy.rotary.rules:
+        if config.data.max_length <= rule.limit:
+            continue
+        yield (
+            f"texts of more than {rule.limit:,} tokens have other positions ({rule.kind}). Each has those of its own "
+            "length; answers to one prompt on both sides of that length do not share it, which is slower"
+        )
+        if samples and rule.kind == "longrope":  # with the others no answer grows so long
+            yield (
+                f"an answer that grows past {rule.limit:,} tokens is learned with the positions of its whole length, "
+                "and was sampled up to there with others: sampler and trainer differ on that part. To avoid it, set "
+                f"data.max_length to {rule.limit}"
+            )
 
 
 def _choose_backend(

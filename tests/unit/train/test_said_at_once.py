@@ -19,7 +19,7 @@ from lockstep.config import LoraConfig, load_config
 from lockstep.model.lora import add_lora, measure_coverage
 from lockstep.parallel.group import ProcessGroup
 from lockstep.rundir import RunDir
-from lockstep.train.run import run
+from lockstep.train.run import describe_cost, run
 
 ONE = ProcessGroup(0, 1, torch.device("cpu"))
 
@@ -107,11 +107,20 @@ def test_adapters_on_most_weights_and_packed_documents_need_no_word(dora: bool) 
     assert measure_coverage(make_model("llama", lora=False)) is None
 
 
-def test_positions_that_depend_on_length_are_told() -> None:
-    rope = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY, rope_parameters=rope))
-    assert "dynamic positions: texts of more than 128 tokens have other frequencies" in warnings_of(model)
+@pytest.mark.parametrize(("limit", "kind", "count"), [(100, "sft", 1), (100, "grpo", 2), (128, "grpo", 0)])
+def test_positions_that_depend_on_length_are_told_where_texts_are_so_long(
+    limit: int, kind: str, count: int, tmp_path: Path
+) -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 100.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    settings = transformers.LlamaConfig(**TINY, rope_parameters={**rope, "original_max_position_embeddings": limit})
+    backend = TorchBackend(transformers.LlamaForCausalLM(settings), precision="fp32", group=ONE)
+    algorithm = {"kind": "grpo", "max_tokens": 20, "reward": "exact"} if kind == "grpo" else {"kind": "sft"}
+    path = tiny.write_config(tmp_path, tiny.write_model(tmp_path / "model"), algorithm=algorithm)
+    rows: Any = None  # packed: not looked at
+    said = list(describe_cost(load_config(path), backend, rows))
+    assert len(said) == count
+    assert all(f"{limit} tokens" in sentence for sentence in said)
+    assert any("sampler and trainer differ" in sentence for sentence in said) == (count == 2)
 
 
 def test_chunked_attention_is_computed_document_by_document() -> None:

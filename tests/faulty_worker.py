@@ -165,6 +165,49 @@ def one_replica_strays() -> None:
     TorchBackend.optim_step = optim_step  # type: ignore[method-assign]
 
 
+def buffers_not_sent() -> None:
+    """Other ranks than the first keep the buffers that they were built with."""
+    from lockstep.backend import build
+
+    build._all_tensors = lambda module: list(module.named_parameters())  # type: ignore[assignment]
+
+
+def moments_lost_at_a_resume() -> None:
+    from lockstep.backend.torch_backend import TorchBackend
+
+    honest = TorchBackend.load_state
+
+    def load_state(self: TorchBackend, *given: Any, **options: Any) -> None:
+        honest(self, *given, **options)
+        for moments in self._optimizer.state.values():
+            moments["exp_avg"].zero_()
+
+    TorchBackend.load_state = load_state  # type: ignore[method-assign]
+
+
+def clipping_lengthens() -> None:
+    from lockstep.backend import torch_backend
+
+    def clip(parameters: Sequence[Any], norm: torch.Tensor, max_norm: float, **options: Any) -> None:
+        for p in parameters:
+            p.grad.mul_(max_norm / (norm + 1e-6))
+
+    torch_backend.clip = clip  # type: ignore[assignment]
+
+
+def same_dropout_everywhere() -> None:
+    from lockstep.backend import state
+
+    honest = state.seed_rank
+    state.seed_rank = lambda seed, rank: honest(seed, 0)
+
+
+def evaluation_with_dropout() -> None:
+    from lockstep.model.policy import Policy
+
+    Policy.eval = lambda self: self  # type: ignore[method-assign]
+
+
 def rank_refuses() -> None:
     def refuse(*arguments: Any) -> None:
         raise ValueError("this rank will not")
@@ -347,6 +390,11 @@ FAULTS: dict[str, Callable[[], None]] = {
         head_not_reduced,
         norms_decay,
         one_replica_strays,
+        buffers_not_sent,
+        moments_lost_at_a_resume,
+        clipping_lengthens,
+        same_dropout_everywhere,
+        evaluation_with_dropout,
         rank_refuses,
         rank_is_killed,
     )

@@ -73,6 +73,8 @@ def _show(console: Console, report: Report) -> None:
             console.print(Text.assemble(("FAIL ", "bold red"), f"{verdict.layout.name}: {verdict.problem}"), **LITERAL)
     for note in report.notes:
         console.print(Text(f"· {note}", "dim"), **LITERAL)
+    for limit in report.not_covered:
+        console.print(Text(f"· not covered: {limit}", "dim"), **LITERAL)
     failed = sum(not verdict.passed for verdict in report.verdicts)
     if failed:
         console.print(f"{failed} of {len(report.verdicts)} layouts do not make the step of the plain loop", **LITERAL)

@@ -41,6 +41,7 @@ from lockstep.verification.reduced import (
     build_reduced,
     choose_limit,
     choose_reduction,
+    drops_out,
     find_length_limits,
     find_limits,
     reference_config,
@@ -120,7 +121,8 @@ class Verdict:
 
 @dataclass
 class Report:
-    """The result of `verify`. `notes` say what was reduced, changed or left out.
+    """The result of `verify`. `notes` say what was reduced, changed or left out, `not_covered` what a pass says
+    nothing about.
 
     `metrics` are those of the loss, as sums over the first batch; cross-entropy has none.
     """
@@ -132,6 +134,7 @@ class Report:
     verdicts: list[Verdict] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
+    not_covered: list[str] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:
@@ -145,7 +148,7 @@ class Report:
             row |= {key: getattr(verdict, key) for key in ("loss", "grad_norm", "metrics", "seconds", "warnings")}
             row |= {"problem": verdict.problem or None, "errors": verdict.errors and asdict(verdict.errors)}
             layouts.append(row)
-        facts = {key: getattr(self, key) for key in ("passed", "model", "tolerance", "notes")}
+        facts = {key: getattr(self, key) for key in ("passed", "model", "tolerance", "notes", "not_covered")}
         plain = {"loss": self.loss, "grad_norm": self.grad_norm, "metrics": self.metrics}
         return {**facts, "reference": plain, "layouts": layouts}
 
@@ -188,6 +191,7 @@ def verify(
     plain = prepared.expected[0]
     notes = [*prepared.notes, *notes]
     report = Report(_model_name(config), TOLERANCE, plain.loss, plain.norm, [first], notes, plain.metrics)
+    report.not_covered = describe_limits(config)
     if first.errors is not None and TOLERANCE < first.errors.largest <= LOOSE_TOLERANCE:
         _loosen(report, first, first.errors)
     if requested is None and result is not None and not result.packs:
@@ -338,10 +342,16 @@ def _describe_changes(config: RunConfig, job: LayoutJob, size: int, rows: Sequen
         notes.append(
             f"parallel.compression {config.parallel.compression} is not applied: it changes the numbers by design"
         )
-    if config.lora is not None and config.lora.dropout:
-        notes.append(f"lora.dropout {config.lora.dropout:g} is set to 0: random dropout cannot be compared")
+    if drops_out(config):
+        notes.append(
+            "dropout is 0 where numbers are compared, and checked by itself: in training alone, each rank its own, the "
+            "same in a pass that is computed twice, going on after a resume"
+        )
     if job.step.max_grad_norm is not None:
-        notes.append("gradients are clipped to half of the first one's norm, so that clipping has an effect")
+        notes.append(
+            "the first gradient is clipped to half of its norm, so that clipping has an effect; no later one is clipped"
+        )
+    notes.append("before the second batch every layout is built anew, and reads a checkpoint of the first")
     if config.algorithm.kind == "grpo":
         notes += _describe_answers(config.algorithm.group_size)
     notes.append(
@@ -361,6 +371,26 @@ def _describe_length_limits(config: RunConfig, limit: int, lengths: Sequence[int
         f"what changes with the length of a text ({lowered}) does so at {limit} tokens here: {num_longer} of "
         f"{len(lengths)} texts are longer{only}"
     ]
+
+
+def describe_limits(config: RunConfig) -> list[str]:
+    """What a pass says nothing about, for this configuration."""
+    precision = "the run's precision" if config.model.precision == "auto" else config.model.precision
+    limits = [
+        f"rounding in {precision}, CUDA kernels and compiled code: everything is computed in float64 on CPU",
+        "texts longer than these rows, and weights other than these",
+        "how rows become tokens, the learning rate's schedule, validation, export",
+        "a resume in another layout",
+    ]
+    if config.algorithm.kind != "sft":
+        limits.append("the formula of the loss: what it gives for given log-probs is computed by the same code")
+    if config.algorithm.kind == "grpo":
+        limits.append("sampling, rewards and advantages: answers are made up, advantages computed by the same code")
+    if config.parallel.backend == "deepspeed":
+        limits.append("DeepSpeed: layouts are those of the torch backend")
+    if config.parallel.compression != "none":
+        limits.append(f"parallel.compression {config.parallel.compression}: gradients are sent whole")
+    return limits
 
 
 def _describe_answers(group_size: int) -> list[str]:

@@ -132,9 +132,10 @@ class PlainAdamW:
         if self._count == 1:
             num_weights = sum(p.numel() for p in self._trained.values())
             self.step = _fit_step(self.step, norm, num_weights, clip_at_half=self._clip_at_half)
+        step = step_number(self.step, self._count)
         for name, parameter in self._trained.items():
-            clipped, averages = _clipped(gradients[name], norm, self.step), (self._means[name], self._squares[name])
-            _step_adamw(parameter.data, clipped, *averages, self.step, self._count)
+            clipped, averages = _clipped(gradients[name], norm, step), (self._means[name], self._squares[name])
+            _step_adamw(parameter.data, clipped, *averages, step, self._count)
             parameter.grad = None
         return norm
 
@@ -165,6 +166,14 @@ def _fit_step(step: OptimStep, norm: float, num_weights: int, *, clip_at_half: b
     """
     max_norm = norm / 2 if clip_at_half else None
     return replace(step, max_grad_norm=max_norm, eps=max(step.eps, (max_norm or norm) / num_weights**0.5))
+
+
+def step_number(step: OptimStep, number: int) -> OptimStep:
+    """The step as it is the first time; later ones are clipped at four times the first gradient's norm, which has no
+    effect unless clipping also makes gradients longer."""
+    if number == 1 or step.max_grad_norm is None:
+        return step
+    return replace(step, max_grad_norm=8 * step.max_grad_norm)
 
 
 def plain_cross_entropy(model: nn.Module, batch: Sequence[Datum]) -> PassValues:

@@ -16,7 +16,13 @@ from lockstep.config import GrpoConfig, RunConfig
 from lockstep.train.checkpoints import Progress
 from lockstep.train.grpo import learn
 from lockstep.types import Completion, Datum, Logprobs, LossResult, LossSpec, LossValues, OptimResult, OptimStep
-from lockstep.verification.plain_loop import PlainAdamW, StepValues, target_logprobs, token_distributions
+from lockstep.verification.plain_loop import (
+    PlainAdamW,
+    StepValues,
+    step_number,
+    target_logprobs,
+    token_distributions,
+)
 from lockstep.verification.plain_preference import copy_reference, mix_into, side_values, supervised, whole_inputs
 from lockstep.verification.reduced import leave_reference
 from lockstep.verification.sample import SampleBatch, as_groups
@@ -49,6 +55,7 @@ class RecordingBackend:
     backend: Any
     snapshot: Callable[[str], dict[str, Tensor]]
     step: OptimStep | None = None
+    num_before: int = 0  # updates of earlier batches
     updates: list[UpdateValues] = field(default_factory=list)
     logprobs: dict[bool, list[float]] = field(default_factory=dict)
     _last_pass: tuple[LossResult, LossSpec, dict[str, Tensor]] | None = None
@@ -68,7 +75,9 @@ class RecordingBackend:
     def optim_step(self, step: OptimStep) -> OptimResult:
         assert self._last_pass is not None, "a step follows a pass"
         result, loss, gradients = self._last_pass
-        optim: OptimResult = self.backend.optim_step(self.step or step)
+        if self.step is not None:
+            step = step_number(self.step, self.num_before + len(self.updates) + 1)
+        optim: OptimResult = self.backend.optim_step(step)
         names = LOSSES[loss.kind].metrics(loss.options)
         self.updates.append(
             UpdateValues(

@@ -64,14 +64,16 @@ def _runs(config: RunConfig, reduction: Reduction) -> bool:
     return True
 
 
-def build_reduced(config: RunConfig, reduction: Reduction) -> CausalLM:
-    """With the user's adapters, if there are any. The same on every rank and in every process."""
+def build_reduced(config: RunConfig, reduction: Reduction, *, dropout: bool = False) -> CausalLM:
+    """With the user's adapters, if there are any. The same on every rank and in every process.
+
+    Without dropout, unless asked for: what is dropped differs between layouts by design.
+    """
     torch.manual_seed(config.seed)
-    model = build_plain(config, reduction)
+    model = build_plain(config, reduction, dropout=dropout)
     keep_float64(model)
     if config.lora is not None:
-        # Dropout differs between layouts by design.
-        model = add_lora(model, config.lora.model_copy(update={"dropout": 0.0}))
+        model = add_lora(model, config.lora if dropout else config.lora.model_copy(update={"dropout": 0.0}))
     generator = torch.Generator().manual_seed(config.seed)
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.double()
@@ -130,10 +132,31 @@ def leave_reference(weights: Iterable[Tensor]) -> None:
         tensor.mul_(0.75 + 0.5 * torch.sin(300 * tensor))
 
 
-def build_plain(config: RunConfig, reduction: Reduction) -> CausalLM:
+def drops_out(config: RunConfig) -> bool:
+    """Whether anything is dropped in training, by adapters or by the model itself."""
+    text = load_hf_config(config.model).get_text_config()
+    of_model = any(getattr(text, name) > 0 for name in _dropouts(text))
+    return of_model or (config.lora is not None and config.lora.dropout > 0)
+
+
+def _dropouts(text: Any) -> list[str]:
+    """Names of a model's settings."""
+    floats = [name for name, value in text.to_dict().items() if isinstance(value, float)]
+    return [name for name in floats if "dropout" in name or name.endswith("pdrop")]
+
+
+@torch.no_grad()
+def forget_weights(model: nn.Module) -> None:
+    """Of ranks other than the first, which get theirs from it, as in a run: parameters and buffers."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            tensor.fill_(0.5)
+
+
+def build_plain(config: RunConfig, reduction: Reduction, *, dropout: bool = False) -> CausalLM:
     from transformers import AutoModelForCausalLM
 
-    architecture = _reduce(load_hf_config(config.model), reduction)
+    architecture = _reduce(load_hf_config(config.model), reduction, dropout=dropout)
     options = {"dtype": torch.float64, "trust_remote_code": config.model.trust_remote_code}
     with torch.device("meta"):
         outline = AutoModelForCausalLM.from_config(copy.deepcopy(architecture), **options)
@@ -146,7 +169,7 @@ def build_plain(config: RunConfig, reduction: Reduction) -> CausalLM:
     return model
 
 
-def _reduce(architecture: Any, reduction: Reduction) -> Any:
+def _reduce(architecture: Any, reduction: Reduction, *, dropout: bool = False) -> Any:
     if hasattr(architecture, "quantization_config"):
         del architecture.quantization_config
     text = architecture.get_text_config()
@@ -157,9 +180,8 @@ def _reduce(architecture: Any, reduction: Reduction) -> Any:
     text.vocab_size = reduction.num_tokens
     text.pad_token_id = reduction.padding
     text.bos_token_id = text.eos_token_id = None
-    for name, value in text.to_dict().items():
-        if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
-            setattr(text, name, 0.0)
+    for name in () if dropout else _dropouts(text):
+        setattr(text, name, 0.0)
     if reduction.narrow:
         _narrow(text)
     if reduction.limit is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import sys
 import traceback
@@ -22,13 +23,24 @@ from torch.distributed.tensor import DTensor
 from lockstep.algorithms.losses import LOSSES, lacks_reference
 from lockstep.backend.torch_backend import TorchBackend, join_group
 from lockstep.config import DpoConfig, GrpoConfig, KtoConfig, SftConfig
+from lockstep.config.parallel import AXES
 from lockstep.parallel.group import ProcessGroup
 from lockstep.train.dpo import prepare
 from lockstep.types import Datum, LossSpec
+from lockstep.verification.checking import tensor_errors
 from lockstep.verification.job import LayoutJob, own_rank, record_failure, tensor_name, write_result, write_tensors
+from lockstep.verification.plain_loop import step_number
 from lockstep.verification.plain_policy import RecordingBackend, learn_groups, supervised_logprobs, update_name
-from lockstep.verification.reduced import build_reduced, leave_reference, reference_config
+from lockstep.verification.reduced import (
+    build_reduced,
+    drops_out,
+    forget_weights,
+    leave_reference,
+    reference_config,
+)
 from lockstep.verification.sample import REFERENCE, add_reference, compile_rows, renumber, take_batches, total_weight
+
+_RECOMPUTED = 1e-4  # models that compute a part in float32 round there; another dropout makes a difference of tenths
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -50,7 +62,7 @@ def compute(job: LayoutJob, folder: Path) -> None:
     algorithm = job.config.algorithm
     sampled = take_batches(compile_rows(job.config), job.config)
     group = join_group("cpu", job.layout.parallel, job.timeout_s)
-    backend, batches = _build(job, group, [renumber(batch.data, job.tokens) for batch in sampled])
+    backend, kind, batches = _build(job, group, [renumber(batch.data, job.tokens) for batch in sampled])
     facts: list[dict[str, Any]] = []
     tensors: dict[str, Tensor] = {}
     for number, (part, rows) in enumerate(zip(sampled, batches, strict=True)):
@@ -62,7 +74,11 @@ def compute(job: LayoutJob, folder: Path) -> None:
             facts.append({**known, **_step(backend, job, rows, number, tensors)})
         if number == 0 and not isinstance(algorithm, SftConfig) and algorithm.reference_sync_steps is not None:
             backend.mix_reference(algorithm.reference_mix)
+        if number == 0 and facts:  # before its first step a run has no checkpoint
+            backend = resume(job, backend, kind, folder / "checkpoint")
     disagreements = _write_shared(tensors, facts, group, folder)
+    if drops_out(job.config):
+        disagreements += check_dropout(job, group, batches[0], folder)
     group.barrier()
     if group.rank == 0:
         shared = {"disagreements": disagreements, "warnings": backend.warnings, "packs": backend.policy.packs}
@@ -70,34 +86,53 @@ def compute(job: LayoutJob, folder: Path) -> None:
     group.leave()
 
 
-def _build(job: LayoutJob, group: ProcessGroup, batches: list[list[Datum]]) -> tuple[TorchBackend, list[list[Datum]]]:
-    """As a run does: the backend, and the rows with their reference's log-probs where those are made ahead. All ranks.
+def _build(
+    job: LayoutJob, group: ProcessGroup, batches: list[list[Datum]]
+) -> tuple[TorchBackend, str, list[list[Datum]]]:
+    """As a run does: the backend, its reference, and the rows, with log-probs that are made ahead. All ranks.
 
     Then the policy leaves its reference.
     """
-    has_adapter = job.config.lora is not None
+    has_adapter, kind = job.config.lora is not None, "none"
     if job.reference != "precomputed":
-        backend = make_backend(job, group, job.reference)
+        kind = job.reference
+        backend = make_backend(job, group, kind)
     elif job.other is not None:
         other = make_backend(replace(job, config=reference_config(job.config), reduction=job.other), group, "none")
         batches = [add_reference(batch, other.forward(batch)) for batch in batches]
         other.policy.stop_packing()
-        backend = make_backend(job, group, "none")
+        backend = make_backend(job, group, kind)
     else:
-        backend = make_backend(job, group, "adapter_off" if has_adapter else "none")
+        kind = "adapter_off" if has_adapter else "none"
+        backend = make_backend(job, group, kind)
         batches = [add_reference(batch, backend.forward(batch, reference=has_adapter)) for batch in batches]
     if job.reference != "none":
         leave_reference(_local(p.detach()) for p in backend.parameters().values())
-    return backend, batches
+    return backend, kind, batches
 
 
-def make_backend(job: LayoutJob, group: ProcessGroup, reference: str) -> TorchBackend:
+def resume(job: LayoutJob, backend: TorchBackend, kind: str, path: Path) -> TorchBackend:
+    """A new backend that has read the old one's checkpoint, with all that must survive. All ranks."""
+    backend.save_state(path).result(timeout=job.timeout_s)
+    backend.group.barrier()  # on rank 0 alone the future waits for every rank's part
+    resumed = make_backend(job, backend.group, kind)
+    resumed.load_state(path)
+    return resumed
+
+
+def make_backend(
+    job: LayoutJob, group: ProcessGroup, reference: str, *, checkpointing: str | None = None, dropout: bool = False
+) -> TorchBackend:
+    """As configured, but for the given. Only rank 0 has weights before."""
+    model = build_reduced(job.config, job.reduction, dropout=dropout)
+    if group.rank > 0:
+        forget_weights(model)
     return TorchBackend(
-        build_reduced(job.config, job.reduction),
+        model,
         micro_batch_tokens=max(job.micro_batch_tokens),
         precision="fp64",
         parallel=job.layout.parallel,
-        activation_checkpointing=job.config.model.activation_checkpointing,
+        activation_checkpointing=checkpointing or job.config.model.activation_checkpointing,
         activation_offload=job.config.model.activation_offload,
         compile=False,
         reference=reference,
@@ -117,7 +152,7 @@ def _step(
     result = backend.forward_backward(batch, loss)
     metrics = {name: result.metrics[name] for name in LOSSES[loss.kind].metrics(loss.options)}
     _keep(tensors, number, "gradients", _snapshot(backend, "gradients"))
-    norm = backend.optim_step(job.step).grad_norm
+    norm = backend.optim_step(step_number(job.step, number + 1)).grad_norm
     _keep(tensors, number, "weights", _snapshot(backend, "weights"))
     facts = {"loss": result.loss, "norm": norm, "logprobs": logprobs}
     return {**facts, "reference_logprobs": reference, "metrics": metrics}
@@ -127,7 +162,7 @@ def _updates(
     backend: TorchBackend, job: LayoutJob, rows: Sequence[Datum], batch: int, first: int, tensors: dict[str, Tensor]
 ) -> list[dict[str, Any]]:
     """Every update of the loop on sampled answers. Their tensors are numbered from `first` on."""
-    recorder = RecordingBackend(backend, lambda kind: _snapshot(backend, kind), job.step)
+    recorder = RecordingBackend(backend, lambda kind: _snapshot(backend, kind), job.step, num_before=first)
     updates = []
     for place, update in enumerate(learn_groups(job.config, recorder, rows)):
         facts = {**vars(update), "where": update_name(batch + 1, place + 1)}
@@ -199,6 +234,66 @@ def _write_shared(
             disagreements += [f"ranks disagree about the {key} of {_name_step(facts, number)}" for key in different]
     write_tensors(folder, group.rank, {name: t for name, t in tensors.items() if owners[name][0] == group.rank})
     return disagreements
+
+
+def check_dropout(job: LayoutJob, group: ProcessGroup, rows: Sequence[Datum], folder: Path) -> list[str]:
+    """Sentences about what is wrong with it, whatever is dropped: in training alone, by each rank its own numbers, the
+    same where a pass is computed twice, and going on after a resume. All ranks."""
+    loss = LossSpec("cross_entropy", scale=1.0 / total_weight(rows))
+    backend = make_backend(job, group, "none", dropout=True)
+    streams = group.gather_objects((_place(group), torch.rand(8).tolist()))
+    problems = [_stream_problem(streams)]
+    if backend.forward(rows) != backend.forward(rows):
+        problems.append("two evaluations of the same rows differ")
+    losses = [backend.forward_backward(rows, loss).loss for _ in range(2)]
+    if losses[0] == losses[1] and job.config.lora is not None and job.config.lora.dropout:
+        problems.append("nothing is dropped in training")
+    backend.optim_step(job.step)
+    backend.save_state(folder / "dropout").result(timeout=job.timeout_s)
+    group.barrier()
+    expected = torch.rand(8)
+    make_backend(job, group, "none", dropout=True).load_state(folder / "dropout")
+    if not torch.equal(torch.rand(8), expected):
+        problems.append("a rank does not go on with its own numbers after a resume")
+    problems.append(_recomputation_problem(job, group, rows, loss))
+    found = [own for everybody in group.gather_objects(problems) for own in everybody if own]
+    return [f"dropout: {problem}" for problem in dict.fromkeys(found)]
+
+
+def _place(group: ProcessGroup) -> tuple[int, ...]:
+    """Ranks with the same one compute the same tokens with the same layers."""
+    return tuple(group.place(axis) for axis in AXES if axis != "tensor")
+
+
+def _stream_problem(streams: Sequence[tuple[tuple[int, ...], list[float]]]) -> str:
+    """`streams`: of each rank, its place and what it draws."""
+    for (i, (place, own)), (j, (other_place, others)) in itertools.combinations(enumerate(streams), 2):
+        if place == other_place and own != others:
+            return f"ranks {i} and {j} have parts of the same layers and draw different numbers"
+        if place != other_place and own == others:
+            return f"ranks {i} and {j} have other tokens or layers and draw the same numbers"
+    return ""
+
+
+def _recomputation_problem(job: LayoutJob, group: ProcessGroup, rows: Sequence[Datum], loss: LossSpec) -> str:
+    """The gradient must not depend on which activations are kept: what is dropped is the same.
+
+    Selective is also the one without our own product of adapters. Stages are compared with keeping all.
+    """
+    configured = job.config.model.activation_checkpointing
+    other = "none" if configured == "selective" or group.degrees.pipeline > 1 else "selective"
+    if other == configured:
+        return ""
+    gradients = []
+    for kind in (other, configured):
+        backend = make_backend(job, group, "none", checkpointing=kind, dropout=True)
+        backend.forward_backward(rows, loss)
+        gradients.append(_snapshot(backend, "gradients"))
+    errors = tensor_errors(gradients[1], gradients[0])
+    worst = max(errors, key=errors.__getitem__)
+    if errors[worst] <= _RECOMPUTED:
+        return ""
+    return f"the gradient of {worst} depends on which activations are kept: off by {errors[worst]:.2g}"
 
 
 def _name_step(facts: list[dict[str, Any]], number: int) -> str:

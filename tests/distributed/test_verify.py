@@ -30,7 +30,9 @@ def test_verify_prints_a_table_and_says_pass(config: Path) -> None:
     rows = [line.split() for line in out.splitlines()]
     assert [row[-1] for row in rows[2:5]] == ["PASS"] * 3
     assert [" ".join(row[:2]) for row in rows[1:5]] == ["the plain", "one rank", "shard 2", "pipeline 2"]
-    assert "lora.dropout 0.1 is set to 0" in out
+    assert "dropout is 0 where numbers are compared, and checked by itself" in out
+    assert "reads a checkpoint of the first" in out
+    assert "not covered: rounding in fp32, CUDA kernels and compiled code" in out
     assert "all within 1e-10" in out
     assert "3/3 pipeline 2 (interleaved)" in err
 
@@ -49,6 +51,7 @@ def test_verify_answers_in_json(config: Path, capsys: pytest.CaptureFixture[str]
     assert max(row["errors"]["by_parameter"].values()) < 1e-10
     assert any("lora_A" in name for name in row["errors"]["by_parameter"])
     assert not any("clipped" in note for note in report["notes"])
+    assert any("schedule" in limit for limit in report["not_covered"])
 
 
 @pytest.mark.slow

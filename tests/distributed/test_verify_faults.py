@@ -37,12 +37,24 @@ CASES = (
     Case("head_not_reduced", "tensor=2", "changes its logits after the output head"),
     Case("norms_decay", "shard=2", "weights of model.layers.0.input_layernorm.weight after the step (batch 1)"),
     Case("one_replica_strays", "replicate=2", "ranks 0 and 1 disagree about the weights of model.embed_tokens.weight"),
+    Case("buffers_not_sent", "replicate=2", "log-probs (batch 1)"),
+    Case("moments_lost_at_a_resume", "replicate=2", "weights of model.embed_tokens.weight after the step (batch 2)"),
+    Case("clipping_lengthens", "replicate=2", "weights of model.embed_tokens.weight after the step (batch 2)"),
+    Case("same_dropout_everywhere", "replicate=2", "dropout: ranks 0 and 1 have other tokens or layers", lora=True),
+    Case("evaluation_with_dropout", "replicate=2", "changes its logits after the output head", lora=True),
     Case("rank_refuses", "replicate=2", "rank 1: this rank will not"),
     Case("rank_is_killed", "replicate=2", "rank 1 was ended by signal 9 (SIGKILL)"),
 )
-QUICK = ("wrong_divide_factor", "clipped_per_rank", "cursor_off_by_one")
+QUICK = ("wrong_divide_factor", "clipped_per_rank", "cursor_off_by_one", "same_dropout_everywhere")
 # Faults that a single rank has as well.
-EVERYWHERE = ("cursor_off_by_one", "micro_batch_dropped", "norms_decay")
+EVERYWHERE = (
+    "cursor_off_by_one",
+    "micro_batch_dropped",
+    "norms_decay",
+    "moments_lost_at_a_resume",
+    "clipping_lengthens",
+    "evaluation_with_dropout",
+)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +65,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, RunConfig]:
     for lora in (False, True):
         settings: dict[str, Any] = {"batch": {"samples": 10}, "optim": {"weight_decay": 0.1}}
         if lora:
-            settings["lora"] = {"rank": faulty_worker.LORA_RANK}
+            settings["lora"] = {"rank": faulty_worker.LORA_RANK, "dropout": 0.3}
         found[lora] = load_config(tiny.write_config(tmp_path_factory.mktemp("config"), model, **settings))
     return found
 

@@ -18,7 +18,14 @@ from lockstep.verification import checking as compare
 from lockstep.verification.checking import tensor_errors
 from lockstep.verification.job import agreed_refusal, record_failure
 from lockstep.verification.layouts import ONE, ModelLimits, default_layouts, own_layout, parse_layouts, problem
-from lockstep.verification.plain_loop import PlainAdamW, StepValues, plain_batches, plain_cross_entropy, run_plain_loop
+from lockstep.verification.plain_loop import (
+    PlainAdamW,
+    StepValues,
+    plain_batches,
+    plain_cross_entropy,
+    run_plain_loop,
+    step_number,
+)
 from lockstep.verification.reduced import (
     Reduction,
     build_reduced,
@@ -277,11 +284,13 @@ def test_the_plain_loop_steps_like_torch(tmp_path: Path, tiny_model: Path) -> No
     groups = [{"params": [p for p in named.values() if (p.ndim >= 2) == wide]} for wide in (True, False)]
     groups[1]["weight_decay"] = 0.0  # type: ignore[assignment]
     optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.99), eps=made.eps, weight_decay=0.1)
-    for values, part in zip(found, taken, strict=True):
+    for number, (values, part) in enumerate(zip(found, taken, strict=True), start=1):
         plain_cross_entropy(model, part.data)
-        assert made.max_grad_norm is not None
-        norm = torch.nn.utils.clip_grad_norm_(list(named.values()), made.max_grad_norm)
+        max_norm = step_number(made, number).max_grad_norm
+        assert max_norm is not None
+        norm = torch.nn.utils.clip_grad_norm_(list(named.values()), max_norm)
         assert float(norm) == pytest.approx(values.norm, rel=1e-12)
+        assert (float(norm) > max_norm) == (number == 1), "the first gradient is clipped, and no other"
         optimizer.step()
         optimizer.zero_grad()
         assert max(tensor_errors({n: p.detach() for n, p in named.items()}, values.weights).values()) < 1e-12

@@ -219,7 +219,7 @@ BACKEND = (
         "    if is_padding:\n        inputs = LossInputs(",
         "    if is_padding and multiple_of < 0:\n        inputs = LossInputs(",
         (BATCHING, PAIRS),
-        ("dpo", "replicate=2"),
+        ("dpo", "replicate=4"),
     ),
     Fault(
         "shared prompts are those of the first document",
@@ -356,8 +356,8 @@ BACKEND = (
     Fault(
         "a tied weight counts twice in the norm of a pipeline",
         TORCH,
-        "if self._tied is None or 0 in self._stages:",
-        "if self._tied is None or self._stages:",
+        "        if 0 in self._stages:\n            return list(parameters)",
+        "        if self._stages:\n            return list(parameters)",
         (f"{LAYOUT} -k pipeline-2",),
         ("tied", "pipeline=2"),
     ),
@@ -467,8 +467,8 @@ CHECKPOINTS = (
     Fault(
         "a damaged file of a checkpoint is read",
         "rundir.py",
-        'if digest_file(file) != expected["sha256"]:',
-        'if digest_file(file) == "":',
+        'return None if digest_file(file) == expected["sha256"] else "does not match its digest"',
+        "return None",
         (RUNDIR,),
     ),
     Fault(

@@ -1,6 +1,6 @@
 """What would tests and `lockstep verify` let through? One fault at a time, in a copy of the tree.
 
-    python tests/mutation/run.py OUT.jsonl [--only TEXT] [--verify | --tests]
+    python tests/mutation/run.py OUT.jsonl [--only TEXT] [--survivors EARLIER.jsonl] [--verify | --tests]
 
 Every fault runs in a process forked from this one, which has imported what takes long and nothing of Lockstep; ranks
 are forked from that in turn. A fault whose text is no longer there is an error: mend the list.
@@ -46,6 +46,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", default="", help="faults whose name or file contains this")
+    parser.add_argument("--survivors", type=Path, help="only what survived in this earlier OUT.jsonl")
     parser.add_argument("--verify", action="store_true", help="`lockstep verify` alone")
     parser.add_argument("--tests", action="store_true", help="tests alone")
     arguments = parser.parse_args()
@@ -55,10 +56,12 @@ def main() -> int:
         print("the text of these faults is not there (once):", *stale, sep="\n  ")
         return 2
     known = {(r["fault"], r["by"]) for r in map(json.loads, _lines(arguments.out))}
+    survived = {(r["fault"], r["by"]) for r in map(json.loads, _lines(arguments.survivors)) if r["result"] != "killed"}
     _preload()
     for fault in chosen:
         for by, body in (("tests", _run_tests), ("verify", _run_verify)):
             wanted = not (arguments.tests or arguments.verify) or getattr(arguments, by)
+            wanted &= not survived or (fault.name, by) in survived
             if not wanted or (fault.name, by) in known or (by == "verify" and fault.verify is None):
                 continue
             record = {"fault": fault.name, "file": fault.file, "by": by, **_try(fault, body)}
@@ -68,8 +71,8 @@ def main() -> int:
     return 0
 
 
-def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines() if path.exists() else []
+def _lines(path: Path | None) -> list[str]:
+    return path.read_text().splitlines() if path is not None and path.exists() else []
 
 
 def _preload() -> None:

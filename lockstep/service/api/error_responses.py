@@ -52,7 +52,9 @@ def describe_errors(app: FastAPI) -> None:
 
 
 def error_response(status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    return JSONResponse({"error": {"code": code, "message": message}}, status, headers=headers)
+    """A message may repeat half a character of the request, which no encoding has."""
+    shown = message.encode("utf-8", "backslashreplace").decode()
+    return JSONResponse({"error": {"code": code, "message": shown}}, status, headers=headers)
 
 
 def install_handlers(app: FastAPI) -> None:

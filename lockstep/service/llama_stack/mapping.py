@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from pydantic import ValidationError
+
 from lockstep.config.loading import merge_settings
 from lockstep.service.errors import ServiceError
 from lockstep.service.llama_stack.schemas import (
@@ -24,6 +26,7 @@ from lockstep.service.llama_stack.schemas import (
     QATFinetuningConfig,
     TrainingConfig,
 )
+from lockstep.service.schemas import JobRequest
 
 Row = dict[str, Any]
 _TURNS = ("messages", "conversations", "conversation")
@@ -466,4 +469,9 @@ def _read_job_settings(settings: object) -> dict[str, int]:
     for name, value in settings.items():
         if not isinstance(value, int) or isinstance(value, bool):
             raise RequestError(f"provider_config.job.{name}: {value!r} is not a whole number")
+    try:
+        JobRequest(config={}, **settings)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise RequestError(f"provider_config.job.{problem['loc'][0]}: {problem['msg']}") from error
     return dict(settings)

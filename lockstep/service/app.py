@@ -25,7 +25,8 @@ from lockstep.service.middleware import NamingMiddleware, SecurityMiddleware
 from lockstep.service.run_files import Streams
 from lockstep.service.settings import VERSION, ServiceSettings
 
-_MAX_SUBMISSIONS = 8  # at once: each may take some milliseconds, or wait for the database
+_SWITCH_INTERVAL_S = 0.001  # a thread that reads a configuration lets the others go on soon
+_MAX_SUBMISSIONS = 4  # at once: each may take some milliseconds, or wait for the database
 
 _PR_SET_DUMPABLE = 4
 
@@ -101,4 +102,5 @@ def run_server(settings: ServiceSettings, manager: JobManager | None = None) -> 
     server = make_server(create_app(settings, manager), settings)
     devices = f"GPUs {', '.join(manager.slots.devices)}" if manager.slots.devices else "on CPU"
     logging.info("data in %s, %d processes, %s", manager.data_dir.path, manager.slots.count, devices)
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     server.run()

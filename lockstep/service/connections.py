@@ -9,7 +9,9 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import os
 import resource
+import socket
 import ssl
 from collections import Counter
 from dataclasses import dataclass
@@ -25,6 +27,8 @@ from lockstep.service.settings import ServiceSettings
 
 _RESERVED_FILES = 256  # for the database, logs that are read, and processes that are started
 _KEEP_ALIVE_S = 30
+_ACCEPTED_AT_ONCE = 16  # before those that came earlier are read: a burst must not throw out whoever is about to ask
+_BACKLOG = 2048
 _FULL_BODY = b'{"error": {"code": "busy", "message": "too many connections: try again later"}}'
 _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 5\r\nconnection: close\r\n"
@@ -240,6 +244,15 @@ class GuardedProtocol(H11Protocol):
 
 
 class _Server(uvicorn.Server):
+    async def startup(self, sockets: Any = None) -> None:
+        await super().startup(sockets)
+        for server in getattr(self, "servers", []):
+            for (
+                listener
+            ) in server.sockets:  # asyncio has one number for the backlog and for how many it accepts at once
+                with socket.socket(fileno=os.dup(listener.fileno())) as same:
+                    same.listen(_BACKLOG)
+
     def _log_started_message(self, listeners: Any) -> None:
         """uvicorn's own names http: it does not know of the TLS above."""
         protocol: Any = self.config.http
@@ -277,6 +290,7 @@ def make_server(app: Any, settings: ServiceSettings) -> uvicorn.Server:
         server_header=False,
         proxy_headers=bool(proxies),
         forwarded_allow_ips=sorted(proxies),
+        backlog=_ACCEPTED_AT_ONCE,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=3,
     )

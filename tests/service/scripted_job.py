@@ -60,11 +60,14 @@ def scripted_run(path: Path) -> None:
     with (run.path / "starts.txt").open("a") as file:
         file.write(f"{os.getpid()}\n")
     behave(run, run.config().name, rank)
+    with (run.path / "ends.txt").open("a") as file:
+        file.write(f"{os.getpid()}\n")
     run.write_status(state="completed", phase="done", completed_at=time.time())
 
 
 if __name__ == "__main__":
-    loop = types.ModuleType("lockstep.train.run")
-    loop.run = scripted_run  # type: ignore[attr-defined]
-    sys.modules["lockstep.train.run"] = loop
+    if RunDir(sys.argv[1]).config().name != "real":  # which trains a model
+        loop = types.ModuleType("lockstep.train.run")
+        loop.run = scripted_run  # type: ignore[attr-defined]
+        sys.modules["lockstep.train.run"] = loop
     sys.exit(worker.main())

@@ -1,17 +1,22 @@
 """`lockstep serve` with scripted jobs: python serve_scripted.py DATA_DIR PORT [key=value of the settings ...].
 
 LOCKSTEP_TEST_KILL names a moment of the first launch at which this process kills itself: before, between (the job's
-process is there, its handle is not written), after.
+process is there, its handle is not written), after. A file `pragma` beside the data directory is what SQLite is told
+whenever a connection is used: a test makes the database full or read-only with it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import sqlite3
 import sys
 from pathlib import Path
 from typing import Any
+
+import sqlalchemy as sa
 
 from lockstep.launch import LocalLauncher, Resources, RunHandle, local
 from lockstep.rundir import write_atomically
@@ -43,8 +48,17 @@ class DyingLauncher(LocalLauncher):
         return handle
 
 
+def obey(path: Path) -> None:
+    def tell(connection: sqlite3.Connection, *_: object) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            connection.execute(f"PRAGMA {path.read_text()}")
+
+    sa.event.listen(sa.Pool, "checkout", tell)
+
+
 def main() -> None:
     data_dir, port, *rest = sys.argv[1:]
+    obey(Path(data_dir).parent / "pragma")
     given: dict[str, Any] = dict(pair.split("=", 1) for pair in rest)
     changes = {
         key: Path(value) if key in ("token_file", "tls_cert", "tls_key") else json.loads(value)

@@ -114,6 +114,19 @@ def documents_of(
     return documents
 
 
+def refuse_too_long(batch: Sequence[Datum], limit: int | None) -> None:
+    """`limit`: of a model that has no positions beyond it."""
+    if limit is None:
+        return
+    for i, datum in enumerate(batch):
+        length = len(datum.prompt) + max((len(c.tokens) for c in datum.completions), default=0)
+        if length > limit:
+            raise ValueError(
+                f"{datum.origin or f'row {i} of the batch'} has {length:,} tokens, and the model learned positions for "
+                f"{limit:,}: set data.max_length to {limit} or less"
+            )
+
+
 def _branch(index: int, completion: Completion, offset: int) -> Branch:
     weights = np.asarray(completion.weights, dtype=np.float64)
     supervised = np.flatnonzero(weights)

@@ -83,6 +83,7 @@ class Policy(nn.Module):
         self.split_tokens: attention.SplitTokens | None = None
         self.noisy_routers = noisy_routers(model)
         self.rotary = RotaryByLength.of(model)
+        self.max_positions = max_positions(causal)
         self._own_attention = causal.config._attn_implementation
         if self.packs:
             causal.set_attn_implementation(attention.PACKED)
@@ -249,6 +250,16 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside a PEFT wrapper, or the model itself."""
     unwrap: Any = getattr(model, "get_base_model", lambda: model)
     return unwrap()
+
+
+def max_positions(causal: PreTrainedModel) -> int | None:
+    """The longest text of a model with a table of learned positions, such as GPT-2 and OPT; None: it has no table."""
+    limit = getattr(causal.config.get_text_config(), "max_position_embeddings", None)
+    tokens = causal.get_input_embeddings()
+    tables = (m for m in causal.modules() if isinstance(m, nn.Embedding) and m is not tokens)
+    # Some models keep a few entries of the table for padding.
+    has_table = limit is not None and any(limit <= table.num_embeddings <= limit + 8 for table in tables)
+    return limit if has_table else None
 
 
 def headless(causal: PreTrainedModel) -> nn.Module:

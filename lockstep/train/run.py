@@ -92,6 +92,7 @@ def run(run_dir: Path) -> None:
     group = join_group(config.launch.device, config.parallel, config.launch.timeout_s)
     keep_freed_memory()
     backend, rows = build(config, group, run, rows, reference)
+    check_positions(config, backend, rows)
     for message in describe_cost(config, backend, rows):
         run.log_event("warning", message=message)
     progress = resume(run, backend, group, data.digest)
@@ -274,6 +275,19 @@ def make_backend(
     counts = {"trained": sum(p.numel() for p in trained), "all": sum(p.numel() for p in backend.policy.parameters())}
     run.log_event("model", precision=precision, device=str(group.device), parameters=counts)
     return backend
+
+
+def check_positions(config: RunConfig, backend: TorchBackend | DeepSpeedBackend, rows: RowsToLearn) -> None:
+    """Before the first step where a row is one text; of pairs and of sampled answers the backend checks each batch."""
+    limit = backend.policy.max_positions
+    if limit is None or config.algorithm.kind != "sft":
+        return
+    longest = max((int(part.lengths.max()) for part in (rows.train, rows.validation) if len(part)), default=0)
+    if longest > limit:
+        raise ConfigError(
+            f"data.max_length {config.data.max_length} lets texts of {longest:,} tokens through, and "
+            f"{config.model.path} learned positions for {limit:,}: set it to {limit} or less"
+        )
 
 
 def describe_cost(config: RunConfig, backend: TorchBackend | DeepSpeedBackend, rows: RowsToLearn) -> Iterator[str]:

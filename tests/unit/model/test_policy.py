@@ -6,14 +6,24 @@ from typing import Any
 
 import pytest
 import torch
-from equivalence.plain import FAMILIES, logprobs_of, make_model
+import transformers
+from equivalence.plain import FAMILIES, TINY, logprobs_of, make_model
 from torch import nn
 
+from lockstep.backend.torch_backend import TorchBackend
 from lockstep.config import LoraConfig
 from lockstep.model.attention import PACKED, variable_length_problem
 from lockstep.model.head import LogitTransform
 from lockstep.model.lora import add_lora
-from lockstep.model.policy import PackedTokens, Policy, causal_lm, decoder_layers, head_dim, logit_transform
+from lockstep.model.policy import (
+    PackedTokens,
+    Policy,
+    causal_lm,
+    decoder_layers,
+    head_dim,
+    logit_transform,
+    max_positions,
+)
 from lockstep.types import Completion, Datum
 
 PACKING = [family for family in FAMILIES if family not in ("gemma2", "bloom")]
@@ -238,3 +248,25 @@ def test_the_size_of_a_head_is_read_from_the_model(family):
 def test_the_fused_kernel_says_why_it_cannot_be_used(device, dtype, size, why):
     problem = variable_length_problem(torch.device(device), dtype, size)
     assert problem is None if why is None else why in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("family", "limit"), [("gpt2", 128), ("llama", None), ("bloom", None), ("opt", 128), ("phi3", None)]
+)
+def test_a_table_of_learned_positions_is_the_longest_text(family: str, limit: int | None) -> None:
+    if family == "opt":
+        settings = {**TINY, "ffn_dim": 48, "word_embed_proj_dim": 32}
+        del settings["intermediate_size"], settings["num_key_value_heads"]
+        model: Any = transformers.OPTForCausalLM(transformers.OPTConfig(**settings))
+    else:
+        model = make_model(family, lora=False)
+    assert max_positions(model) == limit
+
+
+def test_a_text_beyond_the_learned_positions_is_a_sentence_that_names_it() -> None:
+    backend = TorchBackend(make_model("gpt2", lora=False), precision="fp64", device="cpu")
+    exact = Datum([5] * 100, [Completion([6] * 28, [1.0] * 28)], "a row that just fits")
+    backend.forward([exact])
+    long = Datum([5] * 100, [Completion([6] * 3, [1.0] * 3), Completion([6] * 29, [1.0] * 29)], "train.jsonl:7")
+    with pytest.raises(ValueError, match=r"train.jsonl:7 has 129 tokens, and the model learned positions for 128"):
+        backend.forward([exact, long])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +16,11 @@ from rich.console import Console
 
 from lockstep.backend.torch_backend import TorchBackend
 from lockstep.cli.display import RunDisplay, print_summary
-from lockstep.config import LoraConfig, load_config
+from lockstep.config import ConfigError, LoraConfig, load_config
 from lockstep.model.lora import add_lora, measure_coverage
 from lockstep.parallel.group import ProcessGroup
 from lockstep.rundir import RunDir
-from lockstep.train.run import describe_cost, run
+from lockstep.train.run import check_positions, describe_cost, run
 
 ONE = ProcessGroup(0, 1, torch.device("cpu"))
 
@@ -131,3 +132,22 @@ def test_chunked_attention_is_computed_document_by_document() -> None:
     config = transformers.Llama4TextConfig(**settings, **layers, attention_chunk_size=8, moe_layers=[])
     model = transformers.Llama4ForCausalLM(config)
     assert "attends within chunks that are counted from the start of a row" in warnings_of(model)
+
+
+def test_rows_beyond_a_table_of_positions_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    backend = TorchBackend(make_model("gpt2", lora=False), precision="fp64", group=ONE)
+    path = tiny.write_config(tmp_path, tiny.write_model(tmp_path / "model"), data={"max_length": 256})
+    config = load_config(path)
+    rows: Any = SimpleNamespace(train=SimpleRows([40, 128]), validation=SimpleRows([]))
+    check_positions(config, backend, rows)
+    rows.validation = SimpleRows([129])
+    with pytest.raises(
+        ConfigError, match=r"data.max_length 256 lets texts of 129 tokens through.*set it to 128 or less"
+    ):
+        check_positions(config, backend, rows)
+
+
+class SimpleRows(list[int]):
+    @property
+    def lengths(self) -> Any:
+        return torch.tensor(self).numpy()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lockstep.algorithms.losses import LossInputs
 from lockstep.data.packing import BY_TOKENS, Cost, measure_balance, partition
-from lockstep.model.policy import PackedTokens
+from lockstep.model.policy import PackedTokens, Policy
 from lockstep.types import Completion, Datum, LossSpec
 
 
@@ -114,7 +114,14 @@ def documents_of(
     return documents
 
 
-def refuse_too_long(batch: Sequence[Datum], limit: int | None) -> None:
+def documents_for(policy: Policy, batch: Sequence[Datum], budget_tokens: int) -> list[Document]:
+    """As this policy can compute them: completions share a prompt where it allows that, within a micro-batch."""
+    _refuse_too_long(batch, policy.max_positions)
+    shared = budget_tokens if policy.shares_prompts else 0
+    return documents_of(batch, max_shared_tokens=shared, group_of=policy.rotary.group)
+
+
+def _refuse_too_long(batch: Sequence[Datum], limit: int | None) -> None:
     """`limit`: of a model that has no positions beyond it."""
     if limit is None:
         return

@@ -23,14 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.algorithms.losses import lacks_reference
 from lockstep.backend import loss_step, state
-from lockstep.backend.batching import (
-    MicroBatch,
-    MicroBatchPlan,
-    documents_of,
-    plan_micro_batches,
-    refuse_too_long,
-    to_micro_batch,
-)
+from lockstep.backend.batching import MicroBatch, MicroBatchPlan, documents_for, plan_micro_batches, to_micro_batch
 from lockstep.backend.build import Built, build_policy, expect_traffic, settle_dtypes, split_tokens
 from lockstep.backend.loss_step import RankBatch, TokenLogprobs, read_later
 from lockstep.backend.probe import check_policy, check_stages
@@ -266,9 +259,7 @@ class TorchBackend:
 
     def _rank_batch(self, batch: Sequence[Datum], loss: LossSpec) -> RankBatch:
         budget = self.micro_batch_tokens * self.group.degrees.context
-        refuse_too_long(batch, self.policy.max_positions)
-        shared = budget if self.policy.shares_prompts else 0
-        documents = documents_of(batch, max_shared_tokens=shared, group_of=self.policy.rotary.group)
+        documents = documents_for(self.policy, batch, budget)
         plan = plan_micro_batches(
             documents,
             rank=self.group.data_rank,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from lockstep.backend.batching import documents_of, plan_micro_batches, to_micro_batch
+from lockstep.backend.batching import documents_for, plan_micro_batches, to_micro_batch
 from lockstep.backend.probe import check_policy
 from lockstep.config import DataConfig
 from lockstep.data.chat_template import Template
@@ -85,7 +85,7 @@ def measure_losses(
 def _measure_batch(
     policy: Policy, batch: Sequence[Datum], device: torch.device, budget_tokens: int
 ) -> list[tuple[RowLoss, ...]]:
-    documents = documents_of(batch, max_shared_tokens=budget_tokens if policy.shares_prompts else 0)
+    documents = documents_for(policy, batch, budget_tokens)
     plan = plan_micro_batches(
         documents, rank=0, num_ranks=1, budget_tokens=budget_tokens, max_documents=None if policy.packs else 1
     )

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lockstep.algorithms.losses import lacks_reference
 from lockstep.backend import loss_step, state
-from lockstep.backend.batching import MicroBatch, documents_of, plan_micro_batches, refuse_too_long, to_micro_batch
+from lockstep.backend.batching import MicroBatch, documents_for, plan_micro_batches, to_micro_batch
 from lockstep.backend.build import build_policy, settle_dtypes
 from lockstep.backend.deepspeed.config import resolve_ds_config, wanted_precision
 from lockstep.backend.loss_step import RankBatch, TokenLogprobs
@@ -311,9 +311,7 @@ class DeepSpeedBackend:
             self.policy.train()
 
     def _rank_batch(self, batch: Sequence[Datum], loss: LossSpec) -> RankBatch:
-        refuse_too_long(batch, self.policy.max_positions)
-        shared = self.micro_batch_tokens if self.policy.shares_prompts else 0
-        documents = documents_of(batch, max_shared_tokens=shared, group_of=self.policy.rotary.group)
+        documents = documents_for(self.policy, batch, self.micro_batch_tokens)
         plan = plan_micro_batches(
             documents,
             rank=self.group.data_rank,

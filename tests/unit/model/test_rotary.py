@@ -10,8 +10,9 @@ import torch
 import transformers
 from equivalence.plain import TINY, keep_float64, logprobs_of, make_batch, scale_of
 
-from lockstep.backend.batching import documents_of
+from lockstep.backend.batching import documents_of, to_micro_batch
 from lockstep.backend.torch_backend import TorchBackend
+from lockstep.evaluation.likelihood import measure_losses
 from lockstep.model.rotary import LengthRule, RotaryByLength
 from lockstep.parallel.group import ProcessGroup
 from lockstep.types import Completion, Datum, LossSpec
@@ -106,6 +107,26 @@ def test_without_it_a_short_text_beside_a_long_one_is_wrong(monkeypatch: pytest.
     monkeypatch.setattr(RotaryByLength, "of", classmethod(lambda cls, model: cls()))
     with pytest.raises(AssertionError):
         test_every_text_has_the_frequencies_of_its_own_length("phi3-longrope")
+
+
+def test_an_evaluation_gives_every_text_its_own_frequencies() -> None:
+    batch = batch_around_the_limit()
+    expected, _ = alone("phi3-longrope", batch)
+    found = measure_losses(build("phi3-longrope"), batch, budget_tokens=256)
+    for datum, losses, plain in zip(batch, found, expected, strict=True):
+        for completion, loss, own in zip(datum.completions, losses, plain, strict=True):
+            total = -sum(w * value for w, value in zip(completion.weights, own, strict=True))
+            assert loss.total == pytest.approx(total, abs=1e-8), datum.origin
+
+
+def test_padding_does_not_make_a_text_longer() -> None:
+    """Beside others it is a segment of its own, behind a single text its tail."""
+    for count in (1, 2):
+        row = Datum([5] * 9, [Completion([6] * 8, [1.0] * 8)], "row")
+        documents = tuple(documents_of([row] * count))
+        micro_batch = to_micro_batch(documents, [row] * count, LossSpec(), torch.device("cpu"), torch.float64, 64)
+        assert len(micro_batch.packed.tokens) == 64
+        assert micro_batch.packed.text_lengths[:count] == [17] * count
 
 
 def test_answers_share_a_prompt_only_where_it_is_the_same() -> None:

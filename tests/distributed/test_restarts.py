@@ -14,7 +14,9 @@ import tiny
 from ranks import exported, newest_step, run_to_the_end
 
 from lockstep.config import load_config
+from lockstep.data import compile_data
 from lockstep.launch.local import launched_processes, read_handle
+from lockstep.model.load import load_run_tokenizer
 from lockstep.rundir import RunDir
 
 SETTINGS: dict[str, Any] = {
@@ -103,3 +105,22 @@ def test_a_run_whose_launcher_was_killed_is_taken_over(following: Any, undisturb
     assert [event["restart"] for event in run.events() if event["event"] == "restarted"] == [1]
     assert tiny.digest_weights(exported(run)) == tiny.digest_weights(exported(undisturbed))
     assert run.status()["state"] == "completed"
+
+
+@pytest.mark.slow
+def test_a_damaged_data_cache_costs_a_restart_and_is_not_learned(
+    config: Path, undisturbed: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    settings = load_config(config)
+    compile_data(settings.data, load_run_tokenizer(settings), seed=settings.seed)
+    (tokens,) = (tmp_path / "cache").rglob("tokens.bin")
+    content = bytearray(tokens.read_bytes())
+    content[len(content) // 2] ^= 4
+    tokens.write_bytes(content)
+    code, _, err = tiny.run_lockstep("train", config, "--run-dir", tmp_path / "run")
+    assert (code, err) == (0, "")
+    run = RunDir(tmp_path / "run")
+    (event,) = [event for event in run.events() if event["event"] == "restarted"]
+    assert f"the data cache is damaged: {tokens}" in event["reason"]
+    assert tiny.digest_weights(exported(run)) == tiny.digest_weights(exported(undisturbed))

@@ -61,8 +61,10 @@ def flip_bit(file: Path, byte: int) -> None:
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 
-@pytest.mark.parametrize("how", ["a bit", "zeros", "pickle"])
-@pytest.mark.parametrize("name", [f"{column}.bin" for column in COLUMNS])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [*((f"{column}.bin", "a bit") for column in COLUMNS), ("tokens.bin", "zeros"), ("tokens.bin", "pickle")],
+)
 def test_no_row_comes_from_a_damaged_cache(cache: Path, tmp_path: Path, name: str, how: str) -> None:
     path = write_lines(tmp_path / "a.jsonl", exchanges(4))
     good = contents(compiled(train=path))
@@ -72,7 +74,7 @@ def test_no_row_comes_from_a_damaged_cache(cache: Path, tmp_path: Path, name: st
         case "a bit":
             flip_bit(entry / name, size // 2)
         case "zeros":
-            (entry / name).write_bytes(bytes(size) if (entry / name).read_bytes() != bytes(size) else b"1" * size)
+            (entry / name).write_bytes(bytes(size))
         case "pickle":
             bomb = pickle.dumps(Bomb(tmp_path / "canary"))
             (entry / name).write_bytes((bomb + bytes(size))[:size])

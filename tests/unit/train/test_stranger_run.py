@@ -16,13 +16,16 @@ import numpy as np
 import pytest
 import tiny
 import torch
+import torch.distributed.checkpoint as dcp
 import yaml
+from safetensors.torch import load_file
 
 import lockstep
+from lockstep.cli.options import convert_checkpoints
 from lockstep.cli.runs import runs, samples
-from lockstep.config import load_config
+from lockstep.config import ConfigError, load_config
 from lockstep.evaluation.models import EvalModel
-from lockstep.launch.start import result_of
+from lockstep.launch.start import reopen, result_of
 from lockstep.model.export import export_run, load_run
 from lockstep.rundir import MANIFEST, RunDir
 from lockstep.service.run_files import list_artifacts, list_checkpoints, list_records, traceback_of
@@ -180,6 +183,49 @@ def test_no_file_of_a_run_is_unpickled(tmp_path: Path, tiny_model: Path, kind: s
             told = try_all(run, file, write(tmp_path / "canary"), tmp_path / "canary", tmp_path / "copy")
             if file.endswith(("config.yaml", "index.json", ".safetensors")) and "export" not in file:
                 assert any(line.startswith("resume") for line in told), f"{file} was taken for what it is not"
+
+
+# --- and one's own, from before ---------------------------------------------------------------------------------------
+
+
+def write_as_before(run: RunDir, step: int) -> None:
+    """The checkpoint as version 0.1 wrote it."""
+    folder = run.checkpoints / f"step-{step}"
+    manifest = json.loads((folder / MANIFEST).read_text())
+    tensors = load_file(folder / "rank-0.safetensors")
+    shutil.rmtree(folder)
+    dcp.save(tensors, checkpoint_id=run.begin_checkpoint(step), no_dist=True)
+    run.commit_checkpoint(step, manifest["extra"], manifest["validation_loss"])
+
+
+@pytest.mark.slow
+def test_a_run_of_version_0_1_goes_on_once_its_pickles_are_allowed(tmp_path: Path, tiny_model: Path) -> None:
+    run = make_run(tmp_path, tiny_model, "sft")
+    whole = tiny.digest_weights(run.export / "adapter")
+    write_as_before(run, 2)
+    for act in (train_run, export_run):
+        with pytest.raises(ValueError, match=r"a pickle for its index.*--allow-pickle"):
+            act(run.path)
+    convert_checkpoints(run.path)
+    train_run(run.path)
+    assert [event["step"] for event in run.events() if event["event"] == "resumed"] == [2]
+    assert tiny.digest_weights(run.export / "adapter") == whole
+
+
+@pytest.mark.slow
+def test_a_run_without_a_sound_checkpoint_starts_over_only_when_asked(tmp_path: Path, tiny_model: Path) -> None:
+    run = make_run(tmp_path, tiny_model, "sft")
+    whole = tiny.digest_weights(run.export / "adapter")
+    (run.checkpoints / "step-2" / "rank-0.safetensors").write_bytes(b"")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"no checkpoint that can be used.*--start-over"):
+            train_run(run.path)
+    reopen(run.path, start_over=True)
+    train_run(run.path)
+    assert [event["event"] for event in run.events() if event["event"] in ("resumed", "started_over")] == [
+        "started_over"
+    ]
+    assert tiny.digest_weights(run.export / "adapter") == whole
 
 
 def test_the_bombs_go_off(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -93,10 +92,11 @@ def read_tensors(
     path: Path, into: dict[str, Tensor], *, group: dist.ProcessGroup | None = None, no_dist: bool = True
 ) -> None:
     """In place. All ranks of `group`."""
+    reader = _Reader(path, read_index(path))  # read here: torch 2.11 would keep what is wrong with it to itself
     try:
         dcp.load(
             into,
-            storage_reader=_Reader(path),
+            storage_reader=reader,
             planner=DefaultLoadPlanner(),
             process_group=group,
             no_dist=no_dist,
@@ -286,18 +286,13 @@ def _as_piece(item: WriteItem, planner: SavePlanner) -> FilePiece:
 
 
 class _Reader(StorageReader):
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    @cached_property
-    def _stored(self) -> dict[str, StoredTensor]:
-        return read_index(self._path)
+    def __init__(self, path: Path, stored: Mapping[str, StoredTensor]) -> None:
+        self._path, self._stored = path, stored
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
 
-    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        """torch would ask a second time, for an index of each rank, if the last argument were called kwargs."""
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         entries: dict[str, Any] = {}
         for name, tensor in self._stored.items():
             chunks = [ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.sizes)) for p in tensor.pieces]

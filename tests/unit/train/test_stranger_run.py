@@ -73,10 +73,6 @@ def as_jsonl(canary: Path) -> bytes:
 WRITERS = (as_pickle, as_torch, as_numpy, as_yaml, as_jsonl)
 
 
-def reward(attempt: Any) -> float:
-    return float(len(attempt.turns[-1].text))
-
-
 @pytest.fixture(autouse=True)
 def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
@@ -100,7 +96,11 @@ def make_run(folder: Path, model: Path, kind: str) -> RunDir:
         "checkpoint": {"every_steps": 2, "keep_best": 0},
     }
     if kind == "grpo":
-        settings["algorithm"] |= {"reward": "length", "group_size": 2, "max_tokens": 4}
+        settings["algorithm"] |= {
+            "reward": [{"name": "length", "options": {"most": 4}}],
+            "group_size": 2,
+            "max_tokens": 4,
+        }
         settings["batch"] = {"samples": 2}
     run = RunDir.create(folder / "run", load_config(tiny.write_config(folder, model, **settings)))
     train_run(run.path)

@@ -35,10 +35,11 @@ from lockstep.inference.engine import LocalEngine
 from lockstep.inference.openai.endpoint import EndpointEngine
 from lockstep.model.load import load_causal_lm, load_for_inference, load_run_tokenizer
 from lockstep.model.policy import CausalLM
-from lockstep.rundir import RunDir, read_jsonl, write_atomically
+from lockstep.rundir import RunDir, read_json_object, read_jsonl, write_atomically
 from lockstep.types import SamplingParams, Tokenizer
 
 SETTINGS, ANSWERS = "settings.json", "answers.jsonl"
+_RECORD_KEYS = {"model", "row", "answer", "finish_reason"}
 Answers = dict[int, dict[str, str]]  # question number: {"text", "finish_reason"}
 
 
@@ -56,7 +57,7 @@ class AnswerFile:
         folder.mkdir(parents=True, exist_ok=True)
         _check_settings(folder, settings)
         path = folder / ANSWERS
-        records = list(read_jsonl(path))
+        records = [record for record in read_jsonl(path) if record.keys() >= _RECORD_KEYS]
         for record in records:
             self._keep(record)
         # Drops the partial last line of a killed writer. Settings first: answers without them cannot be matched.
@@ -90,7 +91,7 @@ def _check_settings(folder: Path, settings: Mapping[str, object]) -> None:
         if (folder / ANSWERS).exists():
             raise ValueError(f"{folder} has {ANSWERS} and no {SETTINGS}: name another --out")
         return
-    old = json.loads(path.read_text(encoding="utf-8"))
+    old = read_json_object(path)
     changed = sorted(key for key in {*old, *settings} if old.get(key) != settings.get(key))
     if changed:
         raise ValueError(

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.config import ConfigError
-from lockstep.rundir import MANIFEST, RunDir, write_atomically
+from lockstep.rundir import MANIFEST, RunDir, read_json_object, write_atomically
 from lockstep.service.access import Caller, own_job, seen_job
 from lockstep.service.jobs import JobManager
 from lockstep.service.llama_stack.mapping import (
@@ -274,7 +274,7 @@ def artifacts_of(job: JobView, run: RunDir) -> JobArtifactsResponse:
 def read_submission(run: RunDir) -> dict[str, Any]:
     """Empty for jobs that came in another way."""
     try:
-        return json.loads((run.path / SUBMISSION_FILE).read_text(encoding="utf-8"))
+        return read_json_object(run.path / SUBMISSION_FILE)
     except (OSError, ValueError):
         return {}
 

@@ -378,7 +378,7 @@ def describe_limits(config: RunConfig) -> list[str]:
     precision = "the run's precision" if config.model.precision == "auto" else config.model.precision
     limits = [
         f"rounding in {precision}, CUDA kernels and compiled code: everything is computed in float64 on CPU",
-        "texts longer than these rows, and weights other than these",
+        "texts of other lengths than these rows, and what shows only with other weights",
         "how rows become tokens, the learning rate's schedule, validation, export",
         "a resume in another layout",
     ]

@@ -29,11 +29,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"lora": {**_LORA, "dropout": 0.4}, "model": {"activation_checkpointing": "full"}},
     ),
     "dpo": ("pairs", {}, {"algorithm": _PAIRS, "lora": _LORA}),
-    "dpo window": (
-        "pairs",
-        {"model_type": "mistral", "sliding_window": 6},
-        {"algorithm": {**_PAIRS, "reference": "copy"}},
-    ),
     "dpo wpo": ("pairs", {}, {"algorithm": {**_PAIRS, "wpo": True}, "lora": _LORA}),
     "dpo copy": ("pairs", {}, {"algorithm": {**_PAIRS, "reference": "copy"}}),
     "dpo follows": ("pairs", {}, {"algorithm": {**_PAIRS, "reference": "copy", "reference_sync_steps": 1}}),

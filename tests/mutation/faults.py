@@ -43,6 +43,9 @@ DATASET = "tests/unit/data/test_data_dataset.py"
 MASKS = "tests/unit/data/test_data_masks.py"
 TRUNCATION = "tests/unit/data/test_data_truncation.py"
 WEIGHTS = "tests/unit/backend/test_read_weights.py"
+WINDOWS = "tests/unit/model/test_attention_windows.py"
+COPY = "tests/unit/backend/test_reference_copy.py"
+BACKEND_TESTS = "tests/unit/backend/test_torch_backend.py"
 
 TORCH, LOSS, BATCH = "backend/torch_backend.py", "backend/loss_step.py", "backend/batching.py"
 STATE, BUILD, KEPT = "backend/state.py", "backend/build.py", "backend/reference.py"
@@ -329,7 +332,7 @@ BACKEND = (
         LOSS,
         "nonfinite = ~torch.isfinite(part).cpu().numpy() & (micro_batch.rows >= 0)",
         "nonfinite = ~torch.isfinite(part).cpu().numpy()",
-        (STEPS, "tests/unit/train/test_bad_input.py", NARROW),
+        (BATCHING, "tests/unit/train/test_bad_input.py", NARROW),
     ),
     Fault(
         "DDP communicates after every micro-batch",
@@ -351,7 +354,7 @@ BACKEND = (
         TORCH,
         "step.max_grad_norm or math.inf, scale=1 / self._loss_scale)",
         "step.max_grad_norm or math.inf)",
-        (STEPS, SCALE, NARROW),
+        (SCALE, NARROW),
     ),
     Fault(
         "a tied weight counts twice in the norm of a pipeline",
@@ -404,7 +407,7 @@ BACKEND = (
         KEPT,
         "lerp_(_local(parameter.detach()), share)",
         "lerp_(_local(parameter.detach()), 1 - share)",
-        (PAIRS,),
+        (COPY, PAIRS),
         ("dpo follows", "replicate=2"),
     ),
     Fault(

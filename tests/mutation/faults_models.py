@@ -14,6 +14,7 @@ from mutation.faults import (
     RANKS,
     SCALE,
     STEPS,
+    WINDOWS,
     Fault,
 )
 
@@ -56,7 +57,6 @@ PARALLEL = (
         "padding = padding if padding is not None and 0 <= padding < len(rows) else None",
         "padding = None",
         (RANKS, f"{LAYOUT} -k shard-2-tensor-2"),
-        ("sft", "tensor=2"),
     ),
     Fault(
         "norms of split heads keep each rank's gradient",
@@ -107,8 +107,7 @@ PARALLEL = (
         "parallel/pipeline.py",
         "key = (tuple(hidden.shape), hidden.dtype, num_micro_batches)",
         "key = (tuple(hidden.shape), hidden.dtype, 0)",
-        (f"{LAYOUT} -k pipeline-2",),
-        ("sft", "pipeline=2"),
+        ("tests/unit/parallel/test_places.py", f"{LAYOUT} -k pipeline-2"),
     ),
     Fault(
         "context ranks keep their parts of the gradient",
@@ -163,16 +162,14 @@ MODELS = (
         "model/attention.py",
         "length > sliding_window):",
         "length > sliding_window + 1):",
-        (MODEL, f"{FAMILIES} -k mistral"),
-        ("window", "replicate=2"),
+        (WINDOWS, MODEL, f"{FAMILIES} -k mistral"),
     ),
     Fault(
         "a window begins again behind a shared prompt",
         "model/attention.py",
         "distance = (before + torch.arange(length, device=device))",
         "distance = (torch.arange(length, device=device) + (before if sliding_window is None else 0))",
-        (MODEL, PAIRS, POLICY),
-        ("dpo window", "replicate=2"),
+        (WINDOWS, MODEL, PAIRS, POLICY),
     ),
     Fault(
         "capped logits lose their scale on the way back",

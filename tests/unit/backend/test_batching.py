@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lockstep.backend.batching import Document, MicroBatch, documents_of, plan_micro_batches, to_micro_batch
+from lockstep.backend.loss_step import RankBatch, flag_nonfinite
 from lockstep.types import Completion, Datum, LossSpec
 
 GAPS = Datum([10, 11, 12], [Completion([20, 21, 22, 23], [0.0, 1.0, 0.0, 0.5])], "a:1")
@@ -198,3 +199,17 @@ def test_a_row_that_lacks_a_side_value_of_the_others_is_named():
     batch = [Datum([1], [Completion([2], [1.0], {"advantages": [1.0]})], "a:1"), Datum([1], PAIR.completions, "a:2")]
     with pytest.raises(ValueError, match=r"a:2 has no 'advantages', which other rows of the batch have"):
         pack(tuple(documents_of(batch)), batch)
+
+
+def test_a_micro_batch_without_rows_names_none_that_is_not_finite() -> None:
+    batch = [Datum([1], [Completion([2, 3], [1.0, 1.0])], f"row {i}") for i in range(3)]
+    documents = documents_of(batch)
+    plan = plan_micro_batches(documents, rank=0, num_ranks=1, budget_tokens=64)
+    parts = [plan.micro_batches[0], ()]
+    micro_batches = [to_micro_batch(part, batch, LossSpec(), torch.device("cpu"), torch.float32) for part in parts]
+    rank_batch = RankBatch(batch, documents, plan, micro_batches)
+    found = [torch.zeros(len(m.rows)) for m in micro_batches]
+    found[1][:] = torch.nan
+    assert flag_nonfinite(rank_batch, found, torch.device("cpu")).tolist() == [0.0, 0.0, 0.0]
+    found[0][0] = torch.inf  # the first target of the first row
+    assert flag_nonfinite(rank_batch, found, torch.device("cpu")).tolist() == [1.0, 0.0, 0.0]

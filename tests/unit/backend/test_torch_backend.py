@@ -7,6 +7,7 @@ import torch
 from equivalence.plain import make_batch, make_model
 
 from lockstep import LossSpec, OptimStep, TorchBackend
+from lockstep.backend.build import settle_dtypes
 
 
 def test_a_model_loaded_in_bf16_is_trained_in_float32() -> None:
@@ -22,6 +23,13 @@ def test_a_model_loaded_in_bf16_is_trained_in_float32() -> None:
 def test_what_is_frozen_is_held_in_the_dtype_of_the_computation() -> None:
     backend = TorchBackend(make_model("qwen3", lora=True).to(torch.bfloat16), precision="fp64", device="cpu")
     assert {p.dtype for p in backend.policy.parameters()} == {torch.float64}
+
+
+def test_frozen_weights_of_a_narrow_computation_are_narrow_and_trained_ones_wide() -> None:
+    model = make_model("qwen3", lora=True)
+    settle_dtypes(model, torch.bfloat16)
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
 
 
 def test_gradients_of_several_batches_add_up_until_the_step() -> None:

@@ -57,6 +57,21 @@ def test_a_preference_step_in_fp16_is_scaled_once() -> None:
     assert optim.grad_norm == pytest.approx(norm, rel=2e-2)
 
 
+def test_the_step_is_that_of_the_gradient_without_its_scale() -> None:
+    """Seen with a large eps: without it, AdamW's step does not depend on the size of a gradient."""
+    step, batch = OptimStep(learning_rate=1e-2, eps=1.0, max_grad_norm=None), make_batch(0)
+    moved = {}
+    for precision in ("fp32", "fp16"):
+        backend = make_backend(precision)
+        before = {name: p.detach().clone() for name, p in backend.parameters().items()}
+        backend.forward_backward(batch, LossSpec(scale=scale_of(batch)))
+        assert backend.optim_step(step).applied
+        moved[precision] = sum(
+            float((p.detach() - before[name]).abs().sum()) for name, p in backend.parameters().items()
+        )
+    assert moved["fp16"] == pytest.approx(moved["fp32"], rel=1e-2)
+
+
 def test_an_overflow_leaves_the_weights_and_halves_the_scale() -> None:
     batch, backend = make_batch(0), make_backend("fp16")
     before = {name: p.detach().clone() for name, p in backend.parameters().items()}

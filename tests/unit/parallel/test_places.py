@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lockstep.config.parallel import AXES, Degrees
+from lockstep.parallel import pipeline
 from lockstep.parallel.group import ProcessGroup
-from lockstep.parallel.pipeline import cut
 
 UNEVEN = Degrees(replicate=2, shard=3, tensor=2, context=2, pipeline=2)
 
@@ -72,9 +72,28 @@ def test_without_other_axes_the_dropout_is_that_of_the_data_rank() -> None:
 def test_the_dearest_stage_is_as_cheap_as_can_be(
     costs: list[float], head: float, num_stages: int, sizes: list[int]
 ) -> None:
-    stages = cut(costs, head, num_stages)
+    stages = pipeline.cut(costs, head, num_stages)
     assert [i for stage in stages for i in stage] == list(range(len(costs)))
     dearest = max(sum(costs[i] for i in s) + head * (n == num_stages - 1) for n, s in enumerate(stages))
     wanted = list(itertools.accumulate(sizes, initial=0))
     best = max(sum(costs[a:b]) + head * (n == num_stages - 1) for n, (a, b) in enumerate(itertools.pairwise(wanted)))
     assert dearest == best
+
+
+def test_a_schedule_has_the_number_of_micro_batches_of_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    class Schedule:
+        def __init__(self, stage: object, n_microbatches: int, **options: object) -> None:
+            self.number = n_microbatches
+
+        def step(self, *arguments: object, **options: object) -> None:
+            made.append(self.number)
+
+    monkeypatch.setattr(pipeline, "_SINGLE", {"gpipe": Schedule})
+    monkeypatch.setattr(pipeline, "PipelineStage", lambda *arguments, **options: None)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 1)
+    stages = pipeline.Pipeline({0: torch.nn.Identity()}, 1, "gpipe", None, torch.device("cpu"))  # type: ignore[arg-type]
+    for number in (3, 2, 3):
+        stages.forward_backward(number, torch.zeros(1, 8, 4))
+    assert made == [3, 2, 3]

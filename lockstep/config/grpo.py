@@ -45,12 +45,6 @@ class RewardConfig(Section):
     options: dict[str, Any] = Field(default={})
     """Settings of this reward. For example {pattern: "#### (.*)"}."""
 
-    @model_validator(mode="after")
-    def _known(self) -> Self:
-        if self.name not in REWARDS:
-            check_code_name(self.name, "algorithm.reward", f"use {', '.join(REWARDS)}, or write module:function")
-        return self
-
 
 def as_rewards(value: object) -> object:
     """`numeric`, `[numeric, format]`, `{numeric: 1.0, format: 0.2}` and full entries are all lists of rewards."""
@@ -169,6 +163,10 @@ class GrpoConfig(Section):
 
     @model_validator(mode="after")
     def _applies(self) -> Self:
+        for reward in self.reward:
+            if reward.name not in REWARDS:
+                known = f"use {', '.join(REWARDS)}, or write module:function"
+                check_code_name(reward.name, "algorithm.reward", known)
         if self.environment is not None and self.environment not in ENVIRONMENTS:
             known = f"use {', '.join(ENVIRONMENTS)}, or write module:class"
             check_code_name(self.environment, "algorithm.environment", known)

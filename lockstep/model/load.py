@@ -225,6 +225,8 @@ def check_model_source(config: ModelConfig) -> None:
     if not path.exists():
         if path.is_absolute():
             raise ConfigError(f"model.path {path} does not exist")
+        if config.path.startswith(("job:", "model:", "root:")):
+            raise ConfigError(f"model.path {path} is a name within a job service: write the folder on this machine")
         return
     if path.is_file():
         if path.suffix != ".gguf":

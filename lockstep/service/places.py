@@ -19,6 +19,8 @@ from lockstep.service.errors import ServiceError
 DATASET, JOB, MODEL, ROOT = "dataset:", "job:", "model:", "root:"
 PACKAGE = Path(__file__).resolve().parents[2]
 _MAX_ENTRIES = 100_000
+# Not in the middle of another path; but behind a line's end as JSON writes it, or the end of a colour.
+_BEFORE = rb"(?:(?<![\w.~-])|(?<=\\[nrt])|(?<=\[\dm)|(?<=\[\d\dm))"
 
 
 class Places:
@@ -33,7 +35,7 @@ class Places:
         names = sorted(self._hidden, key=len, reverse=True)
         ends = (re.escape(name) + (b"" if name.endswith(b"/") else rb"(?!\w|[.-]\w)") for name in names)
         dataset = re.escape(str(data_dir.datasets).encode()) + rb"/([\w.-]+)\.jsonl"
-        self._pattern = re.compile(rb"(?<![\w.~-])(?:" + b"|".join((dataset, *ends)) + b")")
+        self._pattern = re.compile(_BEFORE + b"(?:" + b"|".join((dataset, *ends)) + b")")
 
     # --- names --------------------------------------------------------------------------------------------------------
 

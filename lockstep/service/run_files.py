@@ -29,6 +29,7 @@ _TAIL_BYTES = 1 << 16
 _MAX_ARTIFACTS = 10_000
 _UNFINISHED = ("writing-", "deleting-")
 _PRIVATE = ("launch.json",)
+_PRODUCTS = ("export", "published", "checkpoints", "samples")
 _TEXT_ENDINGS = (".yaml", ".json", ".jsonl", ".log", ".txt")
 _COMMITTED = re.compile(r"checkpoints/step-\d+/[^/]+$")
 _PERIOD_S = 0.5
@@ -155,10 +156,9 @@ def find_artifact(run: RunDir, name: str) -> Path:
 
 
 def is_about_the_run(name: str) -> bool:
-    """Texts that a run writes about itself, which name files; not what it was made for: exports, checkpoints."""
+    """Texts that a run writes about itself, which name files; not its products: weights, and the model's own words."""
     first = name.partition("/")[0]
-    is_product = first in ("export", "published") or first.startswith("checkpoints")
-    return not is_product and name.endswith(_TEXT_ENDINGS)
+    return not first.startswith(_PRODUCTS) and name.endswith(_TEXT_ENDINGS)
 
 
 def _finite(value: object) -> float | None:

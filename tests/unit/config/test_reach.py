@@ -105,3 +105,4 @@ def test_code_is_named_as_module_and_function_of_the_users_own(sections: dict[st
     with pytest.raises(ConfigError) as caught:
         config(**sections)
     assert words in str(caught.value)
+    assert ", or: " not in str(caught.value), "one mistake, one sentence"

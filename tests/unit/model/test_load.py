@@ -105,6 +105,7 @@ def test_a_source_that_cannot_be_a_model_is_refused_in_one_sentence(tmp_path):
     (tmp_path / "model.zip").write_text("")
     bad = {
         tmp_path / "nowhere": "does not exist",
+        "job:mine/export": "is a name within a job service: write the folder on this machine",
         tmp_path / "model.zip": "is a file: give a model folder, a .gguf file or a Hub id",
         write_folder(tmp_path / "empty"): "is not a model folder: it has no config.json",
         write_folder(tmp_path / "bare", "config.json"): "has no weights (*.safetensors)",

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental import _config as shape_config
 
 from lockstep.inference.fused_linear import Forward, replaced_forwards
+from lockstep.inference.token_sampling import Truncation
 
 Outputs = tuple[Tensor, ...]
+
+
+_NUM_TRIES = 2  # of a capture
 
 
 class StepGraphs:
@@ -25,7 +29,8 @@ class StepGraphs:
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Outputs]] = {}
         self._fingerprint: Hashable = None
         self._pool: torch.cuda._POOL_HANDLE | None = None
-        self._works = True
+        self.problem: str | None = None
+        """Why steps are no longer captured, in one line."""
 
     @property
     def keys(self) -> set[Hashable]:
@@ -48,7 +53,7 @@ class StepGraphs:
         """The result of `step`. `key` covers everything that its shapes and code depend on; `state` are the tensors
         that it changes in place, which are restored after the warm-up run before a capture."""
         # A graph would read autocast's cached casts after they are freed.
-        if not self._works or torch.is_autocast_enabled("cuda"):
+        if self.problem is not None or torch.is_autocast_enabled("cuda"):
             return step()
         if key not in self._graphs and not self._capture(key, step, state):
             return step()
@@ -57,28 +62,38 @@ class StepGraphs:
         return tuple(tensor.clone() for tensor in outputs)  # the next replay writes over them
 
     def _capture(self, key: Hashable, step: Callable[[], Outputs], state: Sequence[Tensor]) -> bool:
+        self._warm_up(step, state)
+        reason = ""
+        for _ in range(_NUM_TRIES):
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            graph = torch.cuda.CUDAGraph()
+            try:
+                with torch.cuda.graph(graph, pool=self._pool):
+                    outputs = step()
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                reason = str(error).strip().split("\n")[0]
+                self.clear()  # what a failed capture leaves in its pool may fail the next one too
+                torch.cuda.synchronize()
+            else:
+                self._graphs[key] = (graph, outputs)
+                return True
+        self.problem = reason
+        return False
+
+    def _warm_up(self, step: Callable[[], Outputs], state: Sequence[Tensor]) -> None:
+        """Libraries initialise and code is compiled in the first run, which cannot be captured."""
         before = [tensor.clone() for tensor in state]
         side_stream = torch.cuda.Stream()
         side_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side_stream):  # libraries initialise in the first run, which cannot be captured
-            step()
-        torch.cuda.current_stream().wait_stream(side_stream)
-        for tensor, old in zip(state, before, strict=True):
-            tensor.copy_(old)
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool):
-                outputs = step()
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            self._works = False
-            reason = str(error).strip().split("\n")[0]
-            warnings.warn(f"steps of this model are not captured in CUDA graphs, and slower: {reason}", stacklevel=2)
-            return False
-        self._graphs[key] = (graph, outputs)
-        return True
+            with torch.cuda.stream(side_stream):
+                step()
+        finally:
+            torch.cuda.current_stream().wait_stream(side_stream)
+            for tensor, old in zip(state, before, strict=True):
+                tensor.copy_(old)
 
 
 def model_fingerprint(model: Any) -> Hashable:
@@ -92,39 +107,31 @@ def model_fingerprint(model: Any) -> Hashable:
     return (tuple((t.data_ptr(), t.dtype, t.shape) for t in tensors), tuple(adapters))
 
 
-# One for each width and batch size. Beyond the limit parts run uncompiled: slower, never wrong.
-_MAX_RECOMPILES = 64
+_MAX_RECOMPILES = 64  # of the decoder layers and of sampling: for every truncation one
+
+Draw = Callable[[Tensor, Tensor, Tensor, Truncation], Outputs]
 
 
-class CompiledParts:
-    """Compiled forwards for the parts of layers. `attention`: modules that call the attention function, which are not
-    compiled as a whole."""
+class CompiledStep:
+    """Decoder layers and sampling as compiled code, for any number of rows and any length of the cache."""
 
-    def __init__(self, layers: Sequence[nn.Module], attention: Collection[nn.Module]) -> None:
+    def __init__(self, layers: Sequence[nn.Module], draw: Draw) -> None:
         self._layers = list(layers)
-        self._parts = [part for layer in layers for part in _find_parts(layer, attention)]
-        self._compiled: dict[type, Forward] = {type(part): torch.compile(type(part).forward) for part in self._parts}
+        # By class: parameters are inputs of compiled code, so that one compilation serves all layers of a kind.
+        self._compiled: dict[type, Forward] = {
+            kind: torch.compile(kind.forward, dynamic=True) for kind in {type(layer) for layer in layers}
+        }
+        self.draw: Draw = torch.compile(draw, dynamic=True)
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Around warm-up and capture only: other shapes, such as whole prompts, would be compiled too."""
-        # A layer may be compiled as a whole, for training.
-        forwards: dict[nn.Module, Forward | None] = dict.fromkeys(self._layers)
-        forwards |= {part: functools.partial(self._compiled[type(part)], part) for part in self._parts}
-        limits = torch._dynamo.config.patch(recompile_limit=_MAX_RECOMPILES, suppress_errors=True)
-        with replaced_forwards(forwards), torch.compiler.set_stance("default"), limits:
+        # A layer may be compiled as a whole, for training: its own forward is put back afterwards.
+        forwards: dict[nn.Module, Forward | None] = {
+            layer: functools.partial(self._compiled[type(layer)], layer) for layer in self._layers
+        }
+        limits = torch._dynamo.config.patch(recompile_limit=_MAX_RECOMPILES)
+        # Otherwise a cache that is as long as the model is wide would be compiled for that length only.
+        distinct = shape_config.patch(use_duck_shape=False)
+        with replaced_forwards(forwards), torch.compiler.set_stance("default"), limits, distinct:
             yield
-
-
-def _find_parts(module: nn.Module, attention: Collection[nn.Module]) -> Iterator[nn.Module]:
-    for child in module.children():
-        if any(part in attention for part in child.modules()):
-            yield from _find_parts(child, attention)
-        elif module not in attention or _is_norm(child):
-            yield child
-
-
-def _is_norm(module: nn.Module) -> bool:
-    """A leaf with scales only: compiling a single matrix product gains nothing."""
-    parameters = list(module.parameters())
-    return not list(module.children()) and bool(parameters) and all(p.dim() == 1 for p in parameters)

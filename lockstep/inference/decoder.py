@@ -8,16 +8,18 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.inference import kv_cache
-from lockstep.inference.cuda_graphs import CompiledParts, StepGraphs
+from lockstep.inference.cuda_graphs import CompiledStep, StepGraphs
 from lockstep.inference.fused_linear import MIN_ROWS, FusedLinears, recorded_groups
+from lockstep.inference.joined_linear import JoinedLinears
 from lockstep.inference.kv_cache import (
     AttentionPass,
     DecodePass,
@@ -37,12 +39,20 @@ class Decoder:
     """Raises UnsupportedModelError for a model that keeps more than keys and values from one token to the next.
 
     `sharded`: several processes hold the model together; all make the same number of passes. `compiles`: steps that are
-    captured as graphs are also compiled, which takes a while at first and rounds differently. `fuses`: on a CPU, a copy
-    of the weights is laid out for steps if an eighth of the memory holds it.
+    captured as graphs are also compiled, which takes a while at first and rounds differently. `fuses`: on a CPU, and
+    where steps are compiled, a copy of the weights is laid out for them if an eighth of the memory holds it. `report`
+    is told where a fast way cannot be taken, and what that costs.
     """
 
     def __init__(
-        self, model: CausalLM, *, sharded: bool = False, graphs: bool = True, compiles: bool = False, fuses: bool = True
+        self,
+        model: CausalLM,
+        *,
+        sharded: bool = False,
+        graphs: bool = True,
+        compiles: bool = False,
+        fuses: bool = True,
+        report: Callable[[str], None] = warnings.warn,
     ) -> None:
         self._model, self._causal = model, causal_lm(model)
         _refuse_unsuitable(self._causal)
@@ -56,13 +66,19 @@ class Decoder:
         self._cache: KeyValueCache | None = None
         self._shapes: dict[nn.Module, LayerShape] = {}
         self.linears: FusedLinears | None = None
+        self._joined: JoinedLinears | None = None
+        self._compiled: CompiledStep | None = None
+        self._by_kernel = False
         self._num_slots = 0  # in use, of those allocated
+        self._speed = _StepSpeed(report)
         with self.in_use():
-            self._probe(fuses=fuses and self.device.type == "cpu" and not sharded)
+            groups = self._probe(fuses=fuses and self.device.type == "cpu" and not sharded)
         self.release()
-        self._compiled: CompiledParts | None = None
-        if compiles and self.graphs is not None:
-            self._compiled = CompiledParts(decoder_layers(model), self._shapes.keys())
+        if compiles and self.graphs is not None and self._by_kernel:
+            self._compiled = CompiledStep(decoder_layers(model), self._draw)
+            joined = JoinedLinears(model, groups)
+            if fuses and joined.num_bytes <= torch.cuda.get_device_properties(self.device).total_memory // 8:
+                self._joined = joined
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
@@ -145,6 +161,8 @@ class Decoder:
             self.graphs.check()
         if self.linears is not None:
             self.linears.lay_out(self._num_slots)
+        if self._joined is not None:
+            self._joined.lay_out()
 
     def release(self) -> None:
         """Free the cache, and the graphs that use it."""
@@ -159,8 +177,9 @@ class Decoder:
             attention = PrefillPass(self._kv_cache, slots, lengths, self.device)
             packed = torch.tensor(list(itertools.chain.from_iterable(tokens for _, tokens in part)), device=self.device)
             self._announce(working=True)
+            joined = contextlib.nullcontext() if self._joined is None else self._joined.installed()
             # The next token belongs to the text as well: its length decides.
-            with self.rotary.texts([TextSpan(length, length + 1) for length in lengths]):
+            with joined, self.rotary.texts([TextSpan(length, length + 1) for length in lengths]):
                 self._hidden(packed[None], attention.positions[None], attention)
 
     def copy(self, moves: Sequence[tuple[int, int]], length: int) -> None:
@@ -190,9 +209,13 @@ class Decoder:
         `length`: of the longest sequence in the last step.
         """
         length = self._attended_length(length)
+        started, num_captured = time.perf_counter(), 0 if self.graphs is None else len(self.graphs.keys)
         steps = [self._step(batch_size, length, truncation) for _ in range(num_steps)]
         tokens, logprobs = (torch.stack(column) for column in zip(*steps, strict=True))
-        return tokens.tolist(), logprobs.tolist()
+        found = tokens.tolist(), logprobs.tolist()
+        if self.graphs is not None and len(self.graphs.keys) == num_captured:
+            self._speed.note((time.perf_counter() - started) / num_steps, batch_size, self.graphs.problem)
+        return found
 
     def finish(self) -> None:
         """Join the passes that other processes still have to make: each needs every part of the model."""
@@ -218,7 +241,9 @@ class Decoder:
         return -(-length // step) * step
 
     def _attended_length(self, length: int) -> int:
-        """Rounded up; on CUDA to powers of two, as each length is a graph of its own."""
+        """Rounded up; on CUDA to powers of two, as each length is a graph of its own, unless one graph serves all."""
+        if self._by_kernel:
+            return self._kv_cache.capacity
         if self.device.type == "cuda":
             length = 1 << max(length - 1, 127).bit_length()
         return min(self._capacity(length), self._kv_cache.capacity)
@@ -231,28 +256,56 @@ class Decoder:
         self._announce(working=True)
         if self.graphs is None:
             return step()
-        return self.graphs.run((batch_size, length, truncation), step, (self._tokens, self._positions))
+        state = (self._tokens, self._positions)
+        try:
+            return self.graphs.run((batch_size, length, truncation), step, state)
+        except (torch.OutOfMemoryError, ValueError):
+            raise
+        except Exception as error:  # compilers raise whatever they like
+            if self._compiled is None:
+                raise
+            self._compiled = self._joined = None
+            self._speed.problem = f"decoding steps could not be compiled ({_first_line(error)})"
+            return self.graphs.run((batch_size, length, truncation), step, state)
 
-    def _fast_modules(self) -> AbstractContextManager[None]:
-        modules = self.linears if self._compiled is None else self._compiled
-        return contextlib.nullcontext() if modules is None else modules.installed()
+    @contextlib.contextmanager
+    def _fast_modules(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if self.linears is not None:
+                stack.enter_context(self.linears.installed())
+            if self._joined is not None:
+                stack.enter_context(self._joined.installed())
+            if self._compiled is not None:
+                stack.enter_context(self._kv_cache.attached())
+                stack.enter_context(self._compiled.installed())
+            yield
 
     def _compute_step(self, batch_size: int, length: int, truncation: Truncation) -> tuple[Tensor, ...]:
-        positions = self._positions[:batch_size]
-        logits = self._logits(batch_size, length)
-        tokens, logprobs = sample_tokens(logits, truncation, uniforms(self._streams[:batch_size], positions + 1))
+        positions, streams = self._positions[:batch_size], self._streams[:batch_size]
+        draw = self._draw if self._compiled is None else self._compiled.draw
+        tokens, logprobs = draw(self._head_outputs(batch_size, length), streams, positions, truncation)
         self._tokens[:batch_size] = tokens
         positions.add_(1).clamp_(max=self._kv_cache.capacity - 1)  # empty slots count on
         return tokens, logprobs
 
+    def _draw(self, outputs: Tensor, streams: Tensor, positions: Tensor, truncation: Truncation) -> tuple[Tensor, ...]:
+        return sample_tokens(self._as_logits(outputs), truncation, uniforms(streams, positions + 1))
+
     def _logits(self, batch_size: int, length: int) -> Tensor:
-        """[slots, V] after the current tokens, as in the trainer's head: transformed in float32 or wider."""
+        """[slots, V] after the current tokens."""
+        return self._as_logits(self._head_outputs(batch_size, length))
+
+    def _head_outputs(self, batch_size: int, length: int) -> Tensor:
         tokens, positions = self._tokens[:batch_size], self._positions[:batch_size]
+        attention = DecodePass(self._kv_cache, positions, length, by_kernel=self._by_kernel)
         with self.rotary.next_tokens():
-            hidden = self._hidden(tokens[:, None], positions[:, None], DecodePass(self._kv_cache, positions, length))
-        logits = self._head(hidden[:, 0])
-        wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        return self._transform.apply(logits.to(wide))
+            hidden = self._hidden(tokens[:, None], positions[:, None], attention)
+        return self._head(hidden[:, 0])
+
+    def _as_logits(self, outputs: Tensor) -> Tensor:
+        """As in the trainer's head: transformed in float32 or wider."""
+        wide = torch.float64 if outputs.dtype == torch.float64 else torch.float32
+        return self._transform.apply(outputs.to(wide))
 
     def _hidden(self, tokens: Tensor, positions: Tensor, attention: AttentionPass) -> Tensor:
         body = headless(self._causal)
@@ -266,8 +319,11 @@ class Decoder:
         dist.all_reduce(count)
         return count.item() > 0
 
-    def _probe(self, *, fuses: bool) -> None:
-        """Find the shapes of the cache; then a few tokens one by one must give the model's own logits."""
+    def _probe(self, *, fuses: bool) -> list[list[nn.Module]]:
+        """Find the shapes of the cache; then a few tokens one by one must give the model's own logits.
+
+        Returns the linear layers that have the same input.
+        """
         tokens = [number % self._causal.config.get_text_config().vocab_size for number in range(1, 7)]
         whole, prompt = kv_cache.ShapePass(len(tokens)), tokens[:4]
         input_ids = torch.tensor([tokens], device=self.device)
@@ -278,6 +334,8 @@ class Decoder:
                 input_ids=input_ids, position_ids=position_ids, use_cache=False, cached_pass=whole
             ).logits[0]
             self._shapes = whole.shapes
+            on_gpu = self.device.type == "cuda"
+            self._by_kernel = on_gpu and all(shape.suits_kernel for shape in self._shapes.values())
             self.prepare(1, len(tokens))
             self.prefill([(0, prompt)])
             with recorded_groups(self._model) as groups:
@@ -288,8 +346,9 @@ class Decoder:
                 for position in range(len(prompt) + 1, len(tokens)):
                     self._compare_step(tokens, position, own)
         except (TypeError, AttributeError, ValueError) as error:
-            reason = str(error).strip().split("\n")[0]
-            raise UnsupportedModelError(f"{type(self._causal).__name__} cannot be called for it: {reason}") from error
+            name = type(self._causal).__name__
+            raise UnsupportedModelError(f"{name} cannot be called for it: {_first_line(error)}") from error
+        return groups
 
     def _compare_step(self, tokens: Sequence[int], position: int, own: Tensor) -> None:
         self.place([0], [tokens[position]], [position], torch.zeros(1, dtype=torch.int64))
@@ -302,6 +361,30 @@ class Decoder:
         if linears.num_bytes <= _physical_bytes() // 8:
             linears.lay_out(MIN_ROWS)
             self.linears = linears
+
+
+class _StepSpeed:
+    """Seconds of a step, and what it costs when a fast way is lost: said once, when both are known."""
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report, self._said = report, set[str]()
+        self._fast_s: dict[int, float] = {}  # by batch size
+        self.problem: str | None = None
+
+    def note(self, seconds: float, batch_size: int, capture_problem: str | None) -> None:
+        if capture_problem is not None:
+            self.problem = f"decoding steps are not captured in CUDA graphs ({capture_problem})"
+        if self.problem is None:
+            self._fast_s[batch_size] = min(seconds, self._fast_s.get(batch_size, seconds))
+        elif self.problem not in self._said:
+            self._said.add(self.problem)
+            before = self._fast_s.get(batch_size)
+            instead = "" if before is None else f" instead of {1e3 * before:.1f}"
+            self._report(f"{self.problem}: one of {batch_size} rows takes {1e3 * seconds:.1f} ms{instead}")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().split("\n")[0] or type(error).__name__)[:200]
 
 
 def _physical_bytes() -> int:

@@ -134,6 +134,8 @@ def _has_plain_adapter(layer: Any) -> bool:
 def _is_plain(layer: nn.Module) -> bool:
     if type(layer) is not nn.Linear or isinstance(layer.weight, DTensor):
         return False
+    if layer.weight.device.type == "cuda":
+        return layer.weight.is_floating_point()
     return layer.weight.device.type == "cpu" and layer.weight.dtype in (torch.float32, torch.float64)
 
 

@@ -5,8 +5,10 @@ Registered with transformers under its own name; a model's `cached_pass` argumen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +19,7 @@ from transformers import AttentionInterface
 from lockstep.model.attention import PackedLayout, packed_attention, variable_length_problem
 
 CACHED = "lockstep_cached"
+_ATTACHED = "_lockstep_kv_cache"  # attribute of an attention module, see KeyValueCache.attached
 
 
 class UnsupportedModelError(Exception):
@@ -76,6 +79,12 @@ class LayerShape:
     def num_bytes(self) -> int:
         return self.num_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
 
+    @property
+    def suits_kernel(self) -> bool:
+        """Whether the kernel for one new token takes it, on a GPU."""
+        narrow = self.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        return narrow and self.key_dim == self.value_dim <= 256 and find_spec("triton") is not None
+
 
 class KeyValueCache:
     """`num_slots` sequences of at most `capacity` tokens. Zeros at first: masked values are still multiplied by 0."""
@@ -99,6 +108,17 @@ class KeyValueCache:
     def layer(self, module: nn.Module) -> tuple[Tensor, Tensor]:
         """Keys and values, each [slots, heads, capacity, dim]."""
         return self._layers[module]
+
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[None]:
+        """The tensors as attributes of their layers: compiled code of one layer then serves all."""
+        try:
+            for module, pair in self._layers.items():
+                module.__dict__[_ATTACHED] = pair
+            yield
+        finally:
+            for module in self._layers:
+                module.__dict__.pop(_ATTACHED, None)
 
     def copy(self, moves: Sequence[tuple[int, int]], length: int) -> None:
         """The first `length` tokens of each (from slot, to slot), as if all were copied at once."""
@@ -167,18 +187,48 @@ class PrefillPass:
         return packed_attention(module, query, key, value, None, scaling=scaling, sliding_window=window, **layout)[0]
 
 
-class DecodePass:
-    """One more token for each of the first slots. `length`: of the longest sequence, this token included."""
+@torch.library.custom_op("lockstep::decode_attention", mutates_args=("keys", "values"))
+def decode_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    scale: float,
+    window: int,
+) -> Tensor:
+    """[rows, heads, dim]; see decode_kernel.attend. One operation for the compiler, which does not look inside."""
+    from lockstep.inference import decode_kernel
 
-    def __init__(self, cache: KeyValueCache, positions: Tensor, length: int) -> None:
-        self._cache, self._positions, self._length = cache, positions, length
+    return decode_kernel.attend(query, key, value, keys, values, positions, scale, window)
+
+
+@decode_attention.register_fake
+def _(query: Tensor, *_: Any) -> Tensor:
+    return query.new_empty(query.shape)
+
+
+class DecodePass:
+    """One more token for each of the first slots. `length`: of the longest sequence, this token included.
+
+    `by_kernel`: on a GPU, each row reads its own keys only, whatever `length` is.
+    """
+
+    def __init__(self, cache: KeyValueCache, positions: Tensor, length: int, *, by_kernel: bool = False) -> None:
+        self._cache, self._positions, self._length, self._by_kernel = cache, positions, length, by_kernel
         self._slots = torch.arange(len(positions), device=positions.device)
         self._masks: dict[int | None, Tensor] = {}  # by window; one serves all layers
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
     ) -> Tensor:
-        keys, values = self._cache.layer(module)
+        attached = getattr(module, _ATTACHED, None)
+        keys, values = self._cache.layer(module) if attached is None else attached
+        if self._by_kernel:
+            query, key, value = query[:, :, 0], key[:, :, 0], value[:, :, 0]
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            return decode_attention(query, key, value, keys, values, self._positions, scale, window or 0)[:, None]
         keys[self._slots, :, self._positions] = key[:, :, 0]
         values[self._slots, :, self._positions] = value[:, :, 0]
         num_slots, num_heads = query.shape[:2]

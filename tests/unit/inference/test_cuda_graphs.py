@@ -1,4 +1,4 @@
-"""What a CPU can show of CUDA graphs: which memory pool each capture gets."""
+"""What a CPU can show of CUDA graphs: which memory pool each capture gets, and what happens when one fails."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
     monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     return used
 
 
@@ -60,3 +61,27 @@ def test_the_run_before_a_capture_leaves_the_state_as_it_was(pools: list[Any]) -
 
     StepGraphs(nn.Linear(2, 2)).run("a", step, [state])
     assert seen == [0.0, 0.0]  # the warm-up, then the capture
+
+
+@pytest.mark.parametrize("num_failures", [1, 2])
+def test_a_capture_that_fails_is_tried_once_more(pools: list[Any], num_failures: int) -> None:
+    state, calls = torch.zeros(1), [0]
+
+    def step() -> tuple[torch.Tensor]:
+        calls[0] += 1
+        if 1 < calls[0] <= 1 + num_failures:  # after the warm-up, in captures
+            raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED\nmore")
+        return (state.add_(1).clone(),)
+
+    graphs = StepGraphs(nn.Linear(2, 2))
+    graphs.run("a", step, [state])
+    assert len(pools) == 2
+    assert pools[0] is not pools[1], "the pool of a failed capture is not used again"
+    if num_failures == 1:
+        assert graphs.keys == {"a"}
+        assert graphs.problem is None
+    else:
+        assert not graphs.keys
+        assert graphs.problem == "use_count > 0 INTERNAL ASSERT FAILED"
+        graphs.run("b", step, [state])
+        assert len(pools) == 2, "no third capture"

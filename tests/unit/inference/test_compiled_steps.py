@@ -1,0 +1,187 @@
+"""Compiled decoding steps, as far as a CPU shows them: a stand-in for the kernel, and steps that are not captured."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from lockstep.config import LoraConfig
+from lockstep.inference import kv_cache
+from lockstep.inference.cuda_graphs import CompiledStep
+from lockstep.inference.decoder import Decoder
+from lockstep.inference.fused_linear import recorded_groups
+from lockstep.inference.joined_linear import JoinedLinears
+from lockstep.inference.token_sampling import Truncation
+from lockstep.model.lora import add_lora
+from lockstep.model.policy import decoder_layers
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256,
+}  # fmt: skip
+
+
+def make_model(*, lora: bool = False) -> Any:
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(**SHAPE, tie_word_embeddings=True)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    if lora:
+        model = add_lora(model, LoraConfig(rank=4, alpha=8)).eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(std=0.1)
+    return model
+
+
+class UncapturedSteps:
+    """In the place of StepGraphs."""
+
+    problem = None
+    keys: tuple[Hashable, ...] = ()
+
+    def run(self, key: Hashable, step: Callable[[], tuple[Tensor, ...]], state: Sequence[Tensor]) -> Any:
+        return step()
+
+    def check(self) -> None: ...
+
+    def clear(self) -> None: ...
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, _: int
+) -> Tensor:
+    rows = torch.arange(len(positions))
+    keys[rows, :, positions], values[rows, :, positions] = key, value
+    seen = torch.arange(keys.shape[2]) <= positions[:, None]
+    grouped = query.unflatten(1, (keys.shape[1], -1))
+    attended = F.scaled_dot_product_attention(
+        grouped, keys[: len(rows)], values[: len(rows)], attn_mask=seen[:, None, None], scale=scale
+    )
+    return attended.reshape(query.shape)
+
+
+def compile_decoder(model: Any, monkeypatch: pytest.MonkeyPatch) -> Decoder:
+    """As on a GPU, but for the kernel, the compiler's backend and the graphs."""
+    import lockstep.inference
+
+    stand_in = SimpleNamespace(attend=attend)
+    monkeypatch.setitem(sys.modules, "lockstep.inference.decode_kernel", stand_in)
+    monkeypatch.setattr(lockstep.inference, "decode_kernel", stand_in, raising=False)
+    compile_with = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **options: compile_with(f, backend="eager", **options))
+    decoder = Decoder(model, fuses=False)
+    decoder.graphs, decoder._by_kernel = UncapturedSteps(), True  # type: ignore[assignment]
+    decoder._compiled = CompiledStep(decoder_layers(model), decoder._draw)
+    with decoder.in_use():
+        decoder.prepare(1, 4)
+        with recorded_groups(model) as groups:
+            decoder._logits(1, 4)
+    decoder._joined = JoinedLinears(model, groups)
+    return decoder
+
+
+def decode(decoder: Decoder, num_rows: int, length: int) -> tuple[list[list[int]], list[list[float]]]:
+    with decoder.in_use():
+        decoder.prepare(num_rows, length)
+        prompts = [list(range(3 + row, 9 + 2 * row)) for row in range(num_rows)]
+        decoder.prefill([(row, prompt[:-1]) for row, prompt in enumerate(prompts)])
+        ends = [prompt[-1] for prompt in prompts]
+        positions = [len(prompt) - 1 for prompt in prompts]
+        decoder.place(range(num_rows), ends, positions, torch.arange(num_rows))
+        return decoder.advance(6, num_rows, length, Truncation(1.0))
+
+
+@pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.slow), True], ids=["full", "lora"])
+def test_compiled_steps_draw_what_plain_steps_draw_and_are_compiled_once(
+    monkeypatch: pytest.MonkeyPatch, lora: bool
+) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    model = make_model(lora=lora)
+    fast, plain = compile_decoder(model, monkeypatch), Decoder(model, fuses=False)
+    for num_rows, length in ((3, 40), (5, 40), (7, 100)):
+        tokens, logprobs = decode(fast, num_rows, length)
+        expected_tokens, expected = decode(plain, num_rows, length)
+        assert tokens == expected_tokens
+        for ours, theirs in zip(logprobs, expected, strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-5)
+    # One for all layers, one for sampling, whatever the number of rows and the length of the cache.
+    assert counters["stats"]["unique_graphs"] == 2
+    assert not counters["graph_break"]
+    attention = decoder_layers(model)[0].self_attn
+    assert not hasattr(attention, kv_cache._ATTACHED)
+    assert type(attention.q_proj).__name__ == "Linear"  # the model is as it was
+
+
+def test_joined_layers_follow_weights_and_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(lora=True)
+    fast, plain = compile_decoder(model, monkeypatch), Decoder(model, fuses=False)
+    seen = []
+
+    def compare() -> None:
+        tokens, logprobs = decode(fast, 3, 40)
+        assert torch.tensor(logprobs).allclose(torch.tensor(decode(plain, 3, 40)[1]), atol=1e-5)
+        seen.append(str(tokens))
+
+    compare()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.data = parameter.data * 3
+    compare()
+    with model.disable_adapter():
+        compare()
+    compare()
+    assert len(set(seen)) == 3
+    assert seen[1] == seen[3]
+
+
+class Broken:
+    """A compiler that fails."""
+
+    def __enter__(self) -> None:
+        raise RuntimeError("no such instruction\nand more")
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def test_a_model_that_does_not_compile_is_decoded_without_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    model = make_model()
+    fast = compile_decoder(model, monkeypatch)
+    fast._speed._report = said.append
+    assert fast._compiled is not None
+    monkeypatch.setattr(fast._compiled, "installed", Broken)
+    with warnings.catch_warnings(action="error"):
+        found = decode(fast, 3, 40)
+        decode(fast, 3, 40)
+    assert found[0] == decode(Decoder(model, fuses=False), 3, 40)[0]
+    (message,) = said
+    assert message.startswith("decoding steps could not be compiled (no such instruction): one of 3 rows takes ")
+
+
+def test_joined_biases() -> None:
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.first, model.second = nn.Linear(4, 3, bias=True), nn.Linear(4, 5, bias=False)
+    joined, x = JoinedLinears(model, [[model.first, model.second]]), torch.randn(2, 4)
+    expected = [model.first(x), model.second(x)]
+    joined.lay_out()
+    with torch.inference_mode(), joined.installed():
+        assert type(model.first) is not nn.Linear
+        other = model.second(x * 2)  # alone, and with another tensor
+        found = [model.first(x), model.second(x)]
+    assert type(model.first) is nn.Linear
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(other, model.second(x * 2))

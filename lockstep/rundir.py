@@ -93,12 +93,36 @@ def current_metric_name(name: str) -> str:
     return METRIC_ALIASES.get(name, name)
 
 
+class PhaseClock:
+    """Seconds of a run by what it did: every phase that is not one of a step or after it belongs to the start."""
+
+    _NAMES: Mapping[str, str] = {
+        "evaluating": "evaluation",
+        "checkpointing": "checkpoints",
+        "exporting": "export",
+        **{phase: phase for phase in ("sampling", "training", "publishing")},
+    }
+
+    def __init__(self) -> None:
+        self.current, self._since = "start", time.monotonic()
+        self._seconds: dict[str, float] = {}
+
+    def enter(self, phase: str) -> dict[str, float]:
+        """The seconds until now. From now on they are those of `phase`."""
+        now = time.monotonic()
+        self._seconds[self.current] = self._seconds.get(self.current, 0.0) + now - self._since
+        self.current, self._since = self._NAMES.get(phase, "start"), now
+        return {name: round(seconds, 3) for name, seconds in self._seconds.items()}
+
+
 class RunDir:
     """A run directory opened for reading, or by its one owner for writing."""
 
     def __init__(self, path: str | Path, *, owner: bool = False) -> None:
         self.path = Path(path)
         self.owner = owner
+        self.clock: PhaseClock | None = None
+        """Of the process that trains: the status then says how long each phase took."""
 
     @classmethod
     def create(cls, path: str | Path, config: RunConfig) -> RunDir:
@@ -175,6 +199,8 @@ class RunDir:
         """Merge fields into status.json, atomically. The owner only."""
         if not self.owner:
             return
+        if self.clock is not None and "phase" in fields:
+            fields["seconds"] = self.clock.enter(str(fields["phase"]))
         text = json.dumps({**self.status(), **fields, "updated_at": time.time()}, indent=1)
         try:
             write_atomically(self.path / "status.json", text, durable=False)
@@ -189,6 +215,11 @@ class RunDir:
 
     def log_event(self, kind: str, /, **fields: object) -> None:
         self._append("events.jsonl", {"time": time.time(), "event": kind, **fields})
+
+    def report_slow(self, message: str) -> None:
+        """A fast way that cannot be taken, for everybody who looks: a warning among the events, and in the status."""
+        self.log_event("warning", kind="slow", message=message)
+        self.write_status(slow=[*self.status().get("slow", ()), message])
 
     def log_sample(self, **fields: object) -> None:
         """An answer of the model in training, for people to read: step, prompt, answer, and what was expected."""

@@ -69,6 +69,8 @@ def build_policy(
             layer.forward = _recomputed(layer.forward, selective=activation_checkpointing == "selective")
         if compile_layers:
             layer.forward = torch.compile(layer.forward, dynamic=True)
+    if compile_layers:
+        _ask_for_input_gradients(policy)
     # Adds to products in place: wrong for split layers and for kept activations.
     if not compile_layers and group.degrees.tensor == 1 and activation_checkpointing != "selective":
         speed_up_eager(model)
@@ -107,6 +109,21 @@ def _describe(policy: Policy, coverage: AdapterCoverage | None, device: torch.de
         )
     if policy.why_not_fused and device.type == "cuda":
         yield f"packed documents attend one after another, slower than in one fused kernel: {policy.why_not_fused}"
+
+
+def _ask_for_input_gradients(policy: Policy) -> None:
+    """The first layer's input needs a gradient like that of all others: it would be compiled for itself otherwise.
+
+    Where the embedding is frozen, as under LoRA. The gradient is not used.
+    """
+
+    def ask(_module: nn.Module, _inputs: object, hidden: Tensor) -> None:
+        if torch.is_grad_enabled() and hidden.is_leaf and not hidden.is_inference():
+            hidden.requires_grad_()
+
+    embedding = causal_lm(policy.model).get_input_embeddings()
+    if embedding is not None and not any(p.requires_grad for p in embedding.parameters()):
+        embedding.register_forward_hook(ask)
 
 
 def _head_memory(model: nn.Module, device: torch.device, dtype: torch.dtype, gib: float) -> dict[str, int]:

@@ -52,6 +52,7 @@ _STEP_METRICS = (
 )
 LITERAL: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}  # of Console.print
 PLAIN_INTERVAL_S = 2.0
+MIN_COMPILE_S = 2.0  # shorter ones are not shown
 _PHASES_OF_A_STEP = ("sampling", "training", "publishing", "evaluating", "checkpointing")
 POLL_INTERVAL_S = 0.2
 _MAX_WARNINGS = 8  # in a summary
@@ -323,6 +324,8 @@ def _event_line(event: Mapping[str, Any]) -> Text | None:
             return Text.assemble(step, ("warning: ", "bold yellow"), str(event.get("message", "")))
         case "checkpoint":
             return Text.assemble(step, "checkpoint saved")
+        case "compiled" if float(event.get("seconds", 0)) >= MIN_COMPILE_S:
+            return Text.assemble(step, f"compiled for {float(event['seconds']):.0f} s")
         case "checkpoint_damaged":
             problem = str(event.get("problem", ""))
             return Text.assemble(step, ("checkpoint damaged: ", "bold yellow"), problem, ", skipped")
@@ -395,6 +398,7 @@ def print_summary(console: Console, run: RunDir) -> None:
         # Before the end there is only the wall clock, which may have been set back.
         elapsed_s = float(status.get("updated_at", time.time())) - float(status["started_at"])
         rows["time"] = format_duration(float(status.get("duration_s") or max(elapsed_s, 0.0)))
+        rows["time"] += _where_time_went(status)
     if status.get("export"):
         rows["export"] = str(status["export"])
     if state == "completed":
@@ -415,6 +419,18 @@ def _print_warnings(console: Console, run: RunDir) -> None:
         console.print(Text.assemble(("warning: ", "bold yellow"), message), **LITERAL)
     if len(messages) > _MAX_WARNINGS:
         console.print(f"and {len(messages) - _MAX_WARNINGS} more in {run.path / 'events.jsonl'}", **LITERAL)
+
+
+def _where_time_went(status: Mapping[str, Any]) -> str:
+    """What took a second or more, longest first."""
+    parts = sorted(((s, name) for name, s in (status.get("seconds") or {}).items() if s >= 1), reverse=True)
+    shown = [f"{name} {format_duration(seconds)}" for seconds, name in parts]
+    compilations = status.get("compilations") or {}
+    if compilations.get("seconds", 0) >= 1:
+        count = compilations["count"]
+        times = "once" if count == 1 else f"{count} times"
+        shown.append(f"of these {format_duration(compilations['seconds'])} compiling, {times}")
+    return f"  ({', '.join(shown)})" if shown else ""
 
 
 def print_facts(console: Console, facts: Mapping[str, object]) -> None:

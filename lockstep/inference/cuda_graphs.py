@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -96,15 +96,25 @@ class StepGraphs:
                 tensor.copy_(old)
 
 
-def model_fingerprint(model: Any) -> Hashable:
-    """Addresses of all tensors, and which adapters are active."""
-    tensors = [*model.parameters(), *model.buffers()]
-    adapters = [
-        (module.disable_adapters, module.merged, tuple(module.active_adapters), str(getattr(module, "scaling", None)))
-        for module in model.modules()
-        if hasattr(module, "disable_adapters") and hasattr(module, "active_adapters") and hasattr(module, "merged")
-    ]
-    return (tuple((t.data_ptr(), t.dtype, t.shape) for t in tensors), tuple(adapters))
+def model_fingerprint(model: nn.Module) -> Hashable:
+    """Addresses of all tensors, and which adapters are active. One walk: it is taken before every call."""
+    tensors: list[Hashable] = []
+    adapters: list[Hashable] = []
+    for module in model.modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                tensors.append((tensor.data_ptr(), tensor.dtype, tensor.shape))
+        if _has_adapters(cast("Hashable", type(module))):
+            layer: Any = module
+            scaling = str(getattr(layer, "scaling", None))
+            adapters.append((layer.disable_adapters, layer.merged, tuple(layer.active_adapters), scaling))
+    return tuple(tensors), tuple(adapters)
+
+
+@functools.cache
+def _has_adapters(kind: Hashable) -> bool:
+    """PEFT's layers have these as properties; asking a module for an attribute that it lacks is slow."""
+    return all(hasattr(kind, name) for name in ("disable_adapters", "active_adapters", "merged"))
 
 
 _MAX_RECOMPILES = 64  # of the decoder layers and of sampling: for every truncation one
@@ -132,6 +142,6 @@ class CompiledStep:
         }
         limits = torch._dynamo.config.patch(recompile_limit=_MAX_RECOMPILES)
         # Otherwise a cache that is as long as the model is wide would be compiled for that length only.
-        distinct = shape_config.patch(use_duck_shape=False)
+        distinct = cast("Any", shape_config).patch(use_duck_shape=False)
         with replaced_forwards(forwards), torch.compiler.set_stance("default"), limits, distinct:
             yield

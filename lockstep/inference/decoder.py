@@ -11,6 +11,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,13 @@ from lockstep.model.policy import CausalLM, causal_lm, decoder_layers, headless,
 from lockstep.model.rotary import RotaryByLength, TextSpan
 
 _PREFILL_TOKENS = 8192  # packed into one pass, at most; a longer prompt has a pass of its own
+
+
+@dataclass(frozen=True)
+class LaunchedSteps:
+    num_steps: int
+    read: Callable[[], tuple[list[list[int]], list[list[float]]]]
+    """[step][slot] tokens and log-probs, waited for."""
 
 
 class Decoder:
@@ -66,19 +74,23 @@ class Decoder:
         self._cache: KeyValueCache | None = None
         self._shapes: dict[nn.Module, LayerShape] = {}
         self.linears: FusedLinears | None = None
-        self._joined: JoinedLinears | None = None
-        self._compiled: CompiledStep | None = None
-        self._by_kernel = False
+        self.joined: JoinedLinears | None = None
+        self.compiled: CompiledStep | None = None
+        self.by_kernel = False
         self._num_slots = 0  # in use, of those allocated
-        self._speed = _StepSpeed(report)
+        self._speed, self._read_at = _StepSpeed(report), 0.0
         with self.in_use():
-            groups = self._probe(fuses=fuses and self.device.type == "cpu" and not sharded)
+            self._groups = self._probe(fuses=fuses and self.device.type == "cpu" and not sharded)
         self.release()
-        if compiles and self.graphs is not None and self._by_kernel:
-            self._compiled = CompiledStep(decoder_layers(model), self._draw)
-            joined = JoinedLinears(model, groups)
-            if fuses and joined.num_bytes <= torch.cuda.get_device_properties(self.device).total_memory // 8:
-                self._joined = joined
+        if compiles and self.graphs is not None and self.by_kernel:
+            self.compile_steps()
+
+    def compile_steps(self) -> None:
+        """From the next step on; their linear layers are joined if an eighth of the memory holds the copy."""
+        self.compiled = CompiledStep(decoder_layers(self._model), self._draw)
+        joined = JoinedLinears(self._model, self._groups)
+        if joined.num_bytes <= _total_bytes(self.device) // 8:
+            self.joined = joined
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
@@ -90,7 +102,8 @@ class Decoder:
     def installed_attention(self) -> Iterator[None]:
         """The slow part of `in_use`, for callers that decode in many short slices, each in inference mode."""
         own, training = self._causal.config._attn_implementation, self._model.training
-        self._model.eval()
+        if training:
+            self._model.eval()
         self._causal.set_attn_implementation(kv_cache.CACHED)
         try:
             yield
@@ -161,8 +174,8 @@ class Decoder:
             self.graphs.check()
         if self.linears is not None:
             self.linears.lay_out(self._num_slots)
-        if self._joined is not None:
-            self._joined.lay_out()
+        if self.joined is not None:
+            self.joined.lay_out()
 
     def release(self) -> None:
         """Free the cache, and the graphs that use it."""
@@ -177,7 +190,7 @@ class Decoder:
             attention = PrefillPass(self._kv_cache, slots, lengths, self.device)
             packed = torch.tensor(list(itertools.chain.from_iterable(tokens for _, tokens in part)), device=self.device)
             self._announce(working=True)
-            joined = contextlib.nullcontext() if self._joined is None else self._joined.installed()
+            joined = contextlib.nullcontext() if self.joined is None else self.joined.installed()
             # The next token belongs to the text as well: its length decides.
             with joined, self.rotary.texts([TextSpan(length, length + 1) for length in lengths]):
                 self._hidden(packed[None], attention.positions[None], attention)
@@ -201,26 +214,33 @@ class Decoder:
         self._positions[index] = torch.tensor(positions, device=self.device)
         self._streams[index] = streams.to(self.device)
 
-    def advance(
-        self, num_steps: int, batch_size: int, length: int, truncation: Truncation
-    ) -> tuple[list[list[int]], list[list[float]]]:
-        """[step][slot] tokens and log-probs of the first `batch_size` slots, read from the device once.
+    def launch(self, num_steps: int, batch_size: int, length: int, truncation: Truncation) -> LaunchedSteps:
+        """Steps of the first `batch_size` slots. On a GPU they are still running when this returns.
 
         `length`: of the longest sequence in the last step.
         """
         length = self._attended_length(length)
-        started, num_captured = time.perf_counter(), 0 if self.graphs is None else len(self.graphs.keys)
+        started, captured = time.perf_counter(), self._captured
         steps = [self._step(batch_size, length, truncation) for _ in range(num_steps)]
         tokens, logprobs = (torch.stack(column) for column in zip(*steps, strict=True))
-        found = tokens.tolist(), logprobs.tolist()
-        if self.graphs is not None and len(self.graphs.keys) == num_captured:
-            self._speed.note((time.perf_counter() - started) / num_steps, batch_size, self.graphs.problem)
-        return found
+
+        def read() -> tuple[list[list[int]], list[list[float]]]:
+            found = tokens.tolist(), logprobs.tolist()
+            began, self._read_at = max(started, self._read_at), time.perf_counter()  # steps before may have run on
+            if self.graphs is not None and captured == self._captured:
+                self._speed.note((self._read_at - began) / num_steps, batch_size, self.graphs.problem)
+            return found
+
+        return LaunchedSteps(num_steps, read)
 
     def finish(self) -> None:
         """Join the passes that other processes still have to make: each needs every part of the model."""
         while self._announce(working=False):
             self._logits(1, 1)
+
+    @property
+    def _captured(self) -> int:
+        return 0 if self.graphs is None else len(self.graphs.keys)
 
     @property
     def _kv_cache(self) -> KeyValueCache:
@@ -242,7 +262,7 @@ class Decoder:
 
     def _attended_length(self, length: int) -> int:
         """Rounded up; on CUDA to powers of two, as each length is a graph of its own, unless one graph serves all."""
-        if self._by_kernel:
+        if self.by_kernel:
             return self._kv_cache.capacity
         if self.device.type == "cuda":
             length = 1 << max(length - 1, 127).bit_length()
@@ -262,9 +282,9 @@ class Decoder:
         except (torch.OutOfMemoryError, ValueError):
             raise
         except Exception as error:  # compilers raise whatever they like
-            if self._compiled is None:
+            if self.compiled is None:
                 raise
-            self._compiled = self._joined = None
+            self.compiled = self.joined = None
             self._speed.problem = f"decoding steps could not be compiled ({_first_line(error)})"
             return self.graphs.run((batch_size, length, truncation), step, state)
 
@@ -273,16 +293,16 @@ class Decoder:
         with contextlib.ExitStack() as stack:
             if self.linears is not None:
                 stack.enter_context(self.linears.installed())
-            if self._joined is not None:
-                stack.enter_context(self._joined.installed())
-            if self._compiled is not None:
+            if self.joined is not None:
+                stack.enter_context(self.joined.installed())
+            if self.compiled is not None:
                 stack.enter_context(self._kv_cache.attached())
-                stack.enter_context(self._compiled.installed())
+                stack.enter_context(self.compiled.installed())
             yield
 
     def _compute_step(self, batch_size: int, length: int, truncation: Truncation) -> tuple[Tensor, ...]:
         positions, streams = self._positions[:batch_size], self._streams[:batch_size]
-        draw = self._draw if self._compiled is None else self._compiled.draw
+        draw = self._draw if self.compiled is None else self.compiled.draw
         tokens, logprobs = draw(self._head_outputs(batch_size, length), streams, positions, truncation)
         self._tokens[:batch_size] = tokens
         positions.add_(1).clamp_(max=self._kv_cache.capacity - 1)  # empty slots count on
@@ -297,7 +317,7 @@ class Decoder:
 
     def _head_outputs(self, batch_size: int, length: int) -> Tensor:
         tokens, positions = self._tokens[:batch_size], self._positions[:batch_size]
-        attention = DecodePass(self._kv_cache, positions, length, by_kernel=self._by_kernel)
+        attention = DecodePass(self._kv_cache, positions, length, by_kernel=self.by_kernel)
         with self.rotary.next_tokens():
             hidden = self._hidden(tokens[:, None], positions[:, None], attention)
         return self._head(hidden[:, 0])
@@ -335,7 +355,7 @@ class Decoder:
             ).logits[0]
             self._shapes = whole.shapes
             on_gpu = self.device.type == "cuda"
-            self._by_kernel = on_gpu and all(shape.suits_kernel for shape in self._shapes.values())
+            self.by_kernel = on_gpu and all(shape.suits_kernel for shape in self._shapes.values())
             self.prepare(1, len(tokens))
             self.prefill([(0, prompt)])
             with recorded_groups(self._model) as groups:
@@ -358,7 +378,7 @@ class Decoder:
     def _fuse(self, groups: list[list[nn.Module]]) -> None:
         """Decided by all memory, not by what is free now: a restarted run could otherwise round differently."""
         linears = FusedLinears(groups)
-        if linears.num_bytes <= _physical_bytes() // 8:
+        if linears.num_bytes <= _total_bytes(self.device) // 8:
             linears.lay_out(MIN_ROWS)
             self.linears = linears
 
@@ -387,7 +407,9 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().split("\n")[0] or type(error).__name__)[:200]
 
 
-def _physical_bytes() -> int:
+def _total_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

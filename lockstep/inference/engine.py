@@ -48,6 +48,8 @@ from lockstep.types import (
 
 Message = Mapping[str, Any]
 
+_GPU_ROWS, _MIN_GPU_ROWS = 256, 64  # decoded at once by default: of one call, and at least while calls come and go
+
 
 class LocalEngine:
     def __init__(
@@ -61,17 +63,19 @@ class LocalEngine:
         steps_per_read: int | None = None,
         graphs: bool = True,
         compiles: bool = False,
+        report: Callable[[str], None] = warnings.warn,
     ) -> None:
         """`batch_size`: sequences decoded at once; fewer where their cache would exceed `max_cache_bytes`, by default
         half of the free memory. `sharded`: several processes hold the model together, and all make the same calls.
         `steps_per_read`: tokens are fetched from the device only so often. `graphs`: on a GPU, replay CUDA graphs.
-        `compiles`: on a GPU, compile the captured steps: half a minute once, and steps take half the time.
+        `compiles`: on a GPU, compile the captured steps: half a minute once, and steps take a third of the time.
+        `report` is told, once, of each fast way that cannot be taken.
         """
         self.tokenizer = tokenizer
         on_gpu = model.device.type == "cuda"
-        self.batch_size = batch_size or (64 if on_gpu else 16)
+        self.batch_size = batch_size or (_GPU_ROWS if on_gpu else 16)
         self.limits = BatchLimits(self.batch_size, max_cache_bytes, steps_per_read or (8 if on_gpu else 1))
-        self._sharded, self._graphs, self._compiles = sharded, graphs, compiles
+        self._sharded, self._graphs, self._compiles, self._report = sharded, graphs, compiles, report
         self.version = 0
         self._use(model)
 
@@ -224,12 +228,17 @@ class LocalEngine:
         """None, and one warning, for a model that it cannot decode."""
         if self._decoder is None and self.decodes:
             try:
-                self._decoder = Decoder(self.model, sharded=self._sharded, graphs=self._graphs, compiles=self._compiles)
+                self._decoder = Decoder(
+                    self.model,
+                    sharded=self._sharded,
+                    graphs=self._graphs,
+                    compiles=self._compiles,
+                    report=self._report,
+                )
             except UnsupportedModelError as error:
                 self.decodes = False
-                warnings.warn(
-                    f"{error}. Completions come from transformers' generate: slower, and samples depend on their batch",
-                    stacklevel=4,
+                self._report(
+                    f"{error}. Completions come from transformers' generate: slower, and samples depend on their batch"
                 )
         return self._decoder
 
@@ -369,9 +378,8 @@ class ContinuousEngine:
             return call
         if self._batch is None:
             limits = self._engine.limits
-            min_slots = (
-                limits.max_slots if decoder.has_fixed_batch else 1
-            )  # other numbers would need graphs of their own
+            # Smaller numbers would need graphs of their own.
+            min_slots = min(limits.max_slots, _MIN_GPU_ROWS) if decoder.has_fixed_batch else 1
             self._batch = ContinuousBatch(decoder, replace(limits, min_slots=min_slots))
         self._batch.add(call.sequences)
         if not call.finished:  # a partial call may have been complete

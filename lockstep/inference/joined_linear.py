@@ -7,7 +7,7 @@ rounded once.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,18 +34,19 @@ class JoinedLinears:
             if not self._parts:
                 self._parts = [_join(layers) for layers in self._groups]
             copies, weights = list[Tensor](), list[Tensor]()
+            adapted: dict[Hashable, list[tuple[Tensor, Tensor, Tensor, Tensor]]] = {}
             for layers, parts in zip(self._groups, self._parts, strict=True):
                 for layer, copy, bias in parts[0].product.slices(layers):
                     base = _base(layer)
-                    if (merged := _with_adapters(layer, base)) is None:
-                        copies.append(copy)
-                        weights.append(base.weight)
-                    else:
-                        copy.copy_(merged)
+                    copies.append(copy)
+                    weights.append(base.weight)
+                    if (adapter := _adapter(layer, base)) is not None:
+                        down, up, scale = adapter
+                        adapted.setdefault((up.shape, down.shape, scale), []).append((copy, base.weight, down, up))
                     if bias is not None and base.bias is not None:
                         bias.copy_(base.bias)
-            if copies:
-                torch._foreach_copy_(copies, weights)
+            torch._foreach_copy_(copies, weights)
+            _add_adapters(adapted)
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -108,13 +109,23 @@ def _base(layer: Any) -> nn.Linear:
     return base
 
 
-def _with_adapters(layer: Any, base: nn.Linear) -> Tensor | None:
-    """The weight with the active adapters of a layer, in float32; None where there are none."""
+def _adapter(layer: Any, base: nn.Linear) -> tuple[Tensor, Tensor, float] | None:
+    """[rank, in], [out, rank] and the scale of a layer's active adapters; several are one of a higher rank."""
     if layer is base or layer.disable_adapters or layer.merged:
         return None
-    merged = base.weight.float()
-    for name in layer.active_adapters:
-        if name in layer.lora_A:
-            up, down = layer.lora_B[name].weight.float(), layer.lora_A[name].weight.float()
-            merged = torch.addmm(merged, up, down, alpha=layer.scaling[name])
-    return merged
+    names = [name for name in layer.active_adapters if name in layer.lora_A]
+    downs, ups = [layer.lora_A[name].weight for name in names], [layer.lora_B[name].weight for name in names]
+    scales = [layer.scaling[name] for name in names]
+    if len(names) < 2:
+        return (downs[0], ups[0], scales[0]) if names else None
+    scaled = [down.float() * scale for down, scale in zip(downs, scales, strict=True)]
+    return torch.cat(scaled), torch.cat(ups, dim=1), 1.0
+
+
+def _add_adapters(adapted: Mapping[Any, list[tuple[Tensor, Tensor, Tensor, Tensor]]]) -> None:
+    """Copies become weight + scale * up @ down. Layers of one shape are multiplied together: one by one they would be
+    a thousand small operations."""
+    for (*_, scale), entries in adapted.items():
+        downs, ups = (torch.stack([entry[place] for entry in entries]).float() for place in (2, 3))
+        for (copy, weight, *_), product in zip(entries, torch.bmm(ups, downs), strict=True):
+            torch.add(weight, product, alpha=scale, out=copy)

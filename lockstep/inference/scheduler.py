@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lockstep.inference.decoder import Decoder
+from lockstep.inference.decoder import Decoder, LaunchedSteps
 from lockstep.inference.sequence import TokenSequence
 
 
@@ -42,6 +42,10 @@ class SlotSchedule:
     @property
     def busy(self) -> bool:
         return bool(self.active or self._waiting)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
 
     @property
     def num_slots(self) -> int:
@@ -120,6 +124,9 @@ class SlotSchedule:
         return moves
 
 
+ActiveSlots = list[tuple[int, int]]  # (slot, sequence id)
+
+
 @dataclass(frozen=True)
 class BatchLimits:
     """`max_slots` sequences at once, in at most `max_bytes` of cache (None: what the decoder can spare).
@@ -157,10 +164,12 @@ class ContinuousBatch:
         self._max_length = 0  # of a sequence that fits a slot
         self._has_new = True  # sequences came since slots were last made
         self._is_outdated = False  # the cache is of older weights
+        self._launched: tuple[ActiveSlots, LaunchedSteps] | None = None
+        self._settled: list[TokenSequence] = []  # finished, and not yet returned by `advance`
 
     @property
     def busy(self) -> bool:
-        return self._schedule.busy
+        return self._schedule.busy or bool(self._settled)
 
     @property
     def unfinished(self) -> list[TokenSequence]:
@@ -178,6 +187,7 @@ class ContinuousBatch:
 
     def set_version(self, version: int) -> None:
         """The weights have changed: tokens stay, the cache is recomputed before the next step."""
+        self._settle()  # computed with the weights before
         self._is_outdated = True
         for sequence in self._sequences.values():
             sequence.version = version
@@ -187,10 +197,13 @@ class ContinuousBatch:
         if self._is_outdated:
             self._recompute_cache()
         if self._has_new:
+            self._settle()
             self._make_slots()
         self._admit()
         self._recompute_rotated()
-        finished = self._step()
+        finished, self._settled = self._settled, []
+        if self._schedule.active:
+            finished += self._step()
         if self._schedule.active and not self._decoder.has_fixed_batch:
             longest = max(self._sequences[sequence_id].length for sequence_id in self._schedule.active.values())
             self._decoder.move(self._schedule.compact(), longest)
@@ -280,16 +293,36 @@ class ContinuousBatch:
         return sequence.max_length <= self._max_length and sequence.truncation == other.truncation
 
     def _step(self) -> list[TokenSequence]:
-        active = [(slot, self._sequences[sequence_id]) for slot, sequence_id in self._schedule.active.items()]
-        batch_size = self._schedule.num_slots if self._decoder.has_fixed_batch else max(self._schedule.active) + 1
-        num_steps = min(self._limits.steps_per_read, min(sequence.num_left for _, sequence in active))
-        for _, sequence in active:
-            num_steps = min(num_steps, self._decoder.rotary.steps_in_group(sequence.length) or num_steps)
-        length = max(sequence.length for _, sequence in active) + num_steps - 1
-        tokens, logprobs = self._decoder.advance(num_steps, batch_size, length, active[0][1].truncation)
+        """Read what was launched last, while the device already computes the steps after it, where that is known."""
+        launched = self._launched or self._launch(0)
+        assert launched is not None
+        # Where positions depend on the length, a sequence may have to be computed anew before its next token.
+        goes_on = self._decoder.has_fixed_batch and not self._schedule.num_waiting and not self._decoder.rotary.rules
+        self._launched = self._launch(launched[1].num_steps) if goes_on else None
+        return self._read(*launched)
+
+    def _launch(self, num_ahead: int) -> tuple[ActiveSlots, LaunchedSteps] | None:
+        """The next steps, `num_ahead` after what sequences have; None if all will be finished by then."""
+        active = [(slot, sequence_id) for slot, sequence_id in self._schedule.active.items()]
+        left = {i: self._sequences[i].num_left - num_ahead for _, i in active}
+        active = [(slot, i) for slot, i in active if left[i] > 0]
+        if not active:
+            return None
+        batch_size = self._schedule.num_slots if self._decoder.has_fixed_batch else max(slot for slot, _ in active) + 1
+        num_steps = min(self._limits.steps_per_read, *(left[i] for _, i in active))
+        for _, i in active:
+            num_steps = min(num_steps, self._decoder.rotary.steps_in_group(self._sequences[i].length) or num_steps)
+        length = max(self._sequences[i].length for _, i in active) + num_ahead + num_steps - 1
+        truncation = self._sequences[active[0][1]].truncation
+        return active, self._decoder.launch(num_steps, batch_size, length, truncation)
+
+    def _read(self, active: ActiveSlots, launched: LaunchedSteps) -> list[TokenSequence]:
+        tokens, logprobs = launched.read()
         finished = []
-        for slot, sequence in active:
-            for step in range(num_steps):
+        for slot, sequence_id in active:
+            sequence = self._sequences.get(sequence_id)  # None: it ended in the steps before, which were read later
+            for step in range(launched.num_steps if sequence is not None else 0):
+                assert sequence is not None
                 if not math.isfinite(logprobs[step][slot]):
                     raise ValueError(
                         f"the model gives {logprobs[step][slot]} as a log-prob: its weights hold nan or inf, "
@@ -297,7 +330,13 @@ class ContinuousBatch:
                     )
                 sequence.append(tokens[step][slot], logprobs[step][slot])
                 if sequence.finished:
-                    finished.append(self._sequences.pop(self._schedule.active[slot]))
+                    finished.append(self._sequences.pop(sequence_id))
                     self._schedule.release(slot)
                     break
         return finished
+
+    def _settle(self) -> None:
+        """Read what is still being computed: what comes next needs the sequences as they are."""
+        if self._launched is not None:
+            launched, self._launched = self._launched, None
+            self._settled += self._read(*launched)

@@ -81,6 +81,8 @@ class Policy(nn.Module):
         self.why_not_fused: str | None = None
         self.shares_prompts = self.packs
         self.split_tokens: attention.SplitTokens | None = None
+        # Once packed tokens have needed it, all are described in the general way: each other way is compiled anew.
+        self._met_unequal = self._met_shared = False
         self.noisy_routers = noisy_routers(model)
         self.rotary = RotaryByLength.of(model)
         self.max_positions = max_positions(causal)
@@ -192,10 +194,12 @@ class Policy(nn.Module):
         arguments: dict[str, Any] = {"packed_boundaries": _boundaries(layout.lengths, device), **split}
         # Rounded up, so that compiled layers see few different numbers.
         arguments["packed_max_length"] = -(-max(layout.key_lengths) // 128) * 128
-        if packed.shared:
+        self._met_shared |= bool(packed.shared)
+        self._met_unequal |= self._met_shared or len(set(layout.lengths)) > 1
+        if self._met_shared:
             arguments["packed_keys"] = torch.from_numpy(_keys_of(layout)).to(device, non_blocking=True)
             arguments["packed_key_boundaries"] = _boundaries(layout.key_lengths, device)
-        elif len(set(layout.lengths)) == 1:
+        elif not self._met_unequal:
             arguments["packed_equal_length"] = layout.lengths[0]
         return arguments
 
@@ -209,6 +213,8 @@ def _boundaries(lengths: tuple[int, ...], device: torch.device) -> Tensor:
 
 def _keys_of(layout: attention.PackedLayout) -> np.ndarray:
     """The tokens that each segment attends to, one segment after the other."""
+    if not layout.shared:
+        return np.arange(sum(layout.lengths))
     starts = np.cumsum([0, *layout.lengths])
     parts = []
     for start, length, (prompt, prompt_length) in zip(starts, layout.lengths, layout.shared, strict=False):

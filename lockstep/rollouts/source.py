@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import json
 import pickle
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -241,15 +242,17 @@ class ColocatedEngine:
         batch_size: int | None = None,
         max_kept_bytes: int = 0,
         compiles: bool = False,
+        report: Callable[[str], None] = warnings.warn,
     ) -> None:
         """Ranks of one replica are adjacent: `rank // shards` is the replica.
 
         `max_kept_bytes`: a KV cache of at most this size is kept between calls. Training then has less memory, and
-        CUDA graphs need no second capture. `compiles`: see LocalEngine.
+        CUDA graphs need no second capture. `compiles` and `report`: see LocalEngine.
         """
         self._borrow, self._tokenizer, self._gather = borrow, tokenizer, gather
         self._replica, self._replicas, self._shards = rank // shards, replicas, shards
-        self._batch_size, self._max_kept_bytes, self._compiles = batch_size, max_kept_bytes, compiles
+        self._batch_size, self._max_kept_bytes = batch_size, max_kept_bytes
+        self._compiles, self._report = compiles, report
         self._engine: LocalEngine | None = None
         self.version = 0
 
@@ -278,7 +281,12 @@ class ColocatedEngine:
         """Kept between calls, with what it found out about the model."""
         if self._engine is None or self._engine.model is not model:
             self._engine = LocalEngine(
-                model, self._tokenizer, self._batch_size, sharded=self._shards > 1, compiles=self._compiles
+                model,
+                self._tokenizer,
+                self._batch_size,
+                sharded=self._shards > 1,
+                compiles=self._compiles,
+                report=self._report,
             )
         self._engine.version = self.version
         return self._engine

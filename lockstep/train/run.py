@@ -40,7 +40,7 @@ from lockstep.parallel.group import ProcessGroup, choose_device
 from lockstep.rollouts.engines.pool import start_engines
 from lockstep.rollouts.orchestrator import Engines
 from lockstep.rollouts.source import ColocatedEngine, PromptData, RolloutSource, open_rollouts, read_prompt_data
-from lockstep.rundir import Checkpoint, RunDir
+from lockstep.rundir import Checkpoint, PhaseClock, RunDir
 from lockstep.train import dpo, grpo, sft
 from lockstep.train.checkpoints import Checkpoints, Progress
 from lockstep.train.preference_data import (
@@ -60,7 +60,7 @@ from lockstep.train.reference import (
     plan_reference,
 )
 from lockstep.train.schedule import num_steps
-from lockstep.train.steps import Diverged, LoopInputs
+from lockstep.train.steps import CompileWatch, Diverged, LoopInputs
 from lockstep.train.validation import AnswerScores, last_answer
 from lockstep.types import Tokenizer
 
@@ -77,8 +77,8 @@ def run(run_dir: Path) -> None:
     run = RunDir(run_dir, owner=rank == 0)
     config = run.config()
     config.parallel.degrees(num_ranks)
-    started = time.monotonic()
-    beginning = {"started_at": time.time(), "duration_s": None, "ranks": num_ranks}
+    started, run.clock = time.monotonic(), PhaseClock()
+    beginning = {"started_at": time.time(), "duration_s": None, "ranks": num_ranks, "slow": [], "compilations": None}
     run.write_status(state="preparing", phase="reading data", error=None, **beginning)
     run.sweep()
     tokenizer = load_run_tokenizer(config)
@@ -91,11 +91,37 @@ def run(run_dir: Path) -> None:
     run.write_status(phase="joining the other ranks" if num_ranks > 1 else "loading the model")
     group = join_group(config.launch.device, config.parallel, config.launch.timeout_s)
     keep_freed_memory()
-    backend, rows = build(config, group, run, rows, reference)
-    check_positions(config, backend, rows)
-    for message in describe_cost(config, backend, rows):
-        run.log_event("warning", message=message)
-    progress = resume(run, backend, group, data.digest)
+    compiles = group.device.type == "cuda" if config.model.compile == "auto" else config.model.compile
+    with CompileWatch(run, enabled=compiles) as watch:
+        backend, rows = build(config, group, run, rows, reference)
+        check_positions(config, backend, rows)
+        for message in describe_cost(config, backend, rows):
+            run.log_event("warning", message=message)
+        progress = resume(run, backend, group, data.digest)
+        watch.step = functools.partial(current_step, config, run.clock, progress)
+        progress, exported = train_and_export(config, backend, run, data, rows, tokenizer, progress)
+    if run.owner and config.checkpoint.export == "merged":
+        exported = merge(run)
+    # By a clock that nobody sets: the difference of the two times may be anything.
+    ending = {"completed_at": time.time(), "duration_s": time.monotonic() - started}
+    run.write_status(state="completed", phase="done", export=exported, step=progress.step, **ending)
+
+
+def current_step(config: RunConfig, clock: PhaseClock, progress: Progress) -> int:
+    """The one that is being computed: GRPO counts a step when it has its samples, the others when it is done."""
+    return progress.step + (config.algorithm.kind != "grpo" or clock.current == "sampling")
+
+
+def train_and_export(
+    config: RunConfig,
+    backend: TorchBackend | DeepSpeedBackend,
+    run: RunDir,
+    data: CompiledData | PromptData,
+    rows: RowsToLearn,
+    tokenizer: Tokenizer,
+    progress: Progress,
+) -> tuple[Progress, str | None]:
+    """From `progress` to the end: (where it ended, the exported weights). All ranks."""
     checkpoints = Checkpoints(
         run,
         backend,
@@ -119,11 +145,7 @@ def run(run_dir: Path) -> None:
     exported = export(config, backend, run)
     checkpoints.close()
     backend.close()
-    if run.owner and config.checkpoint.export == "merged":
-        exported = merge(run)
-    # By a clock that nobody sets: the difference of the two times may be anything.
-    ending = {"completed_at": time.time(), "duration_s": time.monotonic() - started}
-    run.write_status(state="completed", phase="done", export=exported, step=progress.step, **ending)
+    return progress, exported
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
@@ -390,7 +412,7 @@ def compose_rollouts(
         cursor=progress.cursor,
         broadcast=backend.group.broadcast_object,
         read_weights=backend.read_weights,
-        colocated_engine=lambda: colocated_engine(backend, tokenizer, compiles=config.model.compile is not False),
+        colocated_engine=lambda: colocated_engine(backend, tokenizer, run, compiles=config.model.compile is not False),
         start_engines=start,
     )
 
@@ -417,7 +439,7 @@ def connect_endpoint(config: RunConfig, backend: TorchBackend | DeepSpeedBackend
 
 
 def colocated_engine(
-    backend: TorchBackend | DeepSpeedBackend, tokenizer: Tokenizer, *, compiles: bool | None = None
+    backend: TorchBackend | DeepSpeedBackend, tokenizer: Tokenizer, run: RunDir, *, compiles: bool | None = None
 ) -> ColocatedEngine:
     """`compiles`: for an engine that samples in every step; on a GPU its cache is then kept between calls."""
     degrees, device = backend.group.degrees, backend.group.device
@@ -431,6 +453,7 @@ def colocated_engine(
         shards=degrees.shard * degrees.context * degrees.tensor,
         max_kept_bytes=torch.cuda.get_device_properties(device).total_memory // 20 if keeps_cache else 0,
         compiles=bool(compiles),
+        report=run.report_slow,
     )
 
 
@@ -448,7 +471,7 @@ def answer_scores(
     metrics.check_references(evaluation.metrics, references, [datum.origin for datum in rows])
     if backend.group.degrees.pipeline > 1:
         raise ConfigError("evaluation.metrics needs the whole model on every rank: set parallel.pipeline to 1")
-    engine = colocated_engine(backend, tokenizer)
+    engine = colocated_engine(backend, tokenizer, run)
 
     def score(answers: Sequence[str], references: Sequence[str]) -> dict[str, float]:
         scores: dict[str, float] = {}

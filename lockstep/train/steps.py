@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from lockstep.config import LoggingConfig, RunConfig
 from lockstep.rundir import RunDir
@@ -100,11 +101,14 @@ def evaluate_and_save(inputs: LoopInputs[Datum], logger: StepLogger, evaluate: C
     if evaluates or saves or last:
         logger.flush()
     if evaluates:
+        inputs.run.write_status(phase="evaluating")
         evaluate()
         saves |= bool(config.checkpoint.keep_best) and progress.best_step == progress.step
     if saves:
+        inputs.run.write_status(phase="checkpointing")
         inputs.checkpoints.save(progress)
     if evaluates or saves:
+        inputs.run.write_status(phase="training")
         logger.restart_clock()
 
 
@@ -114,7 +118,9 @@ def finish(inputs: LoopInputs[Datum], metrics: MetricsLog, logger: StepLogger) -
     if progress.step < logger.num_steps and logger.num_logged:
         inputs.run.log_event("early_stop", step=progress.step, best_step=progress.best_step)
     speed = {"tokens_per_s": logger.mean_tokens_per_s} if logger.mean_tokens_per_s else {}
-    inputs.run.write_status(step=progress.step, loss=progress.loss, tokens=progress.tokens, **speed)
+    inputs.run.write_status(
+        phase="checkpointing", step=progress.step, loss=progress.loss, tokens=progress.tokens, **speed
+    )
     inputs.checkpoints.save(progress)
     inputs.checkpoints.wait()
     metrics.close()
@@ -263,6 +269,44 @@ class MetricsLog:
             for name, value in record.items():
                 if isinstance(value, (int, float)):
                     self._writer.add_scalar(f"{split}/{name}", value, step)
+
+
+class CompileWatch:
+    """Every compilation of this process becomes an event, and the status says how many there were and how long.
+
+    `enabled`: without a compiler nothing is imported and nothing watched.
+    """
+
+    def __init__(self, run: RunDir, *, enabled: bool) -> None:
+        self._run, self._enabled = run, enabled
+        self._count, self._seconds, self._started = 0, 0.0, 0.0
+        self.step: Callable[[], int] = lambda: 0
+        """The one that is being computed."""
+
+    def __enter__(self) -> Self:
+        if self._enabled:
+            from torch._dynamo.callback import callback_handler
+
+            callback_handler.register_start_callback(self._note_start)
+            callback_handler.register_end_callback(self._note_end)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._enabled:
+            from torch._dynamo.callback import callback_handler
+
+            callback_handler.remove_start_callback(self._note_start)
+            callback_handler.remove_end_callback(self._note_end)
+
+    def _note_start(self, _: object) -> None:
+        self._started = time.perf_counter()
+
+    def _note_end(self, _: object) -> None:
+        seconds = time.perf_counter() - self._started
+        self._count, self._seconds = self._count + 1, self._seconds + seconds
+        with contextlib.suppress(OSError):  # a full disk must not fail the compiler
+            self._run.log_event("compiled", step=self.step(), seconds=round(seconds, 3))
+            self._run.write_status(compilations={"count": self._count, "seconds": round(self._seconds, 3)})
 
 
 BUSY = "busy_s/"  # prefix of these seconds in a step's metrics: busy_s/peers/rank

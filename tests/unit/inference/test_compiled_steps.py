@@ -16,10 +16,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from lockstep.config import LoraConfig
-from lockstep.inference import kv_cache
-from lockstep.inference.cuda_graphs import CompiledStep
 from lockstep.inference.decoder import Decoder
-from lockstep.inference.fused_linear import recorded_groups
 from lockstep.inference.joined_linear import JoinedLinears
 from lockstep.inference.token_sampling import Truncation
 from lockstep.model.lora import add_lora
@@ -71,7 +68,9 @@ def attend(
     return attended.reshape(query.shape)
 
 
-def compile_decoder(model: Any, monkeypatch: pytest.MonkeyPatch) -> Decoder:
+def compile_decoder(
+    model: Any, monkeypatch: pytest.MonkeyPatch, report: Callable[[str], None] = warnings.warn
+) -> Decoder:
     """As on a GPU, but for the kernel, the compiler's backend and the graphs."""
     import lockstep.inference
 
@@ -80,14 +79,9 @@ def compile_decoder(model: Any, monkeypatch: pytest.MonkeyPatch) -> Decoder:
     monkeypatch.setattr(lockstep.inference, "decode_kernel", stand_in, raising=False)
     compile_with = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **options: compile_with(f, backend="eager", **options))
-    decoder = Decoder(model, fuses=False)
-    decoder.graphs, decoder._by_kernel = UncapturedSteps(), True  # type: ignore[assignment]
-    decoder._compiled = CompiledStep(decoder_layers(model), decoder._draw)
-    with decoder.in_use():
-        decoder.prepare(1, 4)
-        with recorded_groups(model) as groups:
-            decoder._logits(1, 4)
-    decoder._joined = JoinedLinears(model, groups)
+    decoder = Decoder(model, fuses=False, report=report)
+    decoder.graphs, decoder.by_kernel = UncapturedSteps(), True  # type: ignore[assignment]
+    decoder.compile_steps()
     return decoder
 
 
@@ -99,7 +93,7 @@ def decode(decoder: Decoder, num_rows: int, length: int) -> tuple[list[list[int]
         ends = [prompt[-1] for prompt in prompts]
         positions = [len(prompt) - 1 for prompt in prompts]
         decoder.place(range(num_rows), ends, positions, torch.arange(num_rows))
-        return decoder.advance(6, num_rows, length, Truncation(1.0))
+        return decoder.launch(6, num_rows, length, Truncation(1.0)).read()
 
 
 @pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.slow), True], ids=["full", "lora"])
@@ -109,6 +103,8 @@ def test_compiled_steps_draw_what_plain_steps_draw_and_are_compiled_once(
     torch._dynamo.reset()
     counters.clear()
     model = make_model(lora=lora)
+    attention = decoder_layers(model)[0].self_attn
+    before = {name: dict(module.__dict__, **module._modules) for name, module in attention.named_modules()}
     fast, plain = compile_decoder(model, monkeypatch), Decoder(model, fuses=False)
     for num_rows, length in ((3, 40), (5, 40), (7, 100)):
         tokens, logprobs = decode(fast, num_rows, length)
@@ -119,9 +115,8 @@ def test_compiled_steps_draw_what_plain_steps_draw_and_are_compiled_once(
     # One for all layers, one for sampling, whatever the number of rows and the length of the cache.
     assert counters["stats"]["unique_graphs"] == 2
     assert not counters["graph_break"]
-    attention = decoder_layers(model)[0].self_attn
-    assert not hasattr(attention, kv_cache._ATTACHED)
-    assert type(attention.q_proj).__name__ == "Linear"  # the model is as it was
+    after = {name: dict(module.__dict__, **module._modules) for name, module in attention.named_modules()}
+    assert after == before, "the model is not as it was"
 
 
 def test_joined_layers_follow_weights_and_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +138,10 @@ def test_joined_layers_follow_weights_and_adapters(monkeypatch: pytest.MonkeyPat
     with model.disable_adapter():
         compare()
     compare()
-    assert len(set(seen)) == 3
+    model.add_weighted_adapter(["default"], [2.0], "other", combination_type="linear")
+    model.base_model.set_adapter(["default", "other"])  # two of one layer at once
+    compare()
+    assert len(set(seen)) == 4
     assert seen[1] == seen[3]
 
 
@@ -159,10 +157,8 @@ class Broken:
 def test_a_model_that_does_not_compile_is_decoded_without_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     model = make_model()
-    fast = compile_decoder(model, monkeypatch)
-    fast._speed._report = said.append
-    assert fast._compiled is not None
-    monkeypatch.setattr(fast._compiled, "installed", Broken)
+    fast = compile_decoder(model, monkeypatch, said.append)
+    monkeypatch.setattr(fast.compiled, "installed", Broken)
     with warnings.catch_warnings(action="error"):
         found = decode(fast, 3, 40)
         decode(fast, 3, 40)

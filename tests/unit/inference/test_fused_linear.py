@@ -29,7 +29,7 @@ def step(decoder: Decoder, num_slots: int, batch_size: int | None = None) -> lis
         decoder.prepare(num_slots, 32)
         decoder.prefill([(slot, [3 + slot, 5, 7]) for slot in range(num_slots)])
         decoder.place(list(range(num_slots)), [9] * num_slots, [3] * num_slots, torch.arange(num_slots))
-        _, logprobs = decoder.advance(3, batch_size or num_slots, 8, GREEDY)
+        _, logprobs = decoder.launch(3, batch_size or num_slots, 8, GREEDY).read()
     return [number for row in logprobs for number in row]
 
 
@@ -169,7 +169,7 @@ def test_a_single_sequence_and_very_many_take_plain_products() -> None:
 
 def test_without_memory_for_a_copy_nothing_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("llama")
-    monkeypatch.setattr("lockstep.inference.decoder._physical_bytes", lambda: 8000)
+    monkeypatch.setattr("lockstep.inference.decoder._total_bytes", lambda device: 8000)
     assert Decoder(model).linears is None
 
 
@@ -178,7 +178,7 @@ def test_samples_are_those_of_plain_products(monkeypatch: pytest.MonkeyPatch) ->
     params = SamplingParams(max_tokens=15, temperature=1.0, seed=3, num_samples=9)
     prompts = [[5, 6, 7], [8]]
     found = LocalEngine(model, build_tokenizer()).sample(prompts, params)
-    monkeypatch.setattr("lockstep.inference.decoder._physical_bytes", lambda: 0)
+    monkeypatch.setattr("lockstep.inference.decoder._total_bytes", lambda device: 0)
     assert found == LocalEngine(model, build_tokenizer()).sample(prompts, params)
 
 

@@ -155,6 +155,21 @@ def test_calls_that_come_while_others_are_answered_get_the_same_answers(
         assert_alike(call.completions(), [WHOLE[place]])
 
 
+def test_steps_that_are_computed_ahead_are_of_the_weights_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the next steps are launched before the last ones are read: new weights come after both."""
+    monkeypatch.setattr(Decoder, "has_fixed_batch", True)
+    local = make_engine(batch_size=4, steps_per_read=2)
+    engine = ContinuousEngine(local)
+    call = engine.submit([PROMPTS[0]], replace(PARAMS, num_samples=1), [0])
+    step(engine)
+    engine.load_weights(weights_of(1), 1)
+    (answer,) = (finish(engine), call.completions()[0])[1]
+    assert answer.versions == (0,) * 4 + (1,) * 10
+    old, new = (build_model(seed=seed).double() for seed in (0, 1))
+    expected = logprobs_of(old, PROMPTS[0], answer.tokens)[:4] + logprobs_of(new, PROMPTS[0], answer.tokens)[4:]
+    assert answer.logprobs == pytest.approx(expected, abs=1e-10, rel=0)
+
+
 def step(engine: ContinuousEngine) -> None:
     """One pass of decoding."""
     engine.slice_s = 0.0

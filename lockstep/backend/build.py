@@ -70,6 +70,9 @@ def build_policy(
         if compile_layers:
             layer.forward = torch.compile(layer.forward, dynamic=True)
     if compile_layers:
+        # Numbers such as LoRA's scale are constants of a layer: as inputs they become tensors on the host, and a C++
+        # kernel for them takes most of a minute to build.
+        torch._dynamo.config.specialize_float = True
         _ask_for_input_gradients(policy)
     # Adds to products in place: wrong for split layers and for kept activations.
     if not compile_layers and group.degrees.tensor == 1 and activation_checkpointing != "selective":

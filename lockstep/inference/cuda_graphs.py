@@ -140,7 +140,7 @@ class CompiledStep:
         forwards: dict[nn.Module, Forward | None] = {
             layer: functools.partial(self._compiled[type(layer)], layer) for layer in self._layers
         }
-        limits = torch._dynamo.config.patch(recompile_limit=_MAX_RECOMPILES)
+        limits = torch._dynamo.config.patch(recompile_limit=_MAX_RECOMPILES, specialize_float=True)
         # Otherwise a cache that is as long as the model is wide would be compiled for that length only.
         distinct = cast("Any", shape_config).patch(use_duck_shape=False)
         with replaced_forwards(forwards), torch.compiler.set_stance("default"), limits, distinct:

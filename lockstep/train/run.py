@@ -78,7 +78,13 @@ def run(run_dir: Path) -> None:
     config = run.config()
     config.parallel.degrees(num_ranks)
     started, run.clock = time.monotonic(), PhaseClock()
-    beginning = {"started_at": time.time(), "duration_s": None, "ranks": num_ranks, "slow": [], "compilations": None}
+    beginning: dict[str, Any] = {
+        "started_at": time.time(),
+        "duration_s": None,
+        "ranks": num_ranks,
+        "slow": [],
+        "compilations": None,
+    }
     run.write_status(state="preparing", phase="reading data", error=None, **beginning)
     run.sweep()
     tokenizer = load_run_tokenizer(config)

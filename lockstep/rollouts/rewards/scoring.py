@@ -327,7 +327,10 @@ class RewardPool:
         """The problem in a sentence, on record where it was none of the function's own. Raises if nothing can be
         scored at all."""
         if isinstance(error, PoolStartFailed):
-            raise _describe_start(error) from error
+            if isinstance(error.cause, WorkerFailed):
+                raise _describe_start(error) from error
+            # One has started before, so this is the machine's fault: the run may be started again.
+            raise RuntimeError(f"the process that scores answers did not start again: {error}") from error
         if isinstance(error, WorkerFailed):
             return f"{what} failed: {error.kind}: {error.reason}"
         if isinstance(error, WorkerTimedOut):

@@ -30,6 +30,9 @@ MODULE = textwrap.dedent(
     import os, sys, time
     from lockstep.rollouts.rewards import Turn
 
+    if os.path.exists("no_more"):
+        os._exit(4)
+
     def polite(text, row, word="please"):
         print("a reward may print", flush=True)
         return word in text
@@ -269,6 +272,18 @@ def test_a_killed_process_costs_no_reward_and_one_that_always_dies_is_named(own_
     assert failure["row"] == "rows.jsonl:2"
     assert failure["reward"] == f"reward {own_module}:moody"  # of the two
     assert "ended with exit code 3" in str(failure["reason"])
+
+
+def test_where_no_process_starts_any_more_the_run_may_be_started_again(own_module):
+    """A mistake in a configuration would have shown at the start: this is no ConfigError, which ends a run for good."""
+    pool = RewardPool(RewardSpec([NamedReward(f"{own_module}:moody")]), 1, timeout_s=60)
+    try:
+        pool.start()
+        Path("no_more").touch()
+        with pytest.raises(RuntimeError, match=r"the process that scores answers did not start again: .* exit code 4"):
+            pool.score([Attempt({}, ["die"])])
+    finally:
+        pool.close()
 
 
 def test_closing_the_pool_is_no_failure_of_a_reward(own_module):

@@ -349,6 +349,6 @@ def test_the_command_ends_a_run_that_hangs(tmp_path: Path, tiny_model: Path) -> 
     finally:
         command.terminate()
     assert command.returncode == 1
-    assert err.startswith(f"error: rank 1 (process {stopped}) was stopped by a signal and did not go on within 5 s")
+    assert err.startswith(f"error: rank 1 (process {stopped}) was stopped by a signal and did not go on within 4 s")
     assert "Traceback" not in out + err
     assert json.loads((run.path / "status.json").read_text())["state"] == "failed"

@@ -469,6 +469,11 @@ def test_the_model_of_an_earlier_job_can_be_named(service):
     folder = complete(service, "first", "model")
     assert service.fine_tune("second", model="job:first").status_code == 200
     assert service.config("second").model.path == str(folder)
+    answer = service.client.get("/v1/post-training/job/artifacts", params={"job_uuid": "first"}).json()
+    (checkpoint,) = answer["checkpoints"]
+    assert checkpoint["path"] == "job:first/export/model"  # as it is, it names the model of another request
+    assert service.fine_tune("third", model=checkpoint["path"]).status_code == 200
+    assert service.config("third").model.path == str(folder)
 
 
 def test_an_adapter_is_no_model(service):

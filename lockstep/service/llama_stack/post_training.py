@@ -128,10 +128,10 @@ class PostTraining:
     # --- models and folders -------------------------------------------------------------------------------------------
 
     def _find_model(self, name: str | None, field: str, caller: Caller) -> str:
-        """A name of the Hub, a folder, or `job:ID` for what an earlier job made."""
+        """A name of the Hub, a folder, or `job:ID` for what an earlier job made; answers name folders `job:ID/...`."""
         if not name:
             raise RequestError(f"{field} is missing: name a model of the Hub or a folder")
-        if not name.startswith(JOB):
+        if not name.startswith(JOB) or "/" in name:
             return name
         job_id = name.removeprefix(JOB)
         if "/" in job_id:

@@ -103,8 +103,8 @@ def load_artifact(user: User, job: str, data_dir: Path | None = None) -> Any:
     (checkpoint,) = user.jobs.artifacts(job_uuid=job).checkpoints
     path = checkpoint["path"]
     if data_dir is not None:
-        assert path == f"job:{job}/export"
-        path = str(data_dir / "jobs" / job / "export")
+        assert path == f"job:{job}/export/{checkpoint['format']}"
+        path = str(data_dir / "jobs" / path.removeprefix("job:"))
     if checkpoint["format"] == "adapter":
         from peft import AutoPeftModelForCausalLM
 

@@ -61,6 +61,7 @@ def create_app(settings: ServiceSettings, manager: JobManager | None = None) -> 
     app.state.streams = Streams()
     app.state.response_counts = Counter()
     app.state.uploads = Counter()
+    app.state.health_threads = app.state.submission_threads = None  # made where the event loop is: those of all
     install_handlers(app)
     for router in (jobs.router, jobs.run_router, datasets.router, system.router, llama_stack.router, dashboard.router):
         app.include_router(router)

@@ -364,13 +364,13 @@ ANSWER = {"role": "assistant", "content": "4"}
     ],
 )
 def test_rows_of_llama_stack(row, expected):
-    assert convert_rows([row], "rows") == [expected]
+    assert list(convert_rows([row], "rows")) == [expected]
 
 
 @pytest.mark.parametrize("value", ["no JSON", "[]", "{}", 3])
 def test_a_bad_row_is_named(value):
     with pytest.raises(RequestError, match=r"^row 2 of data set maths: 'dialog'"):
-        convert_rows([{"dialog": [QUESTION]}, {"dialog": value}], "maths")
+        list(convert_rows([{"dialog": [QUESTION]}, {"dialog": value}], "maths"))
 
 
 def test_only_columns_of_llama_stack_are_foreign():

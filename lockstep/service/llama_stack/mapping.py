@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -64,9 +64,10 @@ def is_foreign(row: Mapping[str, object]) -> bool:
     return "dialog" in row or ("expected_answer" in row and ("chat_completion_input" in row or "input_query" in row))
 
 
-def convert_rows(rows: Iterable[Mapping[str, object]], name: str) -> list[Row]:
-    """All rows of the data set `name`, in Lockstep's formats where Llama Stack has its own."""
-    return [_convert(row, f"row {number} of data set {name}") for number, row in enumerate(rows, start=1)]
+def convert_rows(rows: Iterable[Mapping[str, object]], name: str) -> Iterator[Row]:
+    """The rows of the data set `name`, in Lockstep's formats where Llama Stack has its own; one at a time, for all of
+    them need not fit into memory."""
+    return (_convert(row, f"row {number} of data set {name}") for number, row in enumerate(rows, start=1))
 
 
 def check_format(row: Mapping[str, object], data_format: str | None, name: str) -> None:

@@ -210,7 +210,7 @@ class PostTraining:
         dataset, path = self._manager.datasets.get(name), self._manager.datasets.path(name)
         first = next(_read_rows(path))
         converts = is_foreign(first)
-        check_format(convert_rows([first], name)[0], data_format, name)
+        check_format(next(convert_rows([first], name)), data_format, name)
         if not converts and (limit is None or dataset.rows <= limit):
             return dataset
         limit = None if limit is None else min(limit, dataset.rows)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
 
+from anyio import to_thread
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
@@ -63,12 +64,17 @@ def _describe(error: RequestValidationError) -> str:
     return "; ".join(problems)
 
 
-def supervised_fine_tune(request: FineTuneRequest, training: Training, caller: Submitter) -> PostTrainingJob:
-    return training.submit(request, caller)
+# Submissions have a few threads of their own, here as in Lockstep's API: they may not keep others from being answered.
+async def supervised_fine_tune(
+    request: FineTuneRequest, training: Training, caller: Submitter, http: Request
+) -> PostTrainingJob:
+    return await to_thread.run_sync(training.submit, request, caller, limiter=http.app.state.submission_threads)
 
 
-def preference_optimize(request: PreferenceRequest, training: Training, caller: Submitter) -> PostTrainingJob:
-    return training.submit(request, caller)
+async def preference_optimize(
+    request: PreferenceRequest, training: Training, caller: Submitter, http: Request
+) -> PostTrainingJob:
+    return await to_thread.run_sync(training.submit, request, caller, limiter=http.app.state.submission_threads)
 
 
 def get_training_jobs(training: Training, caller: Reader) -> JobList:

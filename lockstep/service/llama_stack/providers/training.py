@@ -77,7 +77,7 @@ class StackTraining:
         return request.model_copy(update={"training_config": training})
 
     async def _pass_on(self, dataset_id: str, data_format: str | None) -> str:
-        rows = convert_rows(await self._read_rows(dataset_id), dataset_id)
+        rows = list(convert_rows(await self._read_rows(dataset_id), dataset_id))
         if not rows:
             raise RequestError(f"data set {dataset_id} has no rows: register some")
         check_format(rows[0], data_format, dataset_id)

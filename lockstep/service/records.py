@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,7 @@ class Records:
             path.name for path in self._data_dir.jobs.iterdir()
         }
         for name in sorted(names):
-            record = _read(self._jobs / f"{name}.json") or self._record_of_folder(name, hide)
+            record = _read(self._jobs / f"{name}.json", [*_ASKED, "state"]) or self._record_of_folder(name, hide)
             if record is None:
                 log.warning("jobs/%s has neither a record nor a configuration that can be read: left out", name)
             else:
@@ -128,9 +128,10 @@ class Records:
 
     def _find_datasets(self) -> Iterator[Dataset]:
         for path in sorted(self._data_dir.datasets.glob("*.jsonl")):
-            record = _read(self._datasets / f"{path.stem}.json")
+            names = [field.name for field in fields(Dataset)]
+            record = _read(self._datasets / f"{path.stem}.json", names)
             if record is not None:
-                yield Dataset(**{field.name: record[field.name] for field in fields(Dataset)})
+                yield Dataset(**{name: record[name] for name in names})
                 continue
             with path.open("rb") as file:
                 num_rows = sum(1 for _ in file)
@@ -146,12 +147,13 @@ def _write(path: Path, content: dict[str, Any]) -> None:
         log.error("no record could be kept in %s: %s; the next start tries again", path, error.strerror or error)
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read(path: Path, needed: Iterable[str] = ()) -> dict[str, Any] | None:
+    """None for one that is not there, or not whole."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return record if isinstance(record, dict) and "name" in record else None
+    return record if isinstance(record, dict) and record.keys() >= set(needed) else None
 
 
 def _row(record: dict[str, Any], run: RunDir) -> dict[str, Any]:

@@ -88,6 +88,10 @@ def test_jobs_of_versions_that_kept_no_records_belong_to_administrators(
     lose(tmp_path / "data")
     shutil.rmtree(tmp_path / "data" / "records")
     (tmp_path / "data" / "jobs" / "strange").mkdir()
+    for kind, name in (("jobs", "done"), ("jobs", "none"), ("datasets", "rows")):  # as if the disk had been full
+        path = tmp_path / "data" / "records" / kind / f"{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('{"name": "x"}' if name == "done" else "")
     again = make_manager(rebuild=True)
     view = again.get("done")
     assert (view.state, view.owner, view.kind, view.model) == ("completed", "", "sft", "some/model")

@@ -42,7 +42,9 @@ ONE = ProcessGroup(0, 1, torch.device("cpu"))
 
 def build(family: str, *, lora: bool = False) -> Any:
     torch.manual_seed(0)
-    model: Any = transformers.AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.float64)
+    config = FAMILIES[family]()
+    config.initializer_range = 0.2  # large, so that another expert shows in the log-probs
+    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
     keep_float64(model.eval())
     if lora:
         model = add_lora(model, LoraConfig(rank=2)).double()
@@ -64,11 +66,11 @@ def test_experts_train_in_float64_with_the_gradient_of_each_document_alone(famil
     backend = TorchBackend(build(family, lora=lora), precision="fp64", group=ONE)
     for _ in range(2):  # twice: nothing is drawn at random
         result = backend.forward_backward(batch, LossSpec(scale=scale_of(batch)))
-        assert result.loss == pytest.approx(loss.item(), abs=1e-9)
+        assert result.loss == pytest.approx(loss.item(), rel=1e-8)
     for name, parameter in backend.parameters().items():
         found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         # Their routers compute in float32 whatever the dtype.
-        torch.testing.assert_close(found / 2, expected[name], rtol=1e-7, atol=1e-8 * largest)
+        torch.testing.assert_close(found / 2, expected[name], rtol=0, atol=1e-6 * largest)
 
 
 def test_a_router_that_would_draw_at_random_does_not_and_says_so() -> None:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from lockstep.config import ConfigError, RunConfig, load_config
 from lockstep.config.renames import announce_rename
@@ -243,7 +243,7 @@ class RunDir:
         # and the next append closes with a newline of its own.
         path = self.path / name
         try:
-            with path.open("ab") as file:
+            with open_log(path) as file:
                 start = "\n" if _lacks_final_newline(path) else ""
                 file.write((start + json.dumps(record) + "\n").encode())
         except OSError as error:
@@ -461,6 +461,8 @@ def _as_checkpoint(path: Path, step: int, manifest: Mapping[str, Any]) -> Checkp
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """Raises ValueError with a sentence for a file that holds anything else."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise ValueError(f"{path} is damaged: it is not a file")  # a pipe would be waited for
     content = path.read_bytes()
     try:
         value = json.loads(content)
@@ -504,9 +506,18 @@ def write_atomically(path: Path, text: str, *, durable: bool = True) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
+def open_log(path: Path) -> IO[bytes]:
+    """A file to append to. Not through a link: in a run directory from elsewhere it could lead to any file."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a file", str(path))
+    return os.fdopen(descriptor, "ab")
+
+
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     """Whole lines that hold an object: what a killed writer or a damaged disk left of others is passed over."""
-    if not path.exists():
+    if not path.is_file():
         return
     with path.open("rb") as file:
         for line in file:

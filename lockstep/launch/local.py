@@ -35,7 +35,7 @@ from lockstep.processes.tree import (
     read_environment,
     start_time,
 )
-from lockstep.rundir import FINISHED_STATES, RunDir, write_atomically
+from lockstep.rundir import FINISHED_STATES, RunDir, open_log, write_atomically
 
 WORKER_MODULE = "lockstep.train.worker"
 HANDLE_FILE = "launch.json"
@@ -88,7 +88,7 @@ class LocalLauncher:
             run.logs.mkdir(exist_ok=True)
             _remove_torchrun_files(run)  # what a killed one left
             _keep_log(run.logs / "launcher.log")
-            with (run.logs / "launcher.log").open("wb") as log:
+            with open_log(run.logs / "launcher.log") as log:
                 child = subprocess.Popen(
                     self._command(run_dir, resources.procs),
                     env=self._environment(launch_id, resources),

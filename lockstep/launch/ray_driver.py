@@ -21,7 +21,7 @@ from lockstep.launch.local import LAUNCH_ID_VARIABLE, LocalLauncher
 from lockstep.launch.ray_ranks import RankLost, RayRanks, carried_environment
 from lockstep.processes.ray import RESERVATION_VARIABLE, Interrupted, Reservation, join_cluster, reserve
 from lockstep.processes.tree import catch_signals, end_gently
-from lockstep.rundir import RunDir
+from lockstep.rundir import RunDir, open_log
 
 DRIVER_MODULE = "lockstep.launch.ray_driver"
 DRIVER = "the Ray driver"
@@ -157,10 +157,9 @@ def record_cause(run: RunDir, rank: int, message: str) -> None:
 def _redirect_output(path: Path) -> None:
     """What Ray prints, also from its other processes."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
+    with open_log(path) as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from lockstep.processes.tree import (
     free_port,
     is_stopped,
 )
-from lockstep.rundir import RunDir
+from lockstep.rundir import RunDir, open_log
 
 PARENT_VARIABLE = "LOCKSTEP_PARENT"
 # What a user sets for a run goes with it to the nodes; everything else is the node's.
@@ -76,7 +76,7 @@ class RankHost:
         others while the run goes on elsewhere."""
         inherited = {name: value for name, value in os.environ.items() if not _is_of_the_actor(name)}
         here = os.getcwd()
-        with Path(run_dir, "logs", f"rank-{environment['RANK']}.log").open("ab") as log:
+        with open_log(Path(run_dir, "logs", f"rank-{environment['RANK']}.log")) as log:
             self._rank = subprocess.Popen(
                 [sys.executable, "-m", __name__, module, run_dir],
                 env={**inherited, **environment, PARENT_VARIABLE: str(os.getpid())},

@@ -317,6 +317,8 @@ class _Reader(StorageReader):
             piece = next(p for p in stored.pieces if p.offsets == tuple(item.storage_index.offset or ()))
             by_file.setdefault(piece.file, []).append((item, piece, stored))
         for name, items in by_file.items():
+            if not (self._path / name).is_file():
+                raise ValueError(f"{name} is missing")
             try:
                 with safe_open(self._path / name, "pt") as file:
                     for item, piece, stored in items:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from lockstep.processes.frames import FrameError, pack, pack_message, read_frame, read_result, receive_into, send_all
 from lockstep.processes.tree import describe_exit
 from lockstep.processes.worker import TICK_S, PendingCalls, Reply, WorkerDied, WorkerTimedOut
+from lockstep.rundir import open_log
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -204,7 +205,7 @@ def _start(name: str, connection: socket.socket, env: dict[str, str], log_path: 
         output = None
         if log_path is not None:
             log_path.parent.mkdir(parents=True, exist_ok=True)
-            output = opened.enter_context(log_path.open("ab"))
+            output = opened.enter_context(open_log(log_path))
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

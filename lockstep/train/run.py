@@ -40,7 +40,7 @@ from lockstep.parallel.group import ProcessGroup, choose_device
 from lockstep.rollouts.engines.pool import start_engines
 from lockstep.rollouts.orchestrator import Engines
 from lockstep.rollouts.source import ColocatedEngine, PromptData, RolloutSource, open_rollouts, read_prompt_data
-from lockstep.rundir import Checkpoint, PhaseClock, RunDir
+from lockstep.rundir import Checkpoint, PhaseClock, RunDir, write_atomically
 from lockstep.train import dpo, grpo, sft
 from lockstep.train.checkpoints import Checkpoints, Progress
 from lockstep.train.preference_data import (
@@ -179,7 +179,7 @@ def prepare_data(config: RunConfig, tokenizer: Tokenizer, run: RunDir, num_ranks
     run.log_event("data", **asdict(data.report))
     if run.owner and data.report.skipped_files:
         rows = [Path(file).read_text(encoding="utf-8") for file in data.report.skipped_files]
-        (run.path / "skipped.jsonl").write_text("".join(rows), encoding="utf-8")
+        write_atomically(run.path / "skipped.jsonl", "".join(rows))
     check_data(config, data, num_ranks)
     if config.evaluation.metrics:
         metrics.check_metrics(config.evaluation.metrics)  # a missing package is reported before the model is loaded
@@ -378,7 +378,11 @@ def resume(run: RunDir, backend: TorchBackend | DeepSpeedBackend, group: Process
     checkpoint: Checkpoint | None = group.broadcast_object(run.resume_point() if group.rank == 0 else None)
     if checkpoint is None:
         return Progress()
-    if checkpoint.extra["data_digest"] != data_digest:
+    try:
+        progress, digest = Progress(**checkpoint.extra["progress"]), checkpoint.extra["data_digest"]
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"{checkpoint.path} is no checkpoint of a run: {error}") from error
+    if digest != data_digest:
         raise ConfigError(
             f"the data is not what step {checkpoint.step} was trained on: rows or tokenizer have changed since. "
             "Start a new run, or put the data back"
@@ -386,7 +390,7 @@ def resume(run: RunDir, backend: TorchBackend | DeepSpeedBackend, group: Process
     run.write_status(phase=f"resuming from step {checkpoint.step}")
     backend.load_state(checkpoint.path, with_optimizer=True)
     run.log_event("resumed", step=checkpoint.step)
-    return Progress(**checkpoint.extra["progress"])
+    return progress
 
 
 # --- during training --------------------------------------------------------------------------------------------------

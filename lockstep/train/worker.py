@@ -16,7 +16,7 @@ import traceback
 from pathlib import Path
 from typing import TextIO
 
-from lockstep.rundir import RunDir
+from lockstep.rundir import RunDir, open_log
 
 # What gloo, the rendezvous store and NCCL report when a deadline has passed, and when a peer is gone.
 _TIMED_OUT = re.compile(r"[Tt]imed out (?:waiting|after) (\d+) ?ms|ran for (\d+) milliseconds before timing out")
@@ -82,10 +82,9 @@ def _redirect_output(path: Path) -> TextIO:
     """Sends everything this process writes, also from C++, to its log. Returns the former standard error."""
     path.parent.mkdir(parents=True, exist_ok=True)
     terminal = os.fdopen(os.dup(2), "w")
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
+    with open_log(path) as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     return terminal
 

@@ -477,6 +477,27 @@ def test_a_damaged_configuration_is_a_sentence(run, content):
         run.config()
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
+def test_nothing_is_written_through_a_link_or_waited_for_in_a_pipe(run, tmp_path, name):
+    target = tmp_path / "target"
+    target.write_text("mine")
+    (run.path / name).unlink(missing_ok=True)
+    (run.path / name).symlink_to(target)
+    with pytest.raises(OSError, match=name):
+        run.log_event("hello") if name == "events.jsonl" else run.log_metrics({"step": 1})
+    assert target.read_text() == "mine"
+    (run.path / name).unlink()
+    for pipe in (name, "status.json", "checkpoints"):
+        (run.path / pipe).unlink(missing_ok=True) if pipe != "checkpoints" else run.checkpoints.rmdir()
+        os.mkfifo(run.path / pipe)
+    assert "is not a file" in run.status()["error"]
+    assert (run.metrics(), run.events()) == ([], [])
+    with pytest.raises(OSError, match=name):
+        run.log_event("hello") if name == "events.jsonl" else run.log_metrics({"step": 1})
+    with pytest.raises(CheckpointUnreadable):
+        run.resume_point()
+
+
 @pytest.mark.parametrize("name", ["/etc/passwd", "../../status.json", "part-0"])
 def test_a_manifest_names_only_files_of_its_checkpoint(run, name):
     path = commit(run, 1)

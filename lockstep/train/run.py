@@ -105,7 +105,29 @@ def run(run_dir: Path) -> None:
             run.log_event("warning", message=message)
         progress = resume(run, backend, group, data.digest)
         watch.step = functools.partial(current_step, config, run.clock, progress)
-        progress, exported = train_and_export(config, backend, run, data, rows, tokenizer, progress)
+        checkpoints = Checkpoints(
+            run,
+            backend,
+            config.checkpoint,
+            data_digest=data.digest,
+            timeout_s=config.launch.timeout_s,
+            last_step=progress.step or None,
+        )
+        try:
+            inputs = LoopInputs(config, backend, rows.train, rows.validation, run, checkpoints, progress)
+            if isinstance(data, PromptData):
+                total = grpo.count_steps(config, data.train)
+                with compose_rollouts(config, backend, data, tokenizer, run, progress, total) as rollouts:
+                    progress = grpo.train(inputs, rollouts, total)
+            else:
+                inputs = replace(inputs, answers=answer_scores(config, backend, data, tokenizer, run))
+                progress = sft.train(inputs) if config.algorithm.kind == "sft" else dpo.train(inputs)
+        except Diverged:
+            checkpoints.wait()  # one still being written is of an earlier step, and intact
+            raise
+        exported = export(config, backend, run)
+        checkpoints.close()
+        backend.close()
     if run.owner and config.checkpoint.export == "merged":
         exported = merge(run)
     # By a clock that nobody sets: the difference of the two times may be anything.
@@ -116,42 +138,6 @@ def run(run_dir: Path) -> None:
 def current_step(config: RunConfig, clock: PhaseClock, progress: Progress) -> int:
     """The one that is being computed: GRPO counts a step when it has its samples, the others when it is done."""
     return progress.step + (config.algorithm.kind != "grpo" or clock.current == "sampling")
-
-
-def train_and_export(
-    config: RunConfig,
-    backend: TorchBackend | DeepSpeedBackend,
-    run: RunDir,
-    data: CompiledData | PromptData,
-    rows: RowsToLearn,
-    tokenizer: Tokenizer,
-    progress: Progress,
-) -> tuple[Progress, str | None]:
-    """From `progress` to the end: (where it ended, the exported weights). All ranks."""
-    checkpoints = Checkpoints(
-        run,
-        backend,
-        config.checkpoint,
-        data_digest=data.digest,
-        timeout_s=config.launch.timeout_s,
-        last_step=progress.step or None,
-    )
-    try:
-        inputs = LoopInputs(config, backend, rows.train, rows.validation, run, checkpoints, progress)
-        if isinstance(data, PromptData):
-            total = grpo.count_steps(config, data.train)
-            with compose_rollouts(config, backend, data, tokenizer, run, progress, total) as rollouts:
-                progress = grpo.train(inputs, rollouts, total)
-        else:
-            inputs = replace(inputs, answers=answer_scores(config, backend, data, tokenizer, run))
-            progress = sft.train(inputs) if config.algorithm.kind == "sft" else dpo.train(inputs)
-    except Diverged:
-        checkpoints.wait()  # one still being written is of an earlier step, and intact
-        raise
-    exported = export(config, backend, run)
-    checkpoints.close()
-    backend.close()
-    return progress, exported
 
 
 # --- data -------------------------------------------------------------------------------------------------------------

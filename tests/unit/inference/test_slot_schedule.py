@@ -108,13 +108,13 @@ def test_long_prompts_are_split_over_passes(engine: LocalEngine, monkeypatch: py
 def test_a_free_slot_is_filled_at_once(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers of 1 to 9 tokens in 3 slots take hardly more steps than a third of their sum, and no step is empty."""
     steps: list[int] = []
-    advance = Decoder.advance
+    launch = Decoder.launch
 
     def count(self: Decoder, num_steps: int, batch_size: int, *rest: Any) -> Any:
         steps.append(batch_size)
-        return advance(self, num_steps, batch_size, *rest)
+        return launch(self, num_steps, batch_size, *rest)
 
-    monkeypatch.setattr(Decoder, "advance", count)
+    monkeypatch.setattr(Decoder, "launch", count)
     model = build_model(max_position_embeddings=20).double()  # so the prompt's length decides the answer's
     engine = LocalEngine(model, engine.tokenizer, batch_size=3)
     prompts = [[40 + i] * (20 - length) for i, length in enumerate([9, 1, 2, 8, 1, 7, 3, 5])]

@@ -9,11 +9,12 @@ BIN := .venv/bin
 STAMP := .venv/installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 1)
 QUICK := not slow and not gpu and not peers
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-TWO_AT_A_TIME := -n 2 --dist loadfile
+# Files in the order in which they are given, the longest first, so that all end together. Tests wait for processes much of
+# the time: three at a time keep two cores busy.
+AT_ONCE := -n 3 --dist loadfile --no-loadscope-reorder
 # Tests in which processes are killed, stopped or lost run one at a time: they wait for what others notice.
 QUICK_SERIAL := $(addprefix tests/distributed/test_,fault_matrix.py engines.py grpo_async.py restarts.py workers.py \
 	ray_workers.py ray_launch.py two_hosts.py)
-# The longest files first, so that both halves end together.
 QUICK_PARALLEL := $(filter-out $(QUICK_SERIAL),$(wildcard tests/distributed/test_*.py)) tests/equivalence tests/service \
 	tests/docs tests/loops tests/unit tests/test_architecture.py
 
@@ -24,7 +25,7 @@ demo: $(STAMP)
 	$(BIN)/lockstep demo
 
 test: check
-	$(PYTEST) $(TWO_AT_A_TIME) -m "$(QUICK)" $(QUICK_PARALLEL)
+	$(PYTEST) $(AT_ONCE) -m "$(QUICK)" $(QUICK_PARALLEL)
 	$(PYTEST) -m "$(QUICK)" $(QUICK_SERIAL)
 
 check: $(STAMP)
@@ -50,7 +51,7 @@ sweep:
 	$(MAKE) --keep-going $(SWEEP_PARTS:%=sweep-%)
 
 sweep-%: $(STAMP)
-	$(PYTEST) -m "slow and not gpu and not peers" --timeout 1800 $(if $(filter equivalence,$*),$(TWO_AT_A_TIME)) $(SWEEP_$*)
+	$(PYTEST) -m "slow and not gpu and not peers" --timeout 1800 $(if $(filter equivalence,$*),$(AT_ONCE)) $(SWEEP_$*)
 
 # Its quick tests too: `make test` skips them, because the extra is not part of dev.
 sweep-deepspeed: $(STAMP)

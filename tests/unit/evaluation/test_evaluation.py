@@ -236,7 +236,7 @@ def test_a_served_model_alone(place: Path, tmp_path: Path):
         '{"prompt": "go", "completion": "GO"}\n{"prompt": "no", "completion": "yes"}\n'
     )
     with scripted_server() as server:
-        server.script = [(400, {}, b"broken")]
+        server.script = [(400, {}, b'{"error": {"message": "broken"}}')]
         with pytest.raises(ValueError, match=r"refused .*echo\.jsonl:1: HTTP 400: broken"):
             evaluate((), tmp_path / "echo.jsonl", ["exact_match"], endpoint=server.url, batch_size=1, raw=True)
         results = evaluate((), tmp_path / "echo.jsonl", ["exact_match"], endpoint=server.url, raw=True)

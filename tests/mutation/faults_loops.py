@@ -326,7 +326,7 @@ DATA = (
         "data/encoder.py",
         '        digest.update(len(ids).to_bytes(8, "little"))\n',
         "",
-        ("tests/unit/data/test_data_preference.py", DATASET),
+        ("tests/unit/data/test_data_encoding.py", "tests/unit/data/test_data_preference.py", DATASET),
     ),
     Fault(
         "a rank takes the most expensive share every time",

@@ -178,6 +178,12 @@ def test_mixing_repeats_and_chooses() -> None:
     assert len(few) == 1 + 4  # a source with rows keeps one
 
 
+def test_sources_of_one_length_give_different_rows() -> None:
+    mixed = mix_rows(np.array([0] * 100 + [1] * 100), [0.5, 0.5], seed=0)
+    assert mixed is not None
+    assert mixed[:50].tolist() != (mixed[50:] - 100).tolist()
+
+
 def test_weights_mix_the_training_rows_alone(tmp_path: Path) -> None:
     a = write_lines(tmp_path / "a.jsonl", exchanges(10))
     b = write_lines(tmp_path / "b.jsonl", exchanges(10, start=50))

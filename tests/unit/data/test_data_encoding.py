@@ -131,6 +131,15 @@ def test_rows_without_a_prompt_have_the_key_of_the_row() -> None:
     assert better.row_key != worse.row_key
 
 
+def test_the_key_of_a_row_depends_on_where_its_answers_end() -> None:
+    tokenizer, end = build_tokenizer(CHATML), ENDS[CHATML]
+    first = encode_content(tokenizer, pair("q", f"a{end}b", rejected="c"))
+    second = encode_content(tokenizer, pair("q", "a", rejected=f"b{end}c"))
+    in_a_row = [[token for answer in row.datum.completions for token in answer.tokens] for row in (first, second)]
+    assert in_a_row[0] == in_a_row[1]
+    assert first.row_key != second.row_key
+
+
 def test_a_bad_row_is_its_own_error() -> None:
     tokenizer = build_tokenizer()
     rows = [render(read({"text": text}), None) for text in ("one", " </s>", "two")]

@@ -16,6 +16,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp": (2, {"shard": 2}),
     "tensor": (2, {"tensor": 2}),
 }
+QUICK = ("one", "fsdp")
 
 
 def train(folder: Path, model: Path, layout: str, **evaluation: Any) -> RunDir:
@@ -45,7 +46,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> list[di
     return validations(train(tmp_path_factory.mktemp("plain") / "run", tiny_model, "one"))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LAYOUTS]
+)
 def test_answers_are_scored_and_training_is_not_disturbed(
     layout: str, tmp_path: Path, tiny_model: Path, plain: list[dict[str, Any]]
 ) -> None:

@@ -95,7 +95,7 @@ def test_submit_in_the_form_watch_the_curve_grow_and_cancel(browser: Browser, se
     config = browser.run("return fetch(`/api/jobs/${arguments[0]}/config`).then(r => r.json())", job.id)["config"]
     assert config["optim"] | {"learning_rate": 3e-4, "max_steps": 400} == config["optim"]
     assert config["lora"]["rank"] == 16
-    assert config["data"]["train"][0]["path"].endswith("short-answers.jsonl")
+    assert config["data"]["train"][0]["path"] == "dataset:short-answers"
 
     seen = wait_for(lambda: points(browser), "for a first point")
     wait_for(lambda: points(browser) > seen + 5, "for the curve to grow")

@@ -205,7 +205,9 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault", [pytest.param(name, marks=() if name == "locked" else pytest.mark.slow) for name in FAULTS]
+)
 def test_requests_are_answered_with_503_and_jobs_end_once_it_is_over(
     fault: str, make_manager: Callable[..., JobManager], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

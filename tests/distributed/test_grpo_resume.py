@@ -28,12 +28,12 @@ WAYS: dict[str, tuple[dict[str, Any], bool]] = {
     "adapters": ({"kl_coefficient": 0.05, "kl_in": "reward", "advantage": "rloo"}, True),
 }
 CASES = [
-    ("one", "one", "plain"),
     ("fsdp-2", "fsdp-2", "reference"),
     ("ddp-2", "tensor-2", "adapters"),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in [
+            ("one", "one", "plain"),
             ("ddp-2", "ddp-2", "plain"),
             ("tensor-2", "fsdp-2", "reference"),
             ("context-2", "one", "plain"),

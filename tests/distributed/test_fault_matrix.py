@@ -264,7 +264,7 @@ def says_why(cell: Cell, words: str) -> bool:
         return "was announced with" in words
     if cell.kind == "SIGKILL":
         return "SIGKILL" in words or f"lost its connection to {cell.victim}, which ended first" in words
-    return "was stopped by a signal" in words if cell.hits_rank else "no sign of life within 2 s" in words
+    return "was stopped by a signal" in words if cell.hits_rank else "did not reply to a ping within 2 s" in words
 
 
 def assert_restarts(cell: Cell, run: RunDir) -> None:

@@ -51,7 +51,7 @@ def test_engines_together_answer_as_one(towns: Callable[..., Town]) -> None:
     assert [len(engine.seen) for engine in town.engines] == [1, 1]
     town.publish(2)
     assert_alike(town.sample(2), expected_of(2))
-    assert [fields["version"] for fields in town.fields_of("weights_published")] == [1, 2]
+    assert [fields["version"] for fields in town.fields_of("weights_published", 2)] == [1, 2]
     assert town.fields_of("weights_published")[0]["engines"] == ["engine-0", "engine-1"]
     assert not town.fields_of("engine_lost")
     assert town.pool.num_serving == 2
@@ -89,7 +89,7 @@ def test_a_lost_engine_is_named_and_replaced_and_its_completions_come_from_anoth
     else:
         first.gate.clear()
     assert_alike(wait(), expected_of(1))
-    (lost,) = town.fields_of("engine_lost")
+    (lost,) = town.fields_of("engine_lost", 1)
     assert lost["engine"] == first.name
     assert ("killed" if how == "killed" else "did not reply to a ping within 0.6 s") in lost["reason"]
     town.wait_until(lambda: town.pool.num_serving == 2)
@@ -124,7 +124,7 @@ def test_what_a_lost_engine_says_later_is_never_used(towns: Callable[..., Town])
     town.wait_until(lambda: first.num_works > 2)
     first.is_zombie = first.spoil_answers = True
     first.gate.clear()
-    town.wait_until(lambda: town.fields_of("engine_lost"))
+    assert town.fields_of("engine_lost", 1)
     first.gate.set()
     assert_alike(wait(), expected_of(1))
     town.wait_until(lambda: first.num_pending == 0)
@@ -144,7 +144,7 @@ def test_a_reply_of_an_engine_that_has_just_failed_is_ignored(towns: Callable[..
         engine.health.failed("lost its memory")
         town.pool.end_call(call, engine, Reply({"made": "up"}), None)
     assert_alike(wait(), expected_of(1))
-    assert town.fields_of("engine_lost") == [{"engine": "engine-0", "reason": "lost its memory"}]
+    assert town.fields_of("engine_lost", 1) == [{"engine": "engine-0", "reason": "lost its memory"}]
 
 
 def test_a_short_stop_changes_nothing(towns: Callable[..., Town]) -> None:
@@ -179,7 +179,7 @@ def test_when_nobody_is_left_everybody_who_waits_hears_why(towns: Callable[..., 
         wait()
     with pytest.raises(EnginesLost):
         town.publish(2)
-    assert len(town.fields_of("engine_lost")) == 3
+    assert len(town.fields_of("engine_lost", 3)) == 3
 
 
 def test_an_engine_that_cannot_start_is_tried_a_few_times() -> None:
@@ -220,7 +220,7 @@ def test_a_bucket_that_was_changed_once_is_named_and_sent_again(towns: Callable[
     town.publish(1)
     town.engines[1].spoil = corrupt(times=1)
     town.publish(2)
-    (rejected,) = town.fields_of("bucket_rejected")
+    (rejected,) = town.fields_of("bucket_rejected", 1)
     assert (rejected["engine"], rejected["version"]) == (town.engines[1].name, 2)
     assert "embed_tokens.weight of version 2 has the digest" in rejected["reason"]
     assert not town.fields_of("engine_lost")
@@ -239,10 +239,10 @@ def test_an_engine_that_never_gets_its_weights_never_serves(towns: Callable[...,
     assert_alike(town.sample(2), expected_of(2))
     assert town.engines[1].seen == town.engines[2].seen == []
     assert len(town.engines[3].seen) == 1
-    reasons = [fields["reason"] for fields in town.fields_of("engine_lost")]
+    reasons = [fields["reason"] for fields in town.fields_of("engine_lost", 2)]
     assert len(reasons) == 2
     assert all("refused the weights twice: model.embed_tokens.weight" in reason for reason in reasons)
-    assert len(town.fields_of("bucket_rejected")) == 4
+    assert len(town.fields_of("bucket_rejected", 4)) == 4
 
 
 def test_an_engine_lost_while_weights_are_sent_does_not_hold_up_the_others(towns: Callable[..., Town]) -> None:
@@ -251,10 +251,9 @@ def test_an_engine_lost_while_weights_are_sent_does_not_hold_up_the_others(towns
     last = town.engines[1]
     last.spoil = lambda method, tensors: last.gate.clear() if method == "bucket" else None
     town.publish(2)
-    town.wait_until(lambda: len(town.fields_of("weights_published")) == 2)
-    published = town.fields_of("weights_published")[-1]
+    published = town.fields_of("weights_published", 2)[-1]
     assert published["engines"] == [town.engines[0].name]
-    assert town.fields_of("engine_lost")[0]["engine"] == last.name
+    assert town.fields_of("engine_lost", 1)[0]["engine"] == last.name
     assert_alike(town.sample(2), expected_of(2))
     town.wait_until(lambda: town.pool.num_serving == 2)
     assert_alike(town.sample(2), expected_of(2))

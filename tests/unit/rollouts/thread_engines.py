@@ -174,8 +174,14 @@ class Town:
     def sample(self, version: int, **options: Any) -> list[list[TextCompletion]]:
         return self.pool.sample(PROMPTS, PARAMS, KEYS, versions=(version, version), **options)
 
-    def fields_of(self, kind: str) -> list[dict[str, Any]]:
-        return [fields for found, fields in list(self.events) if found == kind]
+    def fields_of(self, kind: str, num: int = 0) -> list[dict[str, Any]]:
+        """Of the events of that kind, as soon as there are `num`: a thread passes them on after they happened."""
+
+        def find() -> list[dict[str, Any]]:
+            return [fields for found, fields in list(self.events) if found == kind]
+
+        self.wait_until(lambda: len(find()) >= num)
+        return find()
 
     def wait_until(self, condition: Callable[[], Any]) -> None:
         deadline = time.monotonic() + PATIENCE_S

@@ -3,7 +3,7 @@
 from lockstep.config.algorithm import AlgorithmConfig, DpoConfig, KtoConfig, SftConfig
 from lockstep.config.data import DataConfig, SourceConfig
 from lockstep.config.grpo import GrpoConfig, RewardConfig, RolloutsConfig
-from lockstep.config.launch import LaunchConfig, PoolConfig, resolve_pool
+from lockstep.config.launch import AnyLaunch, LaunchConfig, LocalLaunch, PoolConfig, RayLaunch, resolve_pool
 from lockstep.config.loading import (
     check_config,
     known_keys,
@@ -28,6 +28,7 @@ from lockstep.config.sections import (
 
 __all__ = [
     "AlgorithmConfig",
+    "AnyLaunch",
     "BatchConfig",
     "CheckpointConfig",
     "ConfigError",
@@ -38,12 +39,14 @@ __all__ = [
     "GrpoConfig",
     "KtoConfig",
     "LaunchConfig",
+    "LocalLaunch",
     "LoggingConfig",
     "LoraConfig",
     "ModelConfig",
     "OptimConfig",
     "ParallelConfig",
     "PoolConfig",
+    "RayLaunch",
     "RewardConfig",
     "RolloutsConfig",
     "RunConfig",

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from lockstep.config.schema import NonNegativeInt, PositiveInt, Section
 
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 
 
-class LaunchConfig(Section):
-    kind: Literal["local", "ray"] = "local"
-    """local: processes on this machine. ray: on the nodes of a Ray cluster."""
+class AnyLaunch(Section):
+    """What every kind has."""
+
     procs: PositiveInt = 1
     """Processes that train, each a rank (one per GPU on CUDA)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -23,26 +24,50 @@ class LaunchConfig(Section):
     max_restarts: NonNegativeInt = 3
     """How often a run that lost a rank starts again by itself, from its last checkpoint. A restart that gets no further
     than the one before is the last. Jobs of the service have max_restarts of their own."""
+
+
+class LocalLaunch(AnyLaunch):
+    kind: Literal["local"] = "local"
+    """local: processes on this machine. Other kinds have settings of their own: see docs/configuration.md."""
+
+
+class RayLaunch(AnyLaunch):
+    kind: Literal["ray"]
+    """Processes on the nodes of a Ray cluster."""
     address: str | None = None
-    """For ray: the cluster to join: auto (the one this machine belongs to), HOST:PORT, or ray://HOST:PORT. null: start
-    one on this machine, for this run alone."""
+    """The cluster to join: auto (the one this machine belongs to), HOST:PORT, or ray://HOST:PORT. null: start one on
+    this machine, for this run alone."""
     placement_timeout_s: Annotated[float, Field(gt=0)] = 120.0
-    """For ray: how long to wait for free resources on the cluster."""
+    """How long to wait for free resources on the cluster."""
     heartbeat_s: Annotated[float, Field(ge=5)] = 30.0
-    """For ray: a rank whose node sends no heartbeat for so long is lost."""
+    """A rank whose node sends no heartbeat for so long is lost."""
     min_procs: PositiveInt | None = None
-    """For ray: where the cluster has no resources for procs ranks, go on with fewer, but at least with this many.
-    Default: never with fewer."""
+    """Where the cluster has no resources for procs ranks, go on with fewer, but at least with this many. Default: never
+    with fewer."""
 
     @model_validator(mode="after")
-    def _fits_the_kind(self) -> LaunchConfig:
-        if self.kind == "local":
-            for key in ("address", "min_procs"):
-                if getattr(self, key) is not None:
-                    raise ValueError(f"{key} is for kind ray: set kind, or remove it")
+    def _min_procs_is_fewer(self) -> RayLaunch:
         if self.min_procs is not None and self.min_procs > self.procs:
             raise ValueError(f"min_procs {self.min_procs} is more than procs {self.procs}: lower it")
         return self
+
+
+LAUNCH_KINDS: dict[str, type[AnyLaunch]] = {"local": LocalLaunch, "ray": RayLaunch}
+
+
+def expand_launch(section: Any) -> Any:
+    """Without a kind it is local. Run directories of version 0.1 have the defaults of ray in every section: they go."""
+    if not isinstance(section, Mapping):
+        return section
+    section = {"kind": "local", **section}
+    if section["kind"] == "local":
+        of_ray = {name: info.default for name, info in RayLaunch.model_fields.items() if not info.is_required()}
+        is_default = [key for key in of_ray.keys() - LocalLaunch.model_fields if section.get(key, ...) == of_ray[key]]
+        section = {key: value for key, value in section.items() if key not in is_default}
+    return section
+
+
+LaunchConfig = Annotated[LocalLaunch | RayLaunch, Field(discriminator="kind"), BeforeValidator(expand_launch)]
 
 
 class PoolConfig(Section):
@@ -62,9 +87,9 @@ class PoolConfig(Section):
     """PACK: on few nodes. SPREAD: on many. STRICT_PACK: all on one node. STRICT_SPREAD: each on another node."""
 
 
-def check_pools(launch: LaunchConfig, pools: tuple[PoolConfig, ...], num_engines: int) -> None:
+def check_pools(launch: AnyLaunch, pools: tuple[PoolConfig, ...], num_engines: int) -> None:
     """Raise ValueError where pools contradict the other sections."""
-    if pools and launch.kind != "ray":
+    if pools and not isinstance(launch, RayLaunch):
         raise ValueError("cluster is for launch.kind ray: set it, or remove cluster")
     for name, expected, key in (
         ("training", launch.procs, "launch.procs"),

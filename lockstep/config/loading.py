@@ -17,11 +17,17 @@ from pydantic import BaseModel, ValidationError
 
 from lockstep.config.algorithm import KINDS, SHORT_KINDS, expand_algorithm
 from lockstep.config.data import PARTS, is_local
+from lockstep.config.launch import LAUNCH_KINDS, expand_launch
 from lockstep.config.renames import RENAMED_KEYS, rename_keys
 from lockstep.config.schema import ConfigError
 from lockstep.config.sections import RunConfig
 from lockstep.config.yaml_text import FILE_BOUNDS, Bounds, load_value, read_yaml
 
+# The sections that are one of some kinds: those, and the short names that stand for one.
+_KINDS_OF: dict[str, tuple[Mapping[str, type[BaseModel]], Collection[str]]] = {
+    "algorithm": (KINDS, SHORT_KINDS),
+    "launch": (LAUNCH_KINDS, ()),
+}
 _MAX_SHOWN = 80  # characters of a key or a value that an error repeats
 _MAX_PROBLEMS = 20
 
@@ -82,6 +88,7 @@ def resolve_config(
             places.setdefault(".".join(parts[:depth]), f"override {override!r}")
         places[".".join(parts)] = f"override {override!r}"
     _use_current_names(changes, source, places)
+    _leave_kind(tree, changes)
     merge_settings(tree, changes)
     return validate_config(tree, source=source, places=places)
 
@@ -91,6 +98,8 @@ def validate_config(
 ) -> RunConfig:
     places = places or {}
     tree = dict(tree)
+    if "launch" in tree:
+        tree["launch"] = expand_launch(tree["launch"])
     if "algorithm" in tree:
         try:
             tree["algorithm"] = expand_algorithm(tree["algorithm"])
@@ -142,10 +151,11 @@ def _section_of(dotted: str, annotation: object, value: object, place: str) -> t
     found = sections_of(annotation)
     if len(found) < 2 or not isinstance(value, Mapping):
         return found[0] if found else None
-    kind = value.get("kind", "sft")
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise ConfigError(f"{place}: unknown {dotted}.kind {kind!r}; choose one of {', '.join([*KINDS, *SHORT_KINDS])}")
-    return KINDS[kind]
+    kinds, short = _KINDS_OF[dotted]
+    kind = value["kind"]  # parse_config has put it there
+    if not isinstance(kind, str) or kind not in kinds:
+        raise ConfigError(f"{place}: unknown {dotted}.kind {kind!r}; choose one of {', '.join([*kinds, *short])}")
+    return kinds[kind]
 
 
 def _entry_of(annotation: Any) -> type[BaseModel] | None:
@@ -179,9 +189,10 @@ def _suggest(dotted: str, section: type[BaseModel], prefix: str) -> str:
     if len(leaf) > _MAX_SHOWN:  # the search for the nearest name takes the square of it
         return "no key is as long"
     siblings = list(section.model_fields)
-    if section in KINDS.values():
-        own = next(kind for kind, known in KINDS.items() if known is section)
-        others = [kind for kind, known in KINDS.items() if leaf in known.model_fields]
+    kinds = next((kinds for kinds, _ in _KINDS_OF.values() if section in kinds.values()), None)
+    if kinds is not None:
+        own = next(kind for kind, known in kinds.items() if known is section)
+        others = [kind for kind, known in kinds.items() if leaf in known.model_fields]
         if others:
             return f"it is a setting of kind {' and '.join(others)}, and this is {own}: set {prefix}kind, or remove it"
     close = difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.6)
@@ -199,7 +210,7 @@ def _explain(error: ValidationError, source: str, places: Mapping[str, str]) -> 
     known = set(known_keys())
     for problem in error.errors(include_url=False)[:_MAX_PROBLEMS]:
         parts = [str(p) for p in problem["loc"]]
-        if parts[:1] == ["algorithm"] and parts[1:2] and parts[1] in KINDS:
+        if len(parts) > 1 and parts[0] in _KINDS_OF and parts[1] in _KINDS_OF[parts[0]][0]:
             del parts[1]  # which of the kinds it was read as
         while parts and ".".join(parts) not in known:
             parts.pop()
@@ -252,6 +263,17 @@ def _use_current_names(tree: dict[str, object], source: str, places: dict[str, s
         raise ConfigError(f"{_place_of(source, places, str(error).split()[0])}: {error}") from error
     for old in RENAMED_KEYS.keys() & algorithm.keys():
         places[f"algorithm.{RENAMED_KEYS[old]}"] = _place_of(source, places, f"algorithm.{old}")
+
+
+def _leave_kind(tree: dict[str, object], changes: Mapping[str, object]) -> None:
+    """`launch.kind=local` in an override: what the file says for its own kind alone is not meant for that one."""
+    launch, change = tree.get("launch"), changes.get("launch")
+    if not isinstance(launch, dict) or not isinstance(change, dict):
+        return
+    before, after = (LAUNCH_KINDS.get(str(kind)) for kind in (launch.get("kind", "local"), change.get("kind")))
+    if before is not None and after is not None and before is not after:
+        for key in before.model_fields.keys() - after.model_fields.keys():
+            launch.pop(key, None)
 
 
 def _resolve_paths(tree: dict[str, object], directory: Path) -> None:

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from lockstep.config.algorithm import AlgorithmConfig, SftConfig
 from lockstep.config.data import DataConfig
 from lockstep.config.grpo import GrpoConfig, RolloutsConfig, check_rollouts, with_importance_weighting
-from lockstep.config.launch import LaunchConfig, PoolConfig, check_pools
+from lockstep.config.launch import LaunchConfig, LocalLaunch, PoolConfig, check_pools
 from lockstep.config.parallel import ParallelConfig
 from lockstep.config.schema import NonNegativeInt, PositiveInt, Section
 
@@ -152,7 +152,7 @@ class RunConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
-    launch: LaunchConfig = LaunchConfig()
+    launch: LaunchConfig = LocalLaunch()
     cluster: tuple[PoolConfig, ...] = ()
     """For launch.kind ray: what the processes of each pool need. Default: one CPU each."""
     logging: LoggingConfig = LoggingConfig()

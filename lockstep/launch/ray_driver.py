@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from lockstep.config import ConfigError, RunConfig, resolve_pool
+from lockstep.config import ConfigError, RayLaunch, RunConfig, resolve_pool
 from lockstep.launch.launcher import Resources, RunHandle
 from lockstep.launch.local import LAUNCH_ID_VARIABLE, LocalLauncher
 from lockstep.launch.ray_ranks import RankLost, RayRanks, carried_environment
@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
         config = run.config()
         name = os.environ.get(LAUNCH_ID_VARIABLE, "lockstep")
         # Signals are caught after joining, because Ray installs its own handlers then.
-        with join_cluster(config.launch, name, give_up), catch_signals() as received:
+        with join_cluster(_of_ray(config), name, give_up), catch_signals() as received:
             _drive(run, config, module, lambda: bool(received))
     except Interrupted:
         return 1
@@ -96,7 +96,7 @@ def _drive(run: RunDir, config: RunConfig, module: str, interrupted: Callable[[]
         if config.rollouts.engines:
             rollouts = held.enter_context(_reserved(config, "rollouts", interrupted))
         run.write_status(phase="starting the ranks")
-        ranks = RayRanks.on(training, config.launch)
+        ranks = RayRanks.on(training, _of_ray(config))
         held.callback(ranks.end)
         ranks.locate(interrupted)
         with _shared_file(run) as (path, content):
@@ -106,9 +106,14 @@ def _drive(run: RunDir, config: RunConfig, module: str, interrupted: Callable[[]
         ranks.watch(run, interrupted)
 
 
+def _of_ray(config: RunConfig) -> RayLaunch:
+    assert isinstance(config.launch, RayLaunch), config.launch.kind
+    return config.launch
+
+
 @contextlib.contextmanager
 def _reserved(config: RunConfig, name: str, interrupted: Callable[[], bool]) -> Iterator[Reservation]:
-    launch, rollouts = config.launch, config.rollouts
+    launch, rollouts = _of_ray(config), config.rollouts
 
     def is_possible(procs: int) -> bool:
         """Whether the run can go on with so few ranks."""

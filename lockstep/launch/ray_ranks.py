@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.config import ConfigError, LaunchConfig, PoolConfig
+from lockstep.config import ConfigError, PoolConfig, RayLaunch
 from lockstep.processes.ray import Interrupted, Reservation, import_ray, name_node
 from lockstep.processes.tree import (
     FATAL_SIGNALS,
@@ -176,11 +176,11 @@ class HostedRank:
 
 
 class RayRanks:
-    def __init__(self, ranks: Sequence[HostedRank], launch: LaunchConfig, pool: PoolConfig) -> None:
+    def __init__(self, ranks: Sequence[HostedRank], launch: RayLaunch, pool: PoolConfig) -> None:
         self._ranks, self._launch, self._pool = list(ranks), launch, pool
 
     @classmethod
-    def on(cls, reservation: Reservation, launch: LaunchConfig) -> RayRanks:
+    def on(cls, reservation: Reservation, launch: RayLaunch) -> RayRanks:
         """An actor in each bundle."""
         ray, pool, ranks = import_ray(), reservation.pool, []
         for number in range(pool.procs or 0):

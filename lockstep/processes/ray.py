@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from lockstep.config import ConfigError, LaunchConfig, PoolConfig
+from lockstep.config import ConfigError, PoolConfig, RayLaunch
 from lockstep.processes.child import Serving, serve_until_end
 from lockstep.processes.frames import FrameError, Request, pack_message, pack_result, read_result, unpack
 from lockstep.processes.tree import read_command, start_time
@@ -62,7 +62,7 @@ class Interrupted(Exception):
 
 
 @contextlib.contextmanager
-def join_cluster(launch: LaunchConfig, namespace: str, give_up: Callable[[str], None]) -> Iterator[None]:
+def join_cluster(launch: RayLaunch, namespace: str, give_up: Callable[[str], None]) -> Iterator[None]:
     """Joined until the end of the block. A cluster that was started for this run ends with it.
 
     Ray tries for very long to reach a cluster that is not there: `give_up` is called, in another thread, after

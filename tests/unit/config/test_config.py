@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from lockstep.config import (
     ConfigError,
     Degrees,
+    LocalLaunch,
     ParallelConfig,
     RunConfig,
     SourceConfig,
@@ -24,6 +25,7 @@ from lockstep.config import (
     validate_config,
 )
 from lockstep.config.algorithm import KINDS
+from lockstep.config.launch import LAUNCH_KINDS
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 MINIMAL = "model: org/model\ndata: {train: train.jsonl}\n"
@@ -345,6 +347,8 @@ def test_the_resolved_file_writes_every_key_out(kind):
     tree = yaml.safe_load(parse(MINIMAL, "lora=true", f"algorithm.kind={kind}", *needed).to_yaml())
     others = {f"algorithm.{key}" for known in KINDS.values() for key in known.model_fields}
     others -= {f"algorithm.{key}" for key in KINDS[kind].model_fields}
+    others |= {f"launch.{key}" for known in LAUNCH_KINDS.values() for key in known.model_fields}
+    others -= {f"launch.{key}" for key in LocalLaunch.model_fields}
     for key in set(known_keys()) - others:
         node = tree
         for part in key.split("."):
@@ -374,3 +378,28 @@ def test_the_reference_names_every_key():
     sections = {key.rsplit(".", 1)[0] for key in known_keys() if "." in key}
     for key in set(known_keys()) - sections:
         assert f"| `{key}` |" in text, f"{key} is not in the reference"
+
+
+def test_a_launch_has_the_keys_of_its_kind_alone() -> None:
+    with pytest.raises(
+        ConfigError, match=r"launch.address.*it is a setting of kind ray, and this is local: set launch"
+    ):
+        parse_config(MINIMAL + "launch: {address: auto}\n")
+    with pytest.raises(ConfigError, match=r"unknown launch.kind 'rya'; choose one of local, ray"):
+        parse_config(MINIMAL + "launch: {kind: rya}\n")
+
+
+def test_an_override_of_the_kind_leaves_what_the_file_says_for_its_own_behind() -> None:
+    text = MINIMAL + "launch: {kind: ray, address: auto, procs: 2}\n"
+    config = parse_config(text, overrides=["launch.kind=local"])
+    assert config.launch == LocalLaunch(procs=2)
+    with pytest.raises(ConfigError, match=r"override 'launch.address=x'.*it is a setting of kind ray"):
+        parse_config(text, overrides=["launch.kind=local", "launch.address=x"])
+
+
+def test_a_launch_section_as_version_0_1_wrote_it_is_read() -> None:
+    """Of a local run, with the defaults of ray written out."""
+    old = (
+        "launch: {kind: local, procs: 2, address: null, placement_timeout_s: 120.0, heartbeat_s: 30.0, min_procs: null}"
+    )
+    assert parse_config(MINIMAL + old).launch == LocalLaunch(procs=2)

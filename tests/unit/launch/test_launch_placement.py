@@ -87,8 +87,8 @@ def settings(text: str) -> RunConfig:
         ("launch: {kind: ray}\ncluster: [{pool: rollouts}]", "rollouts.engines is 0"),
         ("launch: {kind: ray}\ncluster: [{pool: training, cpu: 1}]", "did you mean cluster.cpus"),
         ("launch: {kind: ray, procs: 2, min_procs: 3}", "min_procs 3 is more than procs 2"),
-        ("launch: {min_procs: 1}", "min_procs is for kind ray"),
-        ("launch: {address: auto}", "address is for kind ray"),
+        ("launch: {min_procs: 1}", "it is a setting of kind ray, and this is local"),
+        ("launch: {address: auto}", "it is a setting of kind ray, and this is local"),
     ],
 )
 def test_contradictions(text: str, message: str) -> None:

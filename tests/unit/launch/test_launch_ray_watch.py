@@ -52,7 +52,7 @@ class ScriptedRay:
         return [{"NodeID": f"node{i}", "Alive": f"node{i}" not in self.dead_nodes} for i in range(len(self.scripts))]
 
     def make_ranks(self, heartbeat_s: float = 30.0) -> RayRanks:
-        config = parse_config(f"model: x\ndata: {{train: a}}\nlaunch: {{heartbeat_s: {heartbeat_s}}}")
+        config = parse_config(f"model: x\ndata: {{train: a}}\nlaunch: {{kind: ray, heartbeat_s: {heartbeat_s}}}")
         ranks = []
         for number, script in enumerate(self.scripts):
             poll = SimpleNamespace(remote=lambda n=number, script=script: (n, script(self.now)))

@@ -53,6 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 # The one module of a room that composes what its neighbours do not know.
 COMPOSERS: dict[str, set[str]] = {
     "train/run.py": CORE | {"backend", "inference", "processes", "evaluation"},
+    "train/worker.py": {"processes"},  # which rank it is, by whatever started it
     "__init__.py": {"types", "backend", "launch", "processes", "train"},
 }
 # What is known by name below the rule above.

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from lockstep.launch.launcher import Resources, RunHandle, RunState
+from lockstep.processes.rank_environment import RankPlace, without_place
 from lockstep.processes.tree import (
     FATAL_SIGNALS,
     STOPPED_LIMIT_S,
@@ -149,7 +150,9 @@ class LocalLauncher:
 
     def _environment(self, launch_id: str, resources: Resources) -> dict[str, str]:
         inherited = os.environ if self._inherited is None else self._inherited
-        environment = {**inherited, LAUNCH_ID_VARIABLE: launch_id, "PYTHONUNBUFFERED": "1"}
+        environment = {**without_place(inherited), LAUNCH_ID_VARIABLE: launch_id, "PYTHONUNBUFFERED": "1"}
+        if resources.procs == 1:  # torchrun tells the others
+            environment |= RankPlace().variables()
         on_cpu = resources.device == "cpu" or (resources.device == "auto" and not Path("/dev/nvidiactl").exists())
         if on_cpu:
             threads = resources.threads or max(num_cores() // resources.procs, 1)

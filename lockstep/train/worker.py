@@ -1,10 +1,12 @@
-"""The entry of every rank: `python -m lockstep.train.worker RUN_DIR`, alone or under torchrun.
+"""The entry of every rank: `python -m lockstep.train.worker RUN_DIR [--config FILE]`, alone, under torchrun or MPI.
 
-Redirects this rank's output to its own log file, and records any failure as one sentence.
+Redirects this rank's output to its own log file, and records any failure as one sentence. With a configuration, rank 0
+makes the run directory.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import errno
 import logging
@@ -14,8 +16,10 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import TextIO
+from typing import NoReturn, TextIO
 
+from lockstep.config import ConfigError, RunConfig, load_config
+from lockstep.processes.rank_environment import NodePlace, read_place
 from lockstep.rundir import RunDir, open_log
 
 # What gloo, the rendezvous store and NCCL report when a deadline has passed, and when a peer is gone.
@@ -27,14 +31,55 @@ _GRACE_S = 2.0
 
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
-    if len(arguments) != 1:
-        print("usage: python -m lockstep.train.worker RUN_DIR", file=sys.stderr)
+    options = _parse(arguments)
+    try:
+        place = read_place(os.environ)
+        if isinstance(place, NodePlace):
+            _become_torchrun(place, arguments)
+        os.environ.update(place.variables())
+        run = RunDir(options.run_dir, owner=place.rank == 0)
+        if options.config is not None and not _prepare(run, load_config(options.config)):
+            return 0
+        if not run.config_path.exists():
+            raise ConfigError(f"{run.path} is not a run directory: it has no config.yaml")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
-    rank = int(os.environ.get("RANK", "0"))
-    run = RunDir(Path(arguments[0]), owner=rank == 0)
-    if not run.config_path.exists():
-        print(f"error: {run.path} is not a run directory: it has no config.yaml", file=sys.stderr)
-        return 2
+    return _train(run, place.rank)
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m lockstep.train.worker", description="One rank of a run.")
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
+    parser.add_argument("--config", type=Path, help="Make the run directory from this file, or go on with it.")
+    return parser.parse_args(arguments)
+
+
+def _become_torchrun(place: NodePlace, arguments: list[str]) -> NoReturn:
+    command = [sys.executable, "-m", "torch.distributed.run", *place.torchrun_options()]
+    os.execv(sys.executable, [*command, "-m", "lockstep.train.worker", *arguments])
+
+
+def _prepare(run: RunDir, config: RunConfig) -> bool:
+    """Rank 0 makes the directory, the others wait for it. False: the run is there and complete."""
+    if run.owner and not run.config_path.exists():
+        RunDir.create(run.path, config)
+    deadline = time.monotonic() + config.launch.timeout_s
+    while not run.config_path.exists():
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"rank 0 has not made {run.path} in {config.launch.timeout_s:g} s: every rank must see the same folder"
+            )
+        time.sleep(0.1)
+    if run.config() != config:
+        raise ConfigError(
+            f"{run.path} holds a run with other settings than the configuration: choose another folder, or go on with "
+            "that run without --config"
+        )
+    return run.status().get("state") != "completed"
+
+
+def _train(run: RunDir, rank: int) -> int:
     terminal = _redirect_output(run.logs / f"rank-{rank}.log")
     run.clear_failures(rank)
     try:

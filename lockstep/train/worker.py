@@ -31,21 +31,42 @@ _GRACE_S = 2.0
 
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
-    options = _parse(arguments)
     try:
-        place = read_place(os.environ)
-        if isinstance(place, NodePlace):
-            _become_torchrun(place, arguments)
-        os.environ.update(place.variables())
-        run = RunDir(options.run_dir, owner=place.rank == 0)
-        if options.config is not None and not _prepare(run, load_config(options.config)):
-            return 0
-        if not run.config_path.exists():
-            raise ConfigError(f"{run.path} is not a run directory: it has no config.yaml")
+        run, rank = _open_run(_parse(arguments), arguments)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return _train(run, place.rank)
+    if run is None:
+        return 0
+    terminal = _redirect_output(run.logs / f"rank-{rank}.log")
+    run.clear_failures(rank)
+    try:
+        from lockstep.train.run import run as train_run
+
+        train_run(run.path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # the disk may be full
+            traceback.print_exc()
+        _report(run, rank, error, terminal)
+        _leave_now(_exit_code(error))
+    if int(os.environ["WORLD_SIZE"]) > 1:
+        # A thread of a group that is gone can abort the interpreter's own way out (torch 2.13), after all is written.
+        _leave_now(0)
+    return 0
+
+
+def _open_run(options: argparse.Namespace, arguments: list[str]) -> tuple[RunDir | None, int]:
+    """The run, and which of its ranks this is, from now on by torch's names. None: there is nothing left to train."""
+    place = read_place(os.environ)
+    if isinstance(place, NodePlace):
+        _become_torchrun(place, arguments)
+    os.environ.update(place.variables())
+    run = RunDir(options.run_dir, owner=place.rank == 0)
+    if options.config is not None and not _prepare(run, load_config(options.config)):
+        return None, place.rank
+    if not run.config_path.exists():
+        raise ConfigError(f"{run.path} is not a run directory: it has no config.yaml")
+    return run, place.rank
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -77,21 +98,6 @@ def _prepare(run: RunDir, config: RunConfig) -> bool:
             "that run without --config"
         )
     return run.status().get("state") != "completed"
-
-
-def _train(run: RunDir, rank: int) -> int:
-    terminal = _redirect_output(run.logs / f"rank-{rank}.log")
-    run.clear_failures(rank)
-    try:
-        from lockstep.train.run import run as train_run
-
-        train_run(run.path)
-    except BaseException as error:
-        with contextlib.suppress(OSError):  # the disk may be full
-            traceback.print_exc()
-        _report(run, rank, error, terminal)
-        _leave_now(_exit_code(error))
-    return 0
 
 
 def _report(run: RunDir, rank: int, error: BaseException, terminal: TextIO) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental import _config as shape_config
 
-from lockstep.inference.fused_linear import Forward, replaced_forwards
+from lockstep.inference.forwards import Forward, replaced_forwards
 from lockstep.inference.token_sampling import Truncation
 
 Outputs = tuple[Tensor, ...]

@@ -10,14 +10,16 @@ import itertools
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.inference import kv_cache
+from lockstep.inference.adapter_bank import NO_ADAPTER, AdapterBank
 from lockstep.inference.cuda_graphs import CompiledStep, StepGraphs
 from lockstep.inference.fused_linear import MIN_ROWS, FusedLinears, recorded_groups
 from lockstep.inference.joined_linear import JoinedLinears
@@ -29,11 +31,15 @@ from lockstep.inference.kv_cache import (
     PrefillPass,
     UnsupportedModelError,
 )
-from lockstep.inference.token_sampling import Truncation, sample_tokens, uniforms
+from lockstep.inference.token_sampling import TokenScores, Truncation, sample_tokens, score_tokens, uniforms
 from lockstep.model.policy import CausalLM, causal_lm, decoder_layers, headless, logit_transform
 from lockstep.model.rotary import RotaryByLength, TextSpan
 
 _PREFILL_TOKENS = 8192  # packed into one pass, at most; a longer prompt has a pass of its own
+_SCORED_BYTES = 1 << 26  # of logits at a time, where those of a whole prompt are wanted
+
+RowTruncations = tuple[tuple[Truncation, tuple[int, ...]], ...]
+"""Slots that draw in the same way, for each way."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,16 @@ class LaunchedSteps:
     num_steps: int
     read: Callable[[], tuple[list[list[int]], list[list[float]]]]
     """[step][slot] tokens and log-probs, waited for."""
+    scores: Callable[[], list[list[TokenScores]]] | None = None
+    """[step][slot], where they were asked for."""
+
+
+@dataclass(frozen=True)
+class ScoredPrompt:
+    """A prompt of which every token but the first is to be scored. `last`: the one that its prefill leaves out."""
+
+    last: int
+    num_top: int
 
 
 class Decoder:
@@ -48,8 +64,9 @@ class Decoder:
 
     `sharded`: several processes hold the model together; all make the same number of passes. `compiles`: steps that are
     captured as graphs are also compiled, which takes a while at first and rounds differently. `fuses`: on a CPU, and
-    where steps are compiled, a copy of the weights is laid out for them if an eighth of the memory holds it. `report`
-    is told where a fast way cannot be taken, and what that costs.
+    where steps are compiled, a copy of the weights is laid out for them if an eighth of the memory holds it. `bank`:
+    adapters, one of which each slot may have for itself. `report` is told where a fast way cannot be taken, and what
+    that costs.
     """
 
     def __init__(
@@ -60,9 +77,10 @@ class Decoder:
         graphs: bool = True,
         compiles: bool = False,
         fuses: bool = True,
+        bank: AdapterBank | None = None,
         report: Callable[[str], None] = warnings.warn,
     ) -> None:
-        self._model, self._causal = model, causal_lm(model)
+        self._model, self._causal, self.bank = model, causal_lm(model), bank
         _refuse_unsuitable(self._causal)
         kv_cache.register()
         self.rotary = RotaryByLength.of(self._causal)
@@ -83,7 +101,10 @@ class Decoder:
             self._groups = self._probe(fuses=fuses and self.device.type == "cpu" and not sharded)
         self.release()
         if compiles and self.graphs is not None and self.by_kernel:
-            self.compile_steps()
+            if bank is None:
+                self.compile_steps()
+            else:
+                report("decoding steps are not compiled: rows have adapters of their own")
 
     def compile_steps(self) -> None:
         """From the next step on; their linear layers are joined if an eighth of the memory holds the copy."""
@@ -151,6 +172,7 @@ class Decoder:
             self._allocate(num_slots, self._capacity(length))
         self._tokens.zero_()
         self._positions.zero_()
+        self._adapters.zero_()
         self._num_slots = num_slots
         self.check_model()
 
@@ -160,11 +182,11 @@ class Decoder:
         if self._has_room(num_slots, length):
             self.check_model()
             return
-        old, old_state = self._kv_cache, (self._tokens, self._positions, self._streams)
+        old, old_state = self._kv_cache, self._slot_state
         self.release()
         self._allocate(max(num_slots, old.num_slots), max(self._capacity(length), old.capacity))
         self._kv_cache.copy_from(old)
-        for state, old_values in zip((self._tokens, self._positions, self._streams), old_state, strict=True):
+        for state, old_values in zip(self._slot_state, old_state, strict=True):
             state[: len(old_values)] = old_values
         self.check_model()
 
@@ -183,17 +205,32 @@ class Decoder:
             self.graphs.clear()
         self._cache = None
 
-    def prefill(self, prompts: Sequence[tuple[int, Sequence[int]]]) -> None:
-        """(slot, tokens): keys and values of all tokens of a sequence but its last one."""
+    def prefill(
+        self,
+        prompts: Sequence[tuple[int, Sequence[int]]],
+        adapters: Mapping[int, int] | None = None,
+        scored: Mapping[int, ScoredPrompt] | None = None,
+    ) -> dict[int, list[TokenScores]]:
+        """(slot, tokens): keys and values of all tokens of a sequence but its last one.
+
+        `adapters`: by slot, see AdapterBank.number. `scored`: the slots whose scores are returned.
+        """
+        found: dict[int, list[TokenScores]] = {}
         for part in _split_prefill([(slot, tokens) for slot, tokens in prompts if len(tokens)]):
             slots, lengths = [slot for slot, _ in part], [len(tokens) for _, tokens in part]
             attention = PrefillPass(self._kv_cache, slots, lengths, self.device)
             packed = torch.tensor(list(itertools.chain.from_iterable(tokens for _, tokens in part)), device=self.device)
             self._announce(working=True)
             joined = contextlib.nullcontext() if self.joined is None else self.joined.installed()
+            numbers = torch.tensor([(adapters or {}).get(slot, NO_ADAPTER) for slot in slots])
+            adapted = self._adapted(numbers.repeat_interleave(torch.tensor(lengths)).to(self.device))
             # The next token belongs to the text as well: its length decides.
-            with joined, self.rotary.texts([TextSpan(length, length + 1) for length in lengths]):
-                self._hidden(packed[None], attention.positions[None], attention)
+            with joined, adapted, self.rotary.texts([TextSpan(length, length + 1) for length in lengths]):
+                hidden = self._hidden(packed[None], attention.positions[None], attention)[0]
+            for (slot, tokens), states in zip(part, hidden.split(lengths), strict=True):
+                if scored is not None and slot in scored:
+                    found[slot] = self._score(states, [*tokens[1:], scored[slot].last], scored[slot].num_top)
+        return found
 
     def copy(self, moves: Sequence[tuple[int, int]], length: int) -> None:
         """The first `length` tokens of one slot to another, for each (from slot, to slot)."""
@@ -204,25 +241,41 @@ class Decoder:
         if moves:
             self.copy(moves, length)
             sources, targets = torch.tensor(moves, device=self.device).unbind(1)
-            for state in (self._tokens, self._positions, self._streams):
+            for state in self._slot_state:
                 state[targets] = state[sources]
 
-    def place(self, slots: Sequence[int], tokens: Sequence[int], positions: Sequence[int], streams: Tensor) -> None:
-        """The token that each slot computes next, its position, and the sequence's random stream."""
+    def place(
+        self,
+        slots: Sequence[int],
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        streams: Tensor,
+        adapters: Sequence[int] | None = None,
+    ) -> None:
+        """The token that each slot computes next, its position, and the sequence's random stream and adapter."""
         index = torch.tensor(slots, device=self.device)
         self._tokens[index] = torch.tensor(tokens, device=self.device)
         self._positions[index] = torch.tensor(positions, device=self.device)
         self._streams[index] = streams.to(self.device)
+        self._adapters[index] = torch.tensor(adapters or [NO_ADAPTER] * len(slots), device=self.device)
 
-    def launch(self, num_steps: int, batch_size: int, length: int, truncation: Truncation) -> LaunchedSteps:
+    def launch(
+        self,
+        num_steps: int,
+        batch_size: int,
+        length: int,
+        truncation: Truncation | RowTruncations,
+        num_top: int | None = None,
+    ) -> LaunchedSteps:
         """Steps of the first `batch_size` slots. On a GPU they are still running when this returns.
 
-        `length`: of the longest sequence in the last step.
+        `length`: of the longest sequence in the last step. `num_top`: tokens are scored too, with as many of the
+        likeliest.
         """
         length = self._attended_length(length)
         started, captured = time.perf_counter(), self._captured
-        steps = [self._step(batch_size, length, truncation) for _ in range(num_steps)]
-        tokens, logprobs = (torch.stack(column) for column in zip(*steps, strict=True))
+        steps = [self._step(batch_size, length, truncation, num_top) for _ in range(num_steps)]
+        tokens, logprobs = (torch.stack([step[place] for step in steps]) for place in (0, 1))
 
         def read() -> tuple[list[list[int]], list[list[float]]]:
             found = tokens.tolist(), logprobs.tolist()
@@ -231,7 +284,9 @@ class Decoder:
                 self._speed.note((self._read_at - began) / num_steps, batch_size, self.graphs.problem)
             return found
 
-        return LaunchedSteps(num_steps, read)
+        scored = [step[2:] for step in steps]
+        scores = None if num_top is None else lambda: [TokenScores.read((a, b, c)) for a, b, c in scored]
+        return LaunchedSteps(num_steps, read, scores)
 
     def finish(self) -> None:
         """Join the passes that other processes still have to make: each needs every part of the model."""
@@ -253,8 +308,12 @@ class Decoder:
 
     def _allocate(self, num_slots: int, capacity: int) -> None:
         self._cache = KeyValueCache(self._shapes, num_slots, capacity, self.device)
-        state = torch.zeros(3, num_slots, dtype=torch.int64, device=self.device)
-        self._tokens, self._positions, self._streams = state.unbind(0)
+        state = torch.zeros(4, num_slots, dtype=torch.int64, device=self.device)
+        self._tokens, self._positions, self._streams, self._adapters = state.unbind(0)
+
+    @property
+    def _slot_state(self) -> tuple[Tensor, ...]:
+        return self._tokens, self._positions, self._streams, self._adapters
 
     def _capacity(self, length: int) -> int:
         step = 128 if self.device.type == "cuda" else 32
@@ -268,17 +327,34 @@ class Decoder:
             length = 1 << max(length - 1, 127).bit_length()
         return min(self._capacity(length), self._kv_cache.capacity)
 
-    def _step(self, batch_size: int, length: int, truncation: Truncation) -> tuple[Tensor, ...]:
-        def step() -> tuple[Tensor, ...]:
-            with self._fast_modules():
-                return self._compute_step(batch_size, length, truncation)
-
+    def _step(
+        self, batch_size: int, length: int, truncation: Truncation | RowTruncations, num_top: int | None
+    ) -> tuple[Tensor, ...]:
+        """(tokens, log-probs), and what `score_tokens` returns if `num_top` says so."""
         self._announce(working=True)
+        if isinstance(truncation, Truncation):
+
+            def step() -> tuple[Tensor, ...]:
+                draw = self._draw if self.compiled is None else self.compiled.draw
+                return self._take_tokens(self._head_outputs(batch_size, length), truncation, num_top, draw)
+
+            return self._run((batch_size, length, truncation, num_top), batch_size, step)
+        # Which rows draw in which way changes from step to step: that is no part of a graph.
+        (outputs,) = self._run((batch_size, length), batch_size, lambda: (self._head_outputs(batch_size, length),))
+        return self._take_tokens(outputs, truncation, num_top, self._draw_rows)
+
+    def _run(self, key: Hashable, batch_size: int, compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """With fast modules, as a graph where that is possible."""
+
+        def step() -> tuple[Tensor, ...]:
+            with self._fast_modules(batch_size):
+                return compute()
+
         if self.graphs is None:
             return step()
         state = (self._tokens, self._positions)
         try:
-            return self.graphs.run((batch_size, length, truncation), step, state)
+            return self.graphs.run(key, step, state)
         except (torch.OutOfMemoryError, ValueError):
             raise
         except Exception as error:  # compilers raise whatever they like
@@ -286,11 +362,12 @@ class Decoder:
                 raise
             self.compiled = self.joined = None
             self._speed.problem = f"decoding steps could not be compiled ({_first_line(error)})"
-            return self.graphs.run((batch_size, length, truncation), step, state)
+            return self.graphs.run(key, step, state)
 
     @contextlib.contextmanager
-    def _fast_modules(self) -> Iterator[None]:
+    def _fast_modules(self, batch_size: int) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self._adapted(self._adapters[:batch_size]))
             if self.linears is not None:
                 stack.enter_context(self.linears.installed())
             if self.joined is not None:
@@ -300,13 +377,41 @@ class Decoder:
                 stack.enter_context(self.compiled.installed())
             yield
 
-    def _compute_step(self, batch_size: int, length: int, truncation: Truncation) -> tuple[Tensor, ...]:
-        positions, streams = self._positions[:batch_size], self._streams[:batch_size]
-        draw = self._draw if self.compiled is None else self.compiled.draw
-        tokens, logprobs = draw(self._head_outputs(batch_size, length), streams, positions, truncation)
-        self._tokens[:batch_size] = tokens
+    def _take_tokens(
+        self, outputs: Tensor, truncation: Any, num_top: int | None, draw: Callable[..., tuple[Tensor, ...]]
+    ) -> tuple[Tensor, ...]:
+        positions, streams = self._positions[: len(outputs)], self._streams[: len(outputs)]
+        tokens, logprobs = draw(outputs, streams, positions, truncation)
+        scores = () if num_top is None else score_tokens(self._as_logits(outputs), tokens, num_top)
+        self._tokens[: len(outputs)] = tokens
         positions.add_(1).clamp_(max=self._kv_cache.capacity - 1)  # empty slots count on
+        return tokens, logprobs, *scores
+
+    def _draw_rows(
+        self, outputs: Tensor, streams: Tensor, positions: Tensor, truncations: RowTruncations
+    ) -> tuple[Tensor, ...]:
+        """Slots without a truncation are empty: they keep their token."""
+        logits = self._as_logits(outputs)
+        tokens, logprobs = self._tokens[: len(outputs)].clone(), logits.new_zeros(len(outputs))
+        for truncation, rows in truncations:
+            index = torch.tensor(rows, device=self.device)
+            random = uniforms(streams[index], positions[index] + 1)
+            tokens[index], logprobs[index] = sample_tokens(logits[index], truncation, random)
         return tokens, logprobs
+
+    def _score(self, hidden: Tensor, targets: Sequence[int], num_top: int) -> list[TokenScores]:
+        """Of the tokens after each of the hidden states [T, hidden], some at a time."""
+        size = max(_SCORED_BYTES // (self._causal.config.get_text_config().vocab_size * 4), 1)
+        found: list[TokenScores] = []
+        for start in range(0, len(targets), size):
+            part = torch.tensor(targets[start : start + size], device=self.device)
+            logits = self._as_logits(self._head(hidden[start : start + size]))
+            found += TokenScores.read(score_tokens(logits, part, num_top))
+        return found
+
+    def _adapted(self, numbers: Tensor) -> contextlib.AbstractContextManager[None]:
+        """Around a pass whose tokens have these adapters."""
+        return contextlib.nullcontext() if self.bank is None else self.bank.applied(numbers)
 
     def _draw(self, outputs: Tensor, streams: Tensor, positions: Tensor, truncation: Truncation) -> tuple[Tensor, ...]:
         return sample_tokens(self._as_logits(outputs), truncation, uniforms(streams, positions + 1))
@@ -358,11 +463,12 @@ class Decoder:
             self.by_kernel = on_gpu and all(shape.suits_kernel for shape in self._shapes.values())
             self.prepare(1, len(tokens))
             self.prefill([(0, prompt)])
-            with recorded_groups(self._model) as groups:
+            with recorded_groups(self._model) as groups, self._adapted(self._adapters[:1]):
                 self._compare_step(tokens, len(prompt), own)
             if fuses:
                 self._fuse(groups)
-            with contextlib.nullcontext() if self.linears is None else self.linears.installed():
+            fused = contextlib.nullcontext() if self.linears is None else self.linears.installed()
+            with self._adapted(self._adapters[:1]), fused:
                 for position in range(len(prompt) + 1, len(tokens)):
                     self._compare_step(tokens, position, own)
         except (TypeError, AttributeError, ValueError) as error:
@@ -377,7 +483,7 @@ class Decoder:
 
     def _fuse(self, groups: list[list[nn.Module]]) -> None:
         """Decided by all memory, not by what is free now: a restarted run could otherwise round differently."""
-        linears = FusedLinears(groups)
+        linears = FusedLinears(groups, self.bank)
         if linears.num_bytes <= _total_bytes(self.device) // 8:
             linears.lay_out(MIN_ROWS)
             self.linears = linears

@@ -10,21 +10,23 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from lockstep.config import LoraConfig, ModelConfig
+from lockstep.inference.adapter_bank import AdapterBank
 from lockstep.inference.decoder import Decoder
+from lockstep.inference.hf_generate import hf_generate
 from lockstep.inference.kv_cache import UnsupportedModelError
 from lockstep.inference.scheduler import BatchLimits, ContinuousBatch, decode_all
-from lockstep.inference.sequence import TokenSequence
+from lockstep.inference.sequence import NOTHING_ELSE, SequenceOptions, TokenSequence
 from lockstep.inference.token_sampling import random_streams
+from lockstep.model.adapters import LoraAdapter
 from lockstep.model.load import (
     DTYPES,
     apply_weights,
@@ -72,6 +74,9 @@ class LocalEngine:
         `report` is told, once, of each fast way that cannot be taken.
         """
         self.tokenizer = tokenizer
+        self.bank: AdapterBank | None = None
+        """Adapters that a sequence may name; see `hold_adapters`."""
+        self._decoder: Decoder | None = None
         on_gpu = model.device.type == "cuda"
         self.batch_size = batch_size or (_GPU_ROWS if on_gpu else 16)
         self.limits = BatchLimits(self.batch_size, max_cache_bytes, steps_per_read or (8 if on_gpu else 1))
@@ -96,19 +101,32 @@ class LocalEngine:
             self._use(model)
         self.version = version
 
-    def encode(self, prompt: str | Sequence[Message], tools: list[Any] | None = None) -> list[int]:
-        """Tokens of plain text, or of a conversation that the model is to continue."""
+    def hold_adapters(self) -> AdapterBank:
+        """From here on sequences may have an adapter each; the bank is empty at first."""
+        if self._sharded:
+            raise ValueError("a model that several processes hold takes no adapters of rows")
+        if self.bank is None:
+            self.bank, self._decoder = AdapterBank(self.model), None
+        return self.bank
+
+    def encode(
+        self, prompt: str | Sequence[Message], tools: list[Any] | None = None, chat_template: str | None = None
+    ) -> list[int]:
+        """Tokens of plain text, or of a conversation that the model is to continue.
+
+        `chat_template`: another than the tokenizer's own.
+        """
         if isinstance(prompt, str):
             ids = self._tokenise(prompt)
             # As training frames plain text: a BOS where the tokenizer adds one, and no EOS after a prompt.
             framed = list(self.tokenizer(prompt, verbose=False)["input_ids"])
             bos = self.tokenizer.bos_token_id
             return [bos, *ids] if bos is not None and framed[:1] == [bos] and ids[:1] != [bos] else ids
-        if not self.has_template:
+        if not self.has_template and chat_template is None:
             return self.encode("\n".join(str(message["content"]) for message in prompt))
         try:
             text = self.tokenizer.apply_chat_template(
-                list(prompt), tools=tools, add_generation_prompt=True, tokenize=False
+                list(prompt), tools=tools, add_generation_prompt=True, tokenize=False, chat_template=chat_template
             )
         except Exception as error:  # templates raise whatever they like
             raise ValueError(f"the chat template cannot render this conversation: {error}") from error
@@ -147,8 +165,11 @@ class LocalEngine:
         params: SamplingParams,
         keys: Sequence[int] | None = None,
         partial: PartialCompletions | None = None,
+        options: SequenceOptions = NOTHING_ELSE,
     ) -> list[list[TokenSequence]]:
         """For each prompt its `num_samples` sequences."""
+        if options.adapter is not None:
+            self._check_adapter(options.adapter)
         keys = range(len(prompts)) if keys is None else keys
         if len(keys) != len(prompts):
             raise ValueError(f"{len(keys)} keys for {len(prompts)} prompts: each needs one")
@@ -157,7 +178,9 @@ class LocalEngine:
         numbers = list(range(params.num_samples))
         each_key = [key for key in keys for _ in numbers]
         streams = iter(random_streams(self._seed(params), each_key, numbers * len(prompts)).tolist())
-        groups = [[self._sequence(prompt, params, next(streams)) for _ in numbers] for prompt in prompts]
+        groups = [
+            [self._sequence(prompt, params, next(streams), options=options) for _ in numbers] for prompt in prompts
+        ]
         for group, parts in zip(groups, partial or (), strict=partial is not None):
             for sequence, part in zip(group, parts, strict=True):
                 if part is not None:
@@ -180,7 +203,7 @@ class LocalEngine:
         unfinished = [sequence for sequence in sequences if not sequence.finished]
         # Where positions depend on the longest sequence of a batch, each is sampled alone.
         batch_size = 1 if RotaryByLength.of(self.model).rules else self.batch_size
-        _hf_generate(self.model, unfinished, params, pad_id=pad, batch_size=batch_size, sharded=self._sharded)
+        hf_generate(self.model, unfinished, params, pad_id=pad, batch_size=batch_size, sharded=self._sharded)
 
     def stream(self, prompt: Prompt, params: SamplingParams, on_text: Callable[[str], None]) -> TextCompletion:
         """One completion, whose text also arrives in pieces. An exception in `on_text` ends it."""
@@ -192,22 +215,35 @@ class LocalEngine:
     def _use(self, model: CausalLM) -> None:
         self.model = model.eval()
         self._end_tokens = stop_token_ids(model, self.tokenizer)
-        self._num_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        self._decoder: Decoder | None = None
+        self.num_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self._decoder = None
         self.decodes = True  # False once the decoder has refused the model
 
+    def _check_adapter(self, name: str) -> None:
+        if self.bank is None:
+            raise ValueError(f"there is no adapter {name!r}: the engine holds none")
+        self.bank.number(name)
+        if self.find_decoder() is None:
+            raise ValueError("transformers' generate serves this model, and it takes no adapters of rows")
+
     def _sequence(
-        self, prompt: Prompt, params: SamplingParams, random_stream: int, on_text: Callable[[str], None] | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        random_stream: int,
+        on_text: Callable[[str], None] | None = None,
+        options: SequenceOptions = NOTHING_ELSE,
     ) -> TokenSequence:
         return TokenSequence(
             prompt,
             self.tokenizer,
             params,
             self._end_tokens | frozenset(params.stop_tokens),
-            self._max_new_tokens(prompt, params),
+            self._max_new_tokens(prompt, params, options),
             random_stream=random_stream,
             on_text=on_text,
             version=self.version,
+            options=options,
         )
 
     def _seed(self, params: SamplingParams) -> int:
@@ -215,14 +251,16 @@ class LocalEngine:
             raise ValueError("a model that several processes hold needs a seed: each would draw tokens of its own")
         return params.seed if params.seed is not None else int(torch.randint(2**62, ()))
 
-    def _max_new_tokens(self, prompt: Prompt, params: SamplingParams) -> int:
+    def _max_new_tokens(self, prompt: Prompt, params: SamplingParams, options: SequenceOptions) -> int:
         if not len(prompt):
             raise ValueError("an empty prompt: nothing predicts its first token")
-        if self._num_positions is None:
-            return params.max_tokens
-        if len(prompt) >= self._num_positions:
-            raise ValueError(f"a prompt of {len(prompt)} tokens: the model takes {self._num_positions} at most")
-        return min(params.max_tokens, self._num_positions - len(prompt))
+        if self.num_positions is None:
+            return 0 if options.score_only else params.max_tokens
+        if options.score_only and len(prompt) <= self.num_positions:
+            return 0
+        if len(prompt) >= self.num_positions:
+            raise ValueError(f"a prompt of {len(prompt)} tokens: the model takes {self.num_positions} at most")
+        return min(params.max_tokens, self.num_positions - len(prompt))
 
     def find_decoder(self) -> Decoder | None:
         """None, and one warning, for a model that it cannot decode."""
@@ -233,6 +271,7 @@ class LocalEngine:
                     sharded=self._sharded,
                     graphs=self._graphs,
                     compiles=self._compiles,
+                    bank=self.bank,
                     report=self._report,
                 )
             except UnsupportedModelError as error:
@@ -305,8 +344,14 @@ def _end_of_turn_id(tokenizer: Tokenizer) -> int | None:
 class SampleCall:
     """The sequences of one `submit`. `take_progress` is for another thread than the one that samples."""
 
-    def __init__(self, name: str, groups: list[list[TokenSequence]], params: SamplingParams) -> None:
-        self.name, self.groups, self.params = name, groups, params
+    def __init__(
+        self,
+        name: str,
+        groups: list[list[TokenSequence]],
+        params: SamplingParams,
+        options: SequenceOptions = NOTHING_ELSE,
+    ) -> None:
+        self.name, self.groups, self.params, self.options = name, groups, params, options
         self.error: Exception | None = None
         self._num_taken = [[sequence.num_sampled for sequence in group] for group in groups]
 
@@ -338,8 +383,9 @@ class ContinuousEngine:
 
     slice_s = 0.05  # of decoding in one `advance`, before new calls and weights are looked at
 
-    def __init__(self, engine: LocalEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: LocalEngine, min_slots: int = 1) -> None:
+        """`min_slots`: as many are made at once, on a CPU too, so that steps do not depend on how many ask."""
+        self._engine, self._min_slots = engine, min_slots
         self._batch: ContinuousBatch | None = None
         self._undecodable: deque[SampleCall] = deque()  # of a model that only transformers' generate can serve
         # The decoder's attention stays installed from slice to slice.
@@ -369,17 +415,21 @@ class ContinuousEngine:
         keys: Sequence[int] | None = None,
         partial: PartialCompletions | None = None,
         name: str = "",
+        options: SequenceOptions = NOTHING_ELSE,
     ) -> SampleCall:
         """A call for `advance` to work on. Raises, and changes nothing, if it can never be answered."""
-        call = SampleCall(name, self._engine.make_sequences(prompts, params, keys, partial), params)
         decoder = self._engine.find_decoder()
+        if decoder is None and options.num_top is not None:
+            raise ValueError("transformers' generate serves this model, and its tokens are not scored")
+        groups = self._engine.make_sequences(prompts, params, keys, partial, options)
+        call = SampleCall(name, groups, params, options)
         if decoder is None:
             self._undecodable.append(call)
             return call
         if self._batch is None:
             limits = self._engine.limits
             # Smaller numbers would need graphs of their own.
-            min_slots = min(limits.max_slots, _MIN_GPU_ROWS) if decoder.has_fixed_batch else 1
+            min_slots = min(limits.max_slots, _MIN_GPU_ROWS) if decoder.has_fixed_batch else self._min_slots
             self._batch = ContinuousBatch(decoder, replace(limits, min_slots=min_slots))
         self._batch.add(call.sequences)
         if not call.finished:  # a partial call may have been complete
@@ -402,6 +452,48 @@ class ContinuousEngine:
         with self._lock:
             self._calls = [call for call in self._calls if not call.finished]
         return ended
+
+    def cancel(self, call: SampleCall) -> None:
+        """Nobody wants the rest: its slots are free from the next `advance` on. The call counts as ended."""
+        for sequence in call.sequences:
+            sequence.cancel()
+        with self._lock:
+            self._calls = [other for other in self._calls if other is not call]
+        if call in self._undecodable:
+            self._undecodable.remove(call)
+        if self._batch is not None:
+            self._batch.drop_cancelled()
+
+    def reset(self, error: Exception) -> list[SampleCall]:
+        """After a failure that left the batch in an unknown state: all calls end with it, later ones start afresh."""
+        ended = [*self.active_calls, *self._undecodable]
+        for call in ended:
+            call.error = call.error or error
+        with self._lock:
+            self._calls = []
+        self._undecodable.clear()
+        self._batch = None
+        self._restore_attention()
+        self._engine.release_cache()
+        return ended
+
+    def set_adapter(self, name: str, adapter: LoraAdapter | None) -> None:
+        """Between two steps, for all later tokens; None removes it. One that does not fit changes nothing."""
+        if self._engine.bank is None:
+            if self.has_work:
+                raise ValueError(
+                    "the engine holds no adapters yet, and calls are in progress: add the first one before"
+                )
+            self._batch = None
+        bank = self._engine.hold_adapters()
+        if adapter is not None:
+            bank.add(name, adapter)
+        elif any(call.options.adapter == name for call in self.active_calls):
+            raise ValueError(f"the adapter {name!r} is in use: end its calls first")
+        else:
+            bank.remove(name)
+        if self._batch is not None:
+            self._batch.change_adapters()
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Between two steps, for all later tokens. Weights that do not fit raise, and nothing changes."""
@@ -441,102 +533,3 @@ class ContinuousEngine:
             call.error = error
         self.progress += 1
         return call
-
-
-@torch.inference_mode()
-def _hf_generate(
-    model: CausalLM,
-    sequences: Sequence[TokenSequence],
-    params: SamplingParams,
-    *,
-    pad_id: int,
-    batch_size: int,
-    sharded: bool,
-) -> None:
-    """transformers' own generate, padded on the left, for models that the decoder does not serve.
-
-    Slower, and a batch draws from one generator: samples depend on what else is in it. Sequences with equally many
-    tokens left go together.
-    """
-    by_num_left: dict[int, list[TokenSequence]] = {}
-    for sequence in sequences:
-        by_num_left.setdefault(sequence.num_left, []).append(sequence)
-    with _seeded(params.seed), _without_defaults(model):
-        for num_left, group in by_num_left.items():
-            for start in range(0, len(group), batch_size):
-                _hf_generate_batch(model, group[start : start + batch_size], num_left, params, pad_id, sharded)
-
-
-def _hf_generate_batch(
-    model: Any, batch: Sequence[TokenSequence], max_new_tokens: int, params: SamplingParams, pad_id: int, sharded: bool
-) -> None:
-    width = max(sequence.length for sequence in batch)
-    rows = [[pad_id] * (width - sequence.length) + list(sequence.tokens) for sequence in batch]
-    mask = [[0] * (width - sequence.length) + [1] * sequence.length for sequence in batch]
-    starts = [sequence.num_sampled for sequence in batch]
-    options: dict[str, Any] = {}
-    if params.temperature > 0:
-        options = {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k}
-        options["min_p"] = params.min_p or None
-    output = model.generate(
-        inputs=torch.tensor(rows, device=model.device),
-        attention_mask=torch.tensor(mask, device=model.device),
-        generation_config=GenerationConfig(
-            max_new_tokens=max_new_tokens,
-            do_sample=params.temperature > 0,
-            pad_token_id=pad_id,
-            output_logits=params.logprobs,
-            return_dict_in_generate=True,
-            **options,
-        ),
-        stopping_criteria=StoppingCriteriaList([_SequenceCriteria(batch)]),
-        synced_gpus=sharded,
-    )
-    if params.logprobs:
-        logprobs_bt = _logprobs(output.logits, output.sequences[:, width:], params.temperature)
-        for sequence, start, row in zip(batch, starts, logprobs_bt.tolist(), strict=True):
-            sequence.logprobs[start:] = row[: sequence.num_sampled - start]
-
-
-class _SequenceCriteria(StoppingCriteria):
-    """Called after every token: appends it to its sequence, which knows when it is finished."""
-
-    def __init__(self, batch: Sequence[TokenSequence]) -> None:
-        self._batch = batch
-
-    def __call__(self, input_ids: Tensor, scores: object, **kwargs: object) -> Tensor:
-        for sequence, token in zip(self._batch, input_ids[:, -1].tolist(), strict=True):
-            if not sequence.finished:
-                sequence.append(token, 0.0)
-        return torch.tensor([sequence.finished for sequence in self._batch], device=input_ids.device)
-
-
-def _logprobs(logits: Sequence[Tensor], new_bt: Tensor, temperature: float) -> Tensor:
-    columns = []
-    for step, step_bv in enumerate(logits):
-        wide = step_bv if step_bv.dtype == torch.float64 else step_bv.float()
-        logprobs_bv = torch.log_softmax(wide / temperature if temperature > 0 else wide, dim=-1)
-        columns.append(logprobs_bv.gather(1, new_bt[:, step : step + 1]))
-    return torch.cat(columns, dim=1)
-
-
-@contextlib.contextmanager
-def _without_defaults(model: CausalLM) -> Iterator[None]:
-    """Ignore the sampling defaults that come with a model."""
-    own = model.generation_config
-    model.generation_config = GenerationConfig()
-    try:
-        yield
-    finally:
-        model.generation_config = own
-
-
-@contextlib.contextmanager
-def _seeded(seed: int | None) -> Iterator[None]:
-    """The caller's random state is restored."""
-    if seed is None:
-        yield
-        return
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,44 +13,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lockstep.inference.adapter_bank import AdapterBank, StackedPairs
+from lockstep.inference.forwards import Forward, replaced_forwards
 from lockstep.model.lora import is_sped_up
 
 MIN_ROWS, MAX_ROWS = 4, 64  # outside of this range a plain product is as fast
 _ROW_STEP = 8
 _NUM_COMPARED = 64  # values of each weight
 
-Forward = Callable[..., object]  # of a module
-
-
-@contextlib.contextmanager
-def replaced_forwards(forwards: Mapping[nn.Module, Forward | None]) -> Iterator[None]:
-    """Temporarily. None: the forward of the module's class."""
-    previous = {module: module.__dict__.get("forward") for module in forwards}
-    try:
-        for module, forward in forwards.items():
-            _set_forward(module, forward)
-        yield
-    finally:
-        for module, forward in previous.items():
-            _set_forward(module, forward)
-
-
-def _set_forward(module: nn.Module, forward: Forward | None) -> None:
-    # Bypasses nn.Module.__setattr__: this is done for hundreds of modules in every step.
-    if forward is None:
-        module.__dict__.pop("forward", None)
-    else:
-        module.__dict__["forward"] = forward
-
 
 class FusedLinears:
-    """`groups`: layers that are called with the same tensor, as `recorded_groups` finds them.
+    """`groups`: layers that are called with the same tensor, as `recorded_groups` finds them. `bank`: adapters of rows.
 
     A layer that is called with another tensor is still right: the whole product is then computed for it.
     """
 
-    def __init__(self, groups: Sequence[Sequence[nn.Module]]) -> None:
-        self._groups = [_FusedGroup(layers) for layers in groups]
+    def __init__(self, groups: Sequence[Sequence[nn.Module]], bank: AdapterBank | None = None) -> None:
+        self._groups = [_FusedGroup(layers, bank) for layers in groups]
         self._forwards: dict[nn.Module, Forward] = {}
 
     @property
@@ -140,8 +119,9 @@ def _is_plain(layer: nn.Module) -> bool:
 
 
 class _FusedGroup:
-    def __init__(self, layers: Sequence[Any]) -> None:
+    def __init__(self, layers: Sequence[Any], bank: AdapterBank | None) -> None:
         self.layers = list(layers)
+        self._bank = bank
         self.bases: list[nn.Linear] = [getattr(layer, "base_layer", layer) for layer in layers]
         self.forwards = {layer: functools.partial(self.call, number) for number, layer in enumerate(self.layers)}
         self._sizes = [base.out_features for base in self.bases]
@@ -149,6 +129,7 @@ class _FusedGroup:
         self._multiply: Callable[[Tensor], Tensor]
         self._down: Tensor | None = None
         self._up: Tensor | None = None
+        self._of_rows: StackedPairs | None = None
         self._input: Tensor | None = None
         self._outputs: list[Tensor | None] = []
 
@@ -182,6 +163,8 @@ class _FusedGroup:
         product = self._multiply(rows)
         if self._down is not None and self._up is not None:
             product.addmm_(rows @ self._down, self._up)
+        if self._of_rows is not None and self._bank is not None:
+            product.addmm_(self._of_rows.narrow(rows, self._bank.numbers), self._of_rows.up)
         parts = product.view(*x.shape[:-1], -1).split(self._sizes, dim=-1)
         self._input, self._outputs = x, list(parts)
 
@@ -193,6 +176,24 @@ class _FusedGroup:
             self._up = torch.block_diag(*(up for _, up in pairs)).T.contiguous()
         else:
             self._down = self._up = None
+        if self._bank is not None:
+            self._of_rows = self._stack_rows(self._bank)
+
+    def _stack_rows(self, bank: AdapterBank) -> StackedPairs | None:
+        """Those of the bank, in the same way."""
+        found = [bank.stacked(layer) for layer in self.layers]
+        known = [pairs for pairs in found if pairs is not None]
+        if not known:
+            return None
+        ups = [
+            base.weight.new_empty(0, base.out_features) if pairs is None else pairs.up
+            for base, pairs in zip(self.bases, found, strict=True)
+        ]
+        return StackedPairs(
+            torch.cat([pairs.down for pairs in known], dim=1),
+            torch.block_diag(*ups),
+            torch.cat([pairs.owners for pairs in known]),
+        )
 
 
 def _adapter_of(layer: Any, base: nn.Linear) -> tuple[Tensor, Tensor]:

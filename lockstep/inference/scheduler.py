@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from lockstep.inference.decoder import Decoder, LaunchedSteps
+from lockstep.inference.adapter_bank import NO_ADAPTER
+from lockstep.inference.decoder import Decoder, LaunchedSteps, RowTruncations, ScoredPrompt
 from lockstep.inference.sequence import TokenSequence
+from lockstep.inference.token_sampling import Truncation
 
 
 @dataclass
@@ -111,6 +113,16 @@ class SlotSchedule:
         del self._prompts[sequence_id]
         self._partial.discard(sequence_id)
 
+    def drop(self, sequence_id: int) -> None:
+        """Take out a sequence, waiting or active."""
+        for slot, active_id in self.active.items():
+            if active_id == sequence_id:
+                self.release(slot)
+                return
+        self._waiting.remove(sequence_id)
+        del self._prompts[sequence_id]
+        self._partial.discard(sequence_id)
+
     def compact(self) -> list[tuple[int, int]]:
         """With nothing waiting: move the last sequences into free slots before them. (from slot, to slot), at once."""
         if self._waiting:
@@ -125,6 +137,7 @@ class SlotSchedule:
 
 
 ActiveSlots = list[tuple[int, int]]  # (slot, sequence id)
+_TOP_STEPS = (0, 1, 5, 20)  # so many of the likeliest tokens are found at once: steps of few shapes
 
 
 @dataclass(frozen=True)
@@ -181,9 +194,18 @@ class ContinuousBatch:
             self._refuse_too_long(max(sequences, key=lambda sequence: sequence.max_length))
         for sequence in sequences:
             if not sequence.finished:
-                sequence_id = self._schedule.add(self._cache_name(sequence), partial=sequence.num_sampled > 0)
+                sequence_id = self._schedule.add(self._cache_name(sequence), partial=sequence.is_partial)
                 self._sequences[sequence_id] = sequence
                 self._has_new = True
+
+    def drop_cancelled(self) -> None:
+        """Free the slots of sequences that nobody wants any more."""
+        cancelled = [i for i, sequence in self._sequences.items() if sequence.finished]
+        if cancelled:
+            self._settle()  # steps that are still being computed write into their slots
+        for sequence_id in cancelled:
+            if self._sequences.pop(sequence_id, None) is not None:
+                self._schedule.drop(sequence_id)
 
     def set_version(self, version: int) -> None:
         """The weights have changed: tokens stay, the cache is recomputed before the next step."""
@@ -208,6 +230,11 @@ class ContinuousBatch:
             longest = max(self._sequences[sequence_id].length for sequence_id in self._schedule.active.values())
             self._decoder.move(self._schedule.compact(), longest)
         return finished
+
+    def change_adapters(self) -> None:
+        """The bank has changed: as with new weights, the cache is recomputed before the next step."""
+        self._settle()
+        self._is_outdated = True
 
     def _refuse_too_long(self, sequence: TokenSequence) -> None:
         longest = self._decoder.rotary.longest_decoded
@@ -251,25 +278,42 @@ class ContinuousBatch:
         self._is_outdated = False
         self._schedule.forget_cached()
         self._decoder.check_model()
-        active = self._schedule.active.items()
-        self._decoder.prefill([(slot, self._sequences[sequence_id].tokens[:-1]) for slot, sequence_id in active])
+        sequences = {slot: self._sequences[sequence_id] for slot, sequence_id in self._schedule.active.items()}
+        self._prefill(sequences)
+        self._place(sequences)
 
     def _cache_name(self, sequence: TokenSequence) -> Hashable:
         """Sequences with this in common have the same keys and values for their prompt."""
-        return sequence.prompt, self._decoder.rotary.group(sequence.length)
+        return sequence.prompt, self._decoder.rotary.group(sequence.length), sequence.options.adapter
 
     def _recompute_rotated(self) -> None:
         """Of sequences that are now so long that their model rotates keys in another way, as it does in training."""
         if not self._decoder.rotary.rules:
             return
-        crossed = []
+        crossed: dict[int, TokenSequence] = {}
         for slot, sequence_id in self._schedule.active.items():
             sequence = self._sequences[sequence_id]
             name = self._cache_name(sequence)
             if name != self._schedule.name(slot):
                 self._schedule.rename(slot, name)
-                crossed.append((slot, sequence.tokens[:-1]))
-        self._decoder.prefill(crossed)
+                crossed[slot] = sequence
+        self._prefill(crossed)
+
+    def _prefill(self, sequences: Mapping[int, TokenSequence]) -> None:
+        """By slot. A prompt is scored when it is computed for the first time."""
+        scored = {
+            slot: ScoredPrompt(sequence.prompt[-1], sequence.options.num_top or 0)
+            for slot, sequence in sequences.items()
+            if sequence.options.prompt_scores and not sequence.prompt_scores and not sequence.sampled
+        }
+        prompts = [(slot, sequence.tokens[:-1]) for slot, sequence in sequences.items()]
+        adapters = {slot: self._adapter(sequence) for slot, sequence in sequences.items()}
+        for slot, scores in self._decoder.prefill(prompts, adapters, scored).items():
+            sequences[slot].prompt_scores = scores
+
+    def _adapter(self, sequence: TokenSequence) -> int:
+        name = sequence.options.adapter
+        return NO_ADAPTER if name is None or self._decoder.bank is None else self._decoder.bank.number(name)
 
     def _admit(self) -> None:
         """The last token is left to the first step, which gives the token after it in every slot."""
@@ -279,18 +323,31 @@ class ContinuousBatch:
         sequences = {slot: self._sequences[sequence_id] for slot, sequence_id in admission.placed}
         longest = max(len(sequence.prompt) for sequence in sequences.values()) - 1
         self._decoder.copy(admission.copied, longest)
-        self._decoder.prefill([(slot, sequences[slot].tokens[:-1]) for slot, _ in admission.computed])
+        self._prefill({slot: sequences[slot] for slot, _ in admission.computed})
         self._decoder.copy(admission.shared, longest)
+        self._finish_scored(admission.placed)
+        self._place(sequences)
+
+    def _place(self, sequences: Mapping[int, TokenSequence]) -> None:
+        if not sequences:
+            return
         last_tokens = [sequence.tokens[-1] for sequence in sequences.values()]
         positions = [sequence.length - 1 for sequence in sequences.values()]
         streams = torch.tensor([sequence.random_stream for sequence in sequences.values()])
-        self._decoder.place(list(sequences), last_tokens, positions, streams)
+        adapters = [self._adapter(sequence) for sequence in sequences.values()]
+        self._decoder.place(list(sequences), last_tokens, positions, streams, adapters)
+
+    def _finish_scored(self, placed: ActiveSlots) -> None:
+        """Sequences that sample nothing leave as soon as their prompt is scored."""
+        for slot, sequence_id in placed:
+            sequence = self._sequences[sequence_id]
+            if sequence.options.score_only:
+                sequence.finish_scoring()
+                self._settled.append(self._sequences.pop(sequence_id))
+                self._schedule.release(slot)
 
     def _may_start(self, sequence_id: int) -> bool:
-        """One step has one truncation: a sequence with another waits for the active ones to finish."""
-        sequence = self._sequences[sequence_id]
-        other = self._sequences[next(iter(self._schedule.active.values()), sequence_id)]
-        return sequence.max_length <= self._max_length and sequence.truncation == other.truncation
+        return self._sequences[sequence_id].max_length <= self._max_length
 
     def _step(self) -> list[TokenSequence]:
         """Read what was launched last, while the device already computes the steps after it, where that is known."""
@@ -313,11 +370,21 @@ class ContinuousBatch:
         for _, i in active:
             num_steps = min(num_steps, self._decoder.rotary.steps_in_group(self._sequences[i].length) or num_steps)
         length = max(self._sequences[i].length for _, i in active) + num_ahead + num_steps - 1
-        truncation = self._sequences[active[0][1]].truncation
-        return active, self._decoder.launch(num_steps, batch_size, length, truncation)
+        num_top = max((_top_step(self._sequences[i].options.num_top) for _, i in active), default=-1)
+        truncation = self._truncations(active)
+        return active, self._decoder.launch(num_steps, batch_size, length, truncation, None if num_top < 0 else num_top)
+
+    def _truncations(self, active: ActiveSlots) -> Truncation | RowTruncations:
+        slots: dict[Truncation, list[int]] = {}
+        for slot, sequence_id in active:
+            slots.setdefault(self._sequences[sequence_id].truncation, []).append(slot)
+        if len(slots) == 1:
+            return next(iter(slots))
+        return tuple((truncation, tuple(rows)) for truncation, rows in slots.items())
 
     def _read(self, active: ActiveSlots, launched: LaunchedSteps) -> list[TokenSequence]:
         tokens, logprobs = launched.read()
+        scores = None if launched.scores is None else launched.scores()
         finished = []
         for slot, sequence_id in active:
             sequence = self._sequences.get(sequence_id)  # None: it ended in the steps before, which were read later
@@ -328,7 +395,9 @@ class ContinuousBatch:
                         f"the model gives {logprobs[step][slot]} as a log-prob: its weights hold nan or inf, "
                         "or overflow"
                     )
-                sequence.append(tokens[step][slot], logprobs[step][slot])
+                wanted = sequence.options.num_top
+                found = None if wanted is None or scores is None else scores[step][slot].first(wanted)
+                sequence.append(tokens[step][slot], logprobs[step][slot], found)
                 if sequence.finished:
                     finished.append(self._sequences.pop(sequence_id))
                     self._schedule.release(slot)
@@ -340,3 +409,10 @@ class ContinuousBatch:
         if self._launched is not None:
             launched, self._launched = self._launched, None
             self._settled += self._read(*launched)
+
+
+def _top_step(num_top: int | None) -> int:
+    """-1: no scores are wanted."""
+    if num_top is None:
+        return -1
+    return next((step for step in _TOP_STEPS if step >= num_top), num_top)

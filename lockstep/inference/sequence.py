@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
-from lockstep.inference.token_sampling import Truncation
+from lockstep.inference.token_sampling import TokenScores, Truncation
 from lockstep.types import PartialCompletion, SamplingParams, TextCompletion, Tokenizer
+
+
+@dataclass(frozen=True)
+class SequenceOptions:
+    """What one caller wants beyond sampling. `adapter`: of the engine's bank; None is the base model.
+
+    `num_top`: tokens are scored too, with as many of the likeliest; with `prompt_scores` also those of the prompt.
+    `score_only`: nothing is sampled. `streams`: text can be taken while it grows.
+    """
+
+    adapter: str | None = None
+    num_top: int | None = None
+    prompt_scores: bool = False
+    score_only: bool = False
+    streams: bool = False
+
+
+NOTHING_ELSE = SequenceOptions()
 
 
 class TokenSequence:
@@ -27,6 +47,7 @@ class TokenSequence:
         random_stream: int = 0,
         on_text: Callable[[str], None] | None = None,
         version: int = 0,
+        options: SequenceOptions = NOTHING_ELSE,
     ) -> None:
         self.prompt = tuple(int(token) for token in prompt)
         self.truncation, self.random_stream, self.version = Truncation.of(params), random_stream, version
@@ -34,16 +55,43 @@ class TokenSequence:
         self.sampled: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
+        self.options = options
+        self.scores: list[TokenScores] = []  # of sampled tokens, where the options ask for them
+        self.prompt_scores: list[TokenScores] = []  # of all but the prompt's first
+        self._pieces: deque[str] = deque()  # of text that nobody has taken yet
+        if options.streams:
+            on_text = self._pieces.append
         self._tokenizer, self._params, self._on_text = tokenizer, params, on_text
         self._end_tokens, self._max_new_tokens = end_tokens, max_new_tokens
         self._finish_reason: Literal["stop", "length"] | None = None
+        self._cancelled = False
         # Most completions need their text only once: detokenising each step costs as much as a step of a small model.
         self._detokenizer = Detokenizer(tokenizer) if params.stop or on_text is not None else None
         self._text, self._num_shown = "", 0  # the text so far, and how many of its characters went to `on_text`
 
     @property
     def finished(self) -> bool:
-        return self._finish_reason is not None
+        return self._finish_reason is not None or self._cancelled
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether its cache cannot be that of another sample of its prompt: it has more tokens, or wants scores."""
+        return bool(self.sampled) or self.options.prompt_scores
+
+    def cancel(self) -> None:
+        """Nobody wants the rest. From any thread: it takes effect before the next token."""
+        self._cancelled = True
+
+    def finish_scoring(self) -> None:
+        """There is nothing to sample, and its prompt is scored."""
+        self._finish_reason = "length"
+
+    def take_text(self) -> str:
+        """What was shown since the last time. From any thread."""
+        pieces = []
+        while self._pieces:
+            pieces.append(self._pieces.popleft())
+        return "".join(pieces)
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -84,10 +132,12 @@ class TokenSequence:
             tuple(self.sampled[start:end]), tuple(self.logprobs[start:end]), tuple(self.versions[start:end])
         )
 
-    def append(self, token: int, logprob: float) -> None:
-        assert not self.finished, "a finished sequence takes no more tokens"
+    def append(self, token: int, logprob: float, scores: TokenScores | None = None) -> None:
+        assert self._finish_reason is None, "a finished sequence takes no more tokens"
         self.sampled.append(token)
         self.logprobs.append(logprob)
+        if scores is not None:
+            self.scores.append(scores)
         self.versions.append(self.version)
         if token in self._end_tokens or self._completes_stop_text(token):
             self._finish_reason = "stop"
@@ -99,8 +149,8 @@ class TokenSequence:
     def completion(self) -> TextCompletion:
         assert self._finish_reason is not None, "the sequence is not finished"
         logprobs = tuple(self.logprobs) if self._params.logprobs else None
-        newest = max(self.versions)
-        versions = tuple(self.versions) if min(self.versions) != newest else ()
+        newest = max(self.versions, default=self.version)
+        versions = tuple(self.versions) if min(self.versions, default=newest) != newest else ()
         return TextCompletion(tuple(self.sampled), self._final_text(), self._finish_reason, logprobs, newest, versions)
 
     def _completes_stop_text(self, token: int) -> bool:
@@ -117,7 +167,7 @@ class TokenSequence:
 
     def _show(self, on_text: Callable[[str], None]) -> None:
         """All text that cannot turn out to be the beginning of a stop text."""
-        if self.finished:
+        if self._finish_reason is not None:
             text, end = self._final_text(), None
         else:
             text, end = self._text, len(self._text) - max((len(stop) - 1 for stop in self._params.stop), default=0)

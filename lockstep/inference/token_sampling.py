@@ -32,6 +32,31 @@ class Truncation:
         return cls(params.temperature, params.top_k, params.top_p, params.min_p)
 
 
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """The model's own log-prob of a token, at temperature 1 and before any truncation; the likeliest tokens there."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token, log-prob), the likeliest first
+
+    def first(self, num_top: int) -> TokenScores:
+        return self if num_top >= len(self.top) else TokenScores(self.logprob, self.top[:num_top])
+
+    @classmethod
+    def read(cls, scores: tuple[Tensor, Tensor, Tensor]) -> list[TokenScores]:
+        """Of what `score_tokens` returned."""
+        logprobs, top_logprobs, top_tokens = (values.tolist() for values in scores)
+        pairs = zip(logprobs, top_tokens, top_logprobs, strict=True)
+        return [cls(logprob, tuple(zip(ids, values, strict=True))) for logprob, ids, values in pairs]
+
+
+def score_tokens(logits_nv: Tensor, tokens_n: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """([N] log-probs of the tokens, [N, num_top] log-probs of the likeliest, and which these are)."""
+    normaliser_n1 = torch.logsumexp(logits_nv, dim=1, keepdim=True)
+    values_nk, top_nk = logits_nv.topk(min(num_top, logits_nv.shape[1]), dim=1)
+    return (logits_nv.gather(1, tokens_n[:, None]) - normaliser_n1)[:, 0], values_nk - normaliser_n1, top_nk
+
+
 def sample_tokens(logits_nv: Tensor, truncation: Truncation, uniform_n: Tensor) -> tuple[Tensor, Tensor]:
     """([N] tokens, [N] log-probs at the temperature, before truncation). Logits are float32 or wider."""
     scaled = logits_nv if truncation.temperature in (0, 1) else logits_nv / truncation.temperature

@@ -83,9 +83,9 @@ def test_prompts_are_packed_and_computed_once(engine: LocalEngine, monkeypatch: 
     calls: list[list[int]] = []
     prefill = Decoder.prefill
 
-    def count(self: Decoder, prompts: Any) -> None:
+    def count(self: Decoder, prompts: Any, *rest: Any) -> Any:
         calls.append([len(tokens) for _, tokens in prompts if tokens])
-        prefill(self, prompts)
+        return prefill(self, prompts, *rest)
 
     monkeypatch.setattr(Decoder, "prefill", count)
     prompts = [[5, 6, 7, 8], [50, 60, 70], [9]]

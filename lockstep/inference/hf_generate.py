@@ -1,0 +1,114 @@
+"""transformers' own generate, for models that the decoder does not serve."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+
+from lockstep.inference.sequence import TokenSequence
+from lockstep.model.policy import CausalLM
+from lockstep.types import SamplingParams
+
+
+@torch.inference_mode()
+def hf_generate(
+    model: CausalLM,
+    sequences: Sequence[TokenSequence],
+    params: SamplingParams,
+    *,
+    pad_id: int,
+    batch_size: int,
+    sharded: bool,
+) -> None:
+    """Padded on the left.
+
+    Slower, and a batch draws from one generator: samples depend on what else is in it. Sequences with equally many
+    tokens left go together.
+    """
+    by_num_left: dict[int, list[TokenSequence]] = {}
+    for sequence in sequences:
+        by_num_left.setdefault(sequence.num_left, []).append(sequence)
+    with _seeded(params.seed), _without_defaults(model):
+        for num_left, group in by_num_left.items():
+            for start in range(0, len(group), batch_size):
+                _hf_generate_batch(model, group[start : start + batch_size], num_left, params, pad_id, sharded)
+
+
+def _hf_generate_batch(
+    model: Any, batch: Sequence[TokenSequence], max_new_tokens: int, params: SamplingParams, pad_id: int, sharded: bool
+) -> None:
+    width = max(sequence.length for sequence in batch)
+    rows = [[pad_id] * (width - sequence.length) + list(sequence.tokens) for sequence in batch]
+    mask = [[0] * (width - sequence.length) + [1] * sequence.length for sequence in batch]
+    starts = [sequence.num_sampled for sequence in batch]
+    options: dict[str, Any] = {}
+    if params.temperature > 0:
+        options = {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k}
+        options["min_p"] = params.min_p or None
+    output = model.generate(
+        inputs=torch.tensor(rows, device=model.device),
+        attention_mask=torch.tensor(mask, device=model.device),
+        generation_config=GenerationConfig(
+            max_new_tokens=max_new_tokens,
+            do_sample=params.temperature > 0,
+            pad_token_id=pad_id,
+            output_logits=params.logprobs,
+            return_dict_in_generate=True,
+            **options,
+        ),
+        stopping_criteria=StoppingCriteriaList([_SequenceCriteria(batch)]),
+        synced_gpus=sharded,
+    )
+    if params.logprobs:
+        logprobs_bt = _logprobs(output.logits, output.sequences[:, width:], params.temperature)
+        for sequence, start, row in zip(batch, starts, logprobs_bt.tolist(), strict=True):
+            sequence.logprobs[start:] = row[: sequence.num_sampled - start]
+
+
+class _SequenceCriteria(StoppingCriteria):
+    """Called after every token: appends it to its sequence, which knows when it is finished."""
+
+    def __init__(self, batch: Sequence[TokenSequence]) -> None:
+        self._batch = batch
+
+    def __call__(self, input_ids: Tensor, scores: object, **kwargs: object) -> Tensor:
+        for sequence, token in zip(self._batch, input_ids[:, -1].tolist(), strict=True):
+            if not sequence.finished:
+                sequence.append(token, 0.0)
+        return torch.tensor([sequence.finished for sequence in self._batch], device=input_ids.device)
+
+
+def _logprobs(logits: Sequence[Tensor], new_bt: Tensor, temperature: float) -> Tensor:
+    columns = []
+    for step, step_bv in enumerate(logits):
+        wide = step_bv if step_bv.dtype == torch.float64 else step_bv.float()
+        logprobs_bv = torch.log_softmax(wide / temperature if temperature > 0 else wide, dim=-1)
+        columns.append(logprobs_bv.gather(1, new_bt[:, step : step + 1]))
+    return torch.cat(columns, dim=1)
+
+
+@contextlib.contextmanager
+def _without_defaults(model: CausalLM) -> Iterator[None]:
+    """Ignore the sampling defaults that come with a model."""
+    own = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+@contextlib.contextmanager
+def _seeded(seed: int | None) -> Iterator[None]:
+    """The caller's random state is restored."""
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield

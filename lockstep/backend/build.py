@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from lockstep.config import ParallelConfig
 from lockstep.model.experts import compute_experts_exactly
 from lockstep.model.lora import AdapterCoverage, measure_coverage, speed_up_eager
+from lockstep.model.parts import Part, measure_parts
 from lockstep.model.policy import Policy, causal_lm, decoder_layers, head_dim, tensor_plan
 from lockstep.model.stages import PassThrough, Stage, check_divisible, keep_layers, layer_costs
 from lockstep.parallel import pipeline, tensor
@@ -34,13 +35,14 @@ from lockstep.parallel.shard import shard
 class Built:
     """`module` is what is called: the policy or its DDP wrapper; with pipeline parallelism `stages` are, by number.
 
-    `warnings`: what a person should know before the first step.
+    `parts`: what is trained of the whole model, by kind. `warnings`: what a person should know before the first step.
     """
 
     policy: Policy
     module: nn.Module
     stages: dict[int, Stage]
     num_stages: int
+    parts: dict[str, Part]
     warnings: tuple[str, ...] = ()
 
 
@@ -56,7 +58,7 @@ def build_policy(
 ) -> Built:
     """Rank 0's weights are used. `logits_gib`: the most memory for logits; with less the head takes more passes."""
     dtype = compute_dtype or next(model.parameters()).dtype
-    coverage = measure_coverage(model)
+    coverage, parts = measure_coverage(model), measure_parts(model)
     policy = Policy(model, **_head_memory(model, group.device, dtype, logits_gib))
     # Before anything is split: every rank gets its part of the whole tensors.
     weights = _full_weights(policy) if group.rank == 0 else None
@@ -97,7 +99,7 @@ def build_policy(
     module: nn.Module = policy
     if group.degrees.replicate > 1 and not group.degrees.sharded:
         module = replicate(policy, group.device, parallel.compression)
-    return Built(policy.train(), module, stages, num_stages, tuple(_describe(policy, coverage, group.device)))
+    return Built(policy.train(), module, stages, num_stages, parts, tuple(_describe(policy, coverage, group.device)))
 
 
 def _describe(policy: Policy, coverage: AdapterCoverage | None, device: torch.device) -> Iterator[str]:

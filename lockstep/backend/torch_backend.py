@@ -87,7 +87,7 @@ class TorchBackend:
             parallel=parallel,
             logits_gib=logits_gib,
         )
-        self.policy, self._module = built.policy, built.module
+        self.policy, self._module, self.parts = built.policy, built.module, built.parts
         self._pipelined = PipelinedPasses(built, self.group, parallel.schedule) if built.stages else None
         sharded = self.group.degrees.sharded
         self._narrow: NarrowCopies | None = None

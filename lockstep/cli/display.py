@@ -336,6 +336,8 @@ def _event_line(event: Mapping[str, Any]) -> Text | None:
             return Text.assemble(("reward failed: ", "bold yellow"), where)
         case "resumed":
             return Text.assemble(step, "resumed")
+        case "model" if event.get("trained"):
+            return Text.assemble(("trained ", "bold"), str(event["trained"]))
         case "reference":
             return Text.assemble(("reference ", "bold"), f"{event.get('kind')}: {event.get('why')}")
         case "early_stop":
@@ -391,6 +393,8 @@ def print_summary(console: Console, run: RunDir) -> None:
     if "margin" in scores:
         accuracy = f", accuracy {scores['accuracy']:.0%}" if "accuracy" in scores else ""
         rows["held out"] = f"margin {scores['margin']:.3f}{accuracy}"
+    if status.get("trained"):
+        rows["trained"] = str(status["trained"])
     if status.get("tokens"):
         speed = f", {format_count(status['tokens_per_s'])} per second" if status.get("tokens_per_s") else ""
         rows["tokens"] = f"{format_count(status['tokens'])}{speed}"

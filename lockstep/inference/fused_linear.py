@@ -104,10 +104,12 @@ def _has_adapter(layer: nn.Module) -> bool:
 
 def _has_plain_adapter(layer: Any) -> bool:
     """LoRA without variants or biases, on a plain layer of the same dtype."""
+    if not _is_plain(layer.base_layer):
+        return False
     parts = [*layer.lora_A.values(), *layer.lora_B.values()]
     dtypes = {layer.base_layer.weight.dtype, *(part.weight.dtype for part in parts if hasattr(part, "weight"))}
     bare = all(type(part) is nn.Linear and part.bias is None for part in parts)
-    return bare and len(dtypes) == 1 and not layer.lora_variant and _is_plain(layer.base_layer)
+    return bare and len(dtypes) == 1 and not layer.lora_variant
 
 
 def _is_plain(layer: nn.Module) -> bool:

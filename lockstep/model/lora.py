@@ -1,9 +1,10 @@
-"""LoRA through PEFT: which layers get an adapter is read from the model itself."""
+"""LoRA through PEFT: which layers and experts get an adapter is read from the model itself."""
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,24 +14,85 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from lockstep.config import LoraConfig
+from lockstep.model.experts import ExpertAdapter, compute_experts, expert_parameters, follows_transformers
 from lockstep.model.policy import CausalLM, causal_lm, decoder_layers
 
 
 def add_lora(model: nn.Module, config: LoraConfig) -> CausalLM:
-    """Freeze the model and put adapters on its linear layers. Adapter weights are float32 or wider."""
+    """Freeze the model and put adapters on its linear layers and experts. Adapter weights are float32 or wider."""
     import peft
 
-    targets = _linear_names(model) if config.targets == "all-linear" else list(config.targets)
-    _refuse_unmatched(model, targets)
+    targets = _all_targets(model) if config.targets == "all-linear" else _named_targets(model, config.targets)
+    _refuse_on_parameters(targets, config)
     settings = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type] # any positive number works
         lora_dropout=config.dropout,
-        target_modules=targets,
+        target_modules=targets.modules,
+        target_parameters=targets.parameters or None,
         use_dora=config.dora,
     )
-    return peft.get_peft_model(model, settings, autocast_adapter_dtype=True)
+    adapted = peft.get_peft_model(model, settings, autocast_adapter_dtype=True)
+    _compute_narrowly(adapted)
+    return adapted
+
+
+@dataclass(frozen=True)
+class _Targets:
+    """Ends of names: of linear layers, and of parameters that PEFT adapts without their module."""
+
+    modules: list[str]
+    parameters: list[str]
+
+
+def _all_targets(model: nn.Module) -> _Targets:
+    experts = _expert_names(model)
+    modules = _linear_names(model)
+    if not modules and not experts:
+        raise ValueError(f"{type(causal_lm(model)).__name__} has no linear layer inside its decoder layers")
+    return _as_peft_keeps_them(model, _Targets(modules, experts))
+
+
+def _named_targets(model: nn.Module, targets: Sequence[str]) -> _Targets:
+    """As the user named them: modules, or the stacked matrices of experts."""
+    _refuse_unmatched(model, targets)
+    stacked = [f"{name}.{key}" for name, m in model.named_modules() for key in expert_parameters(m)]
+    parameters = [target for target in targets if _matches(target, stacked)]
+    modules = [target for target in targets if target not in parameters or _matches(target, _module_names(model))]
+    return _as_peft_keeps_them(model, _Targets(modules, parameters))
+
+
+def _as_peft_keeps_them(model: nn.Module, targets: _Targets) -> _Targets:
+    """PEFT takes some names of linear layers (gate_proj in a DeepSeek) for those that experts had in older versions of
+    transformers, and then adapts no layer of that name: named by their weight, they stay what they are."""
+    import peft
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    def is_kept(name: str) -> bool:
+        trial: Any = peft.LoraConfig(target_modules=[name])
+        try:
+            convert_peft_config_for_transformers(trial, causal_lm(model), None)
+        except ValueError:  # of fused ones it refuses one without the others
+            return False
+        return name in trial.target_modules
+
+    lost = [name for name in targets.modules if not is_kept(name)]
+    kept = [name for name in targets.modules if name not in lost]
+    return _Targets(kept, [*targets.parameters, *(f"{name}.weight" for name in lost)])
+
+
+def _refuse_on_parameters(targets: _Targets, config: LoraConfig) -> None:
+    others = f", such as {targets.modules[0]}" if targets.modules else ""
+    for key in ("dropout", "dora"):
+        if targets.parameters and getattr(config, key):
+            raise ValueError(
+                f"lora.{key} is not possible on {', '.join(targets.parameters)}, where adapters change the matrix "
+                f"itself: remove it, or name other layers in lora.targets{others}"
+            )
+
+
+_ADAPTER_PARTS = ("lora_A", "lora_B", "lora_magnitude_vector", "lora_embedding_A", "lora_embedding_B")
 
 
 @dataclass(frozen=True)
@@ -58,37 +120,109 @@ def measure_coverage(model: nn.Module) -> AdapterCoverage | None:
     """None without adapters. Of a whole model, before it is split over ranks."""
     if not hasattr(model, "peft_config"):
         return None
+    from peft.tuners.lora.layer import ParamWrapper
     from peft.tuners.tuners_utils import BaseTunerLayer
 
+    layers = decoder_layers(model)
+    wrapped = {id(m.get_param()) for layer in layers for m in layer.modules() if isinstance(m, ParamWrapper)}
     coverage = AdapterCoverage(Counter(), Counter())
-    for layer in decoder_layers(model):
-        adapters = {name: m for name, m in layer.named_modules() if isinstance(m, BaseTunerLayer)}
+    for layer in layers:
+        modules = dict(layer.named_modules())
         for name, parameter in layer.named_parameters():
-            holder, _, _ = name.rpartition(".")
-            owner = next((a for a in adapters if holder == a or holder.startswith(f"{a}.")), None)
-            if owner is None:
-                coverage.others[".".join(name.split(".")[-2:])] += parameter.numel()
-            elif holder == f"{owner}.base_layer":
-                coverage.adapted[owner.rpartition(".")[2]] += parameter.numel()
+            *_, holder, key = name.replace(".base_layer", "").split(".")
+            tuner = modules.get(name.rpartition(".base_layer.")[0])
+            if any(f".{part}." in name for part in _ADAPTER_PARTS):
+                continue
+            if id(parameter) in wrapped:
+                coverage.adapted[holder if key == "weight" else f"{holder}.{key}"] += parameter.numel()
+            elif isinstance(tuner, BaseTunerLayer) and not isinstance(tuner, ParamWrapper):
+                coverage.adapted[holder] += parameter.numel()
+            else:
+                coverage.others[f"{holder}.{key}"] += parameter.numel()
     return coverage
 
 
-def _refuse_unmatched(model: nn.Module, targets: list[str]) -> None:
-    names = [name for name, _ in model.named_modules()]
+def _refuse_unmatched(model: nn.Module, targets: Sequence[str]) -> None:
+    names = [
+        *_module_names(model),
+        *(f"{name}.{key}" for name, m in model.named_modules() for key in expert_parameters(m)),
+    ]
     for target in targets:
-        if not any(name == target or name.endswith(f".{target}") for name in names):
+        if not _matches(target, names):
             raise ValueError(
                 f"lora.targets {target!r} matches no module of {type(causal_lm(model)).__name__}; "
                 f"its linear layers are {', '.join(_linear_names(model))}"
+                + (f", its experts {', '.join(_expert_names(model))}" if _expert_names(model) else "")
             )
+
+
+def _module_names(model: nn.Module) -> list[str]:
+    return [name for name, _ in model.named_modules()]
+
+
+def _matches(target: str, names: Iterable[str]) -> bool:
+    return any(name == target or name.endswith(f".{target}") for name in names)
+
+
+def _compute_narrowly(model: nn.Module) -> None:
+    """Adapters on parameters as products of their narrow matrices: PEFT would add them to the whole weight in every
+    pass, for all experts, and have a gradient of that size. Same numbers, but for the order of sums."""
+    from peft.tuners.lora.layer import ParamWrapper
+
+    for layer in model.modules():
+        if not isinstance(layer, ParamWrapper):
+            continue
+        base = layer.get_base_layer()
+        if type(base) is nn.Linear and layer.parameter_name == "weight":
+            layer.forward = functools.partial(_narrow_linear, layer)  # type: ignore[method-assign]
+        elif follows_transformers(base):
+            # Of several around one module the outermost is called, and computes with all of them.
+            layer.forward = functools.partial(_narrow_experts, layer)  # type: ignore[method-assign]
+
+
+def _active_adapter(layer: Any) -> str | None:
+    """The one adapter to compute with; None: PEFT's own way, which knows all cases."""
+    adapters = [name for name in layer.active_adapters if name in layer.lora_A]
+    return adapters[0] if len(adapters) == 1 and not layer.disable_adapters and not layer.merged else None
+
+
+def _narrow_linear(layer: Any, x: Tensor) -> Tensor:
+    adapter = _active_adapter(layer)
+    if adapter is None:
+        return type(layer).forward(layer, x)
+    narrow = layer.lora_A[adapter](x.to(layer.lora_A[adapter].weight.dtype))
+    return layer.base_layer(x) + (layer.lora_B[adapter](narrow) * layer.scaling[adapter]).to(x.dtype)
+
+
+def _narrow_experts(outermost: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    experts, layer, found = outermost.get_base_layer(), outermost, {}
+    while layer is not experts:
+        if (adapter := _active_adapter(layer)) is None:
+            return type(outermost).forward(outermost, hidden, chosen, weights)
+        found[layer.parameter_name] = _expert_adapter(layer, adapter)
+        layer = layer.base_layer
+    return compute_experts(experts, hidden, chosen, weights, found)
+
+
+def _expert_adapter(layer: Any, adapter: str) -> ExpertAdapter:
+    """From PEFT's layout: of its first matrix the rows go by expert and then rank, of its second the columns by rank
+    and then expert."""
+    first, second = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+    into = first.unflatten(0, (layer.num_experts, -1))  # [experts, rank, in]
+    out_of = second.unflatten(1, (-1, layer.num_experts)).permute(2, 1, 0)  # [experts, rank, out]
+    missing = -into.shape[1] % 8 if first.device.type == "cuda" else 0  # kernels take rows of whole 16 bytes
+    if missing:
+        into, out_of = (F.pad(half, (0, 0, 0, missing)) for half in (into, out_of))
+    return ExpertAdapter(into.transpose(1, 2), out_of.contiguous(), layer.scaling[adapter])
 
 
 def speed_up_eager(model: nn.Module) -> None:
     """Fewer passes over memory in plain LoRA layers, with the same results. Not for compiled models."""
     from peft.tuners.lora import Linear
+    from peft.tuners.lora.layer import ParamWrapper
 
     for layer in model.modules():
-        if isinstance(layer, Linear) and type(layer.base_layer) is nn.Linear and not layer.lora_variant:
+        if isinstance(layer, (Linear, ParamWrapper)) and type(layer.base_layer) is nn.Linear and not layer.lora_variant:
             layer.forward = functools.partial(_lean_forward, layer)  # type: ignore[method-assign]
 
 
@@ -165,8 +299,15 @@ def _linear_names(model: nn.Module) -> list[str]:
     names = set()
     for layer in decoder_layers(model):
         names |= {name.rsplit(".", 1)[-1] for name, module in layer.named_modules() if _is_linear(module)}
-    if not names:
-        raise ValueError(f"{type(causal_lm(model)).__name__} has no linear layer inside its decoder layers")
+    return sorted(names)
+
+
+def _expert_names(model: nn.Module) -> list[str]:
+    """Name endings of the stacked matrices of experts inside the decoder layers: their module's and their own."""
+    names = set()
+    for layer in decoder_layers(model):
+        for name, module in layer.named_modules():
+            names |= {f"{name.rsplit('.', 1)[-1]}.{key}" for key in expert_parameters(module)}
     return sorted(names)
 
 

@@ -36,6 +36,7 @@ from lockstep.model.load import (
     load_run_tokenizer,
     load_tokenizer,
 )
+from lockstep.model.parts import Part, describe_parts, measure_parts
 from lockstep.parallel.group import ProcessGroup, choose_device
 from lockstep.rollouts.engines.pool import start_engines
 from lockstep.rollouts.orchestrator import Engines
@@ -287,7 +288,12 @@ def make_backend(
         run.log_event("warning", message=message)
     trained = backend.parameters().values()
     counts = {"trained": sum(p.numel() for p in trained), "all": sum(p.numel() for p in backend.policy.parameters())}
-    run.log_event("model", precision=precision, device=str(group.device), parameters=counts)
+    described = describe_parts(backend.parts)
+    parts = {kind: part._asdict() for kind, part in backend.parts.items()}
+    run.log_event(
+        "model", precision=precision, device=str(group.device), parameters=counts, parts=parts, trained=described
+    )
+    run.write_status(trained=described)
     return backend
 
 
@@ -525,6 +531,7 @@ def describe(config: RunConfig, on_progress: Callable[[CompileProgress], None] |
         "training": "LoRA" if config.lora is not None else "full",
         "precision": choose_precision(config.model.precision, choose_device(config.launch.device)),
         "ranks": num_ranks,
+        "trained": describe_parts(_parts_of(config)),
         "layout": " x ".join(f"{axis} {size}" for axis, size in degrees._asdict().items() if size > 1) or "one rank",
     }
     if config.algorithm.kind == "grpo":
@@ -562,3 +569,9 @@ def describe(config: RunConfig, on_progress: Callable[[CompileProgress], None] |
         "answers_cut": data.report.totals.answers_cut,
         "warnings": [*data.report.warnings(), *row_warnings(config, data)],
     }
+
+
+def _parts_of(config: RunConfig) -> dict[str, Part]:
+    """Of the model that would be trained, without its weights."""
+    with torch.device("meta"):
+        return measure_parts(build_model(config.model, config.lora, "fp32", with_weights=False))

@@ -101,7 +101,7 @@ class DeepSpeedBackend:
             parallel=ParallelConfig(),
             logits_gib=logits_gib,
         )
-        self.policy = built.policy
+        self.policy, self.parts = built.policy, built.parts
         exact = self._cast(narrow)
         self._reference = AdapterOff(model) if reference == "adapter_off" else None
         self._optimizer = loss_step.build_optimizer(self.parameters(), self.device)

@@ -84,7 +84,8 @@ def test_adapters_that_leave_experts_out_are_told_with_shares() -> None:
     experts = transformers.Qwen3MoeConfig(
         **TINY, head_dim=8, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32
     )
-    model = add_lora(transformers.Qwen3MoeForCausalLM(experts), LoraConfig(rank=2))
+    attention = ("q_proj", "k_proj", "v_proj", "o_proj")
+    model = add_lora(transformers.Qwen3MoeForCausalLM(experts), LoraConfig(rank=2, targets=attention))
     coverage = measure_coverage(model)
     assert coverage is not None
     base = [(n, p.numel()) for n, p in model.named_parameters() if ".layers." in n and "lora_" not in n]

@@ -1,0 +1,76 @@
+"""Tiny mixtures of experts of several families in float64, and a mode in which nothing rounds to float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import transformers
+from equivalence.plain import TINY, keep_float64
+from torch.overrides import TorchFunctionMode
+
+from lockstep.config import LoraConfig
+from lockstep.model.lora import add_lora
+
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_DEEPSEEK = {
+    **TINY,
+    **_EXPERTS,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 1,
+}
+_PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+# The last is computed by its own code alone: transformers knows no other way for it.
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**TINY, **_EXPERTS, head_dim=8, num_experts=4),
+    "mixtral": lambda: transformers.MixtralConfig(**TINY, num_local_experts=4),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(**_DEEPSEEK),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **TINY, num_local_experts=4, num_experts_per_tok=2, head_dim=8, rope_parameters=_PLAIN_ROPE
+    ),
+    "olmoe": lambda: transformers.OlmoeConfig(**TINY, num_experts=4, num_experts_per_tok=2),
+    "llama4_text": lambda: transformers.Llama4TextConfig(
+        **TINY, num_local_experts=4, num_experts_per_tok=1, head_dim=8, intermediate_size_mlp=48
+    ),
+}
+
+
+def build_mixture(family: str, *, lora: bool = False, changes: Mapping[str, Any] | None = None) -> Any:
+    torch.manual_seed(0)
+    config = FAMILIES[family]()
+    config.initializer_range = 0.2  # large, so that another expert shows in the log-probs
+    for key, value in (changes or {}).items():
+        setattr(config, key, value)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    model.set_experts_implementation("eager")
+    keep_float64(model.eval())
+    if not lora:
+        return model
+    model = add_lora(model, LoraConfig(rank=3)).double()
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # zero at first, which would hide the gradient of lora_A
+            parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.1
+    return model
+
+
+class Float64(TorchFunctionMode):
+    """Wherever code asks for float32, as routers and their losses do, it gets float64."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        wide = [torch.float64 if a is torch.float32 else a for a in args]
+        named = {key: torch.float64 if a is torch.float32 else a for key, a in (kwargs or {}).items()}
+        return func(*wide, **named)

@@ -89,6 +89,10 @@ def test_one_rank_makes_the_plain_step(cell: tuple[str, bool]) -> None:
 )
 def test_a_layout_makes_the_plain_step(layout: str, tmp_path: Path) -> None:
     cells = QUICK if layout == "fsdp-2" else CELLS
+    if layout in ("pipeline-2", "context-2"):
+        cells = [
+            cell for cell in cells if cell[0] != "gpt_oss"
+        ]  # its attention has sinks, which packed attention has not
     spawn(LAYOUTS[layout][0], compute_cells, cells, layout, tmp_path / "found.pt")
     for cell, found in torch.load(tmp_path / "found.pt", weights_only=False).items():
         assert_same_step(found, plain_step(*cell))

@@ -47,8 +47,8 @@ class LoraConfig(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of an adapter's inputs set to 0 at random. Repeatable only in the same layout. Not on experts."""
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
-    """all-linear: every linear layer inside the decoder layers and the matrices of experts, found from the model. Or name
-    endings of modules, or of experts' matrices (experts.down_proj)."""
+    """all-linear: every linear layer inside the decoder layers and the matrices of experts, found from the model. Or
+    name endings of modules, or of experts' matrices (experts.down_proj)."""
     dora: bool = False
     """Weight-decomposed LoRA: also learns the magnitude of each output. Not on experts."""
 

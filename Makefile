@@ -14,11 +14,11 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 AT_ONCE := --dist loadfile --no-loadscope-reorder -n
 # Tests in which processes are killed, stopped or lost wait for what others notice, so they have the machine to themselves.
 QUICK_FAULTS := $(addprefix tests/distributed/test_,ray_launch.py fault_matrix.py grpo_async.py restarts.py engines.py \
-	ray_workers.py workers.py two_hosts.py)
+	ray_workers.py workers.py two_hosts.py sagemaker.py)
 QUICK_OTHERS := $(filter-out $(QUICK_FAULTS),$(wildcard tests/distributed/test_*.py)) tests/equivalence tests/service \
 	tests/docs tests/loops tests/unit tests/test_architecture.py
 
-.PHONY: demo test check sweep test-peers test-llama-stack format hooks docs site release clean
+.PHONY: demo test check sweep test-peers test-llama-stack test-sagemaker format hooks docs site release clean
 .DEFAULT_GOAL := test
 
 demo: $(STAMP)
@@ -41,7 +41,7 @@ SWEEP_faults := $(addprefix tests/distributed/test_,fault_matrix.py engines.py g
 SWEEP_resume := $(addprefix tests/distributed/test_,resume.py elastic.py grpo_resume.py preference_resume.py \
 	export_layouts.py answers_in_training.py)
 SWEEP_processes := $(addprefix tests/distributed/test_,workers.py ray_workers.py ray_launch.py training_service.py \
-	two_hosts.py other_launchers.py traffic_counts.py)
+	two_hosts.py other_launchers.py traffic_counts.py sagemaker.py)
 SWEEP_deepspeed := tests/equivalence/test_zero.py $(wildcard tests/distributed/test_deepspeed*.py)
 SWEEP_service := tests/service
 SWEEP_unit := tests/unit tests/loops tests/docs
@@ -74,6 +74,14 @@ test-llama-stack:
 	.venv-stack/bin/python -m pip install --quiet -e '.[llama-stack]' pytest pytest-timeout
 	OMP_NUM_THREADS=1 .venv-stack/bin/python -m pytest tests/service/providers $(filter-out %_schema.py,$(wildcard tests/service/test_llama_stack_*.py))
 
+# SageMaker's own tools, and SkyPilot's, need environments of their own: neither may choose the versions of ours.
+test-sagemaker: $(STAMP)
+	test -e .venv-sagemaker/bin/train || $(PYTHON) -m venv .venv-sagemaker
+	.venv-sagemaker/bin/python -m pip install --quiet sagemaker-training sagemaker-inference
+	test -e .venv-skypilot/bin/sky || $(PYTHON) -m venv .venv-skypilot
+	.venv-skypilot/bin/python -m pip install --quiet skypilot
+	$(PYTEST) --timeout 1800 tests/distributed/test_sagemaker.py tests/unit/launch/test_cloud_examples.py
+
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -102,7 +110,7 @@ release: $(STAMP)
 	cd "$$(mktemp -d)" && env -u PYTHONPATH "$(CURDIR)/.venv-release/bin/python" "$(CURDIR)/tests/installed_wheel.py"
 
 clean:
-	rm -rf .venv .venv-stack .venv-release build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-stack .venv-sagemaker .venv-skypilot .venv-release build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find lockstep tests examples docs -name __pycache__ -type d -exec rm -rf {} +
 
 # Another torch means another environment: pip would take the one that is there for good enough.

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lockstep.config.parallel import AXES
-from lockstep.model.checkpoint_storage import read_index, read_tensors, write_tensors
+from lockstep.model.checkpoint_storage import rank_file, read_index, read_tensors, write_tensors
 from lockstep.model.export import PARAMETER_PREFIX
+from lockstep.parallel import host_files
 from lockstep.parallel.group import ProcessGroup
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -36,7 +37,7 @@ def save(
     group: ProcessGroup,
     numbers: Mapping[str, Tensor] | None = None,
 ) -> Future[None]:
-    """Copy now, write in a thread. On rank 0 the future ends when every rank's part is on disk. All ranks.
+    """Copy now, write in a thread. On rank 0 the future ends when every rank's part is on its disk. All ranks.
 
     `numbers` are the same on every rank.
     """
@@ -47,6 +48,7 @@ def save(
     def write() -> None:
         try:
             write_tensors(path, snapshot, group=group.background, no_dist=group.num_ranks == 1)
+            host_files.collect(path, rank_file, group)
         except BaseException as error:  # torch's CheckpointException is no Exception: the waiting thread would miss it
             failure = RuntimeError("the checkpoint could not be written")
             failure.__cause__ = error

@@ -14,10 +14,24 @@ from lockstep.cli.options import app, echo
 
 # isort: off
 # In the order in which --help lists the commands.
-from lockstep.cli import train, demo, data, verify, eval, generate, runs, scale, serve, service
+from lockstep.cli import train, demo, data, verify, eval, generate, runs, scale, serve, service, sagemaker
 # isort: on
 
-__all__ = ["app", "data", "demo", "eval", "generate", "main", "runs", "scale", "serve", "service", "train", "verify"]
+__all__ = [
+    "app",
+    "data",
+    "demo",
+    "eval",
+    "generate",
+    "main",
+    "runs",
+    "sagemaker",
+    "scale",
+    "serve",
+    "service",
+    "train",
+    "verify",
+]
 
 
 def main() -> None:

@@ -52,6 +52,7 @@ class LocalLauncher:
     kind = "local"
     patience_s = 5.0  # from a rank's failure to the end of all processes
     stopped_limit_s = STOPPED_LIMIT_S
+    meets_others = False  # whether the ranks that are started here are some of those of a run
 
     def __init__(
         self,
@@ -141,12 +142,16 @@ class LocalLauncher:
 
     def _command(self, run_dir: Path, procs: int) -> list[str]:
         worker = ["-m", self.worker_module, str(run_dir)]
-        if procs == 1:
+        if procs == 1 and not self.meets_others:
             return [sys.executable, *worker]
-        torchrun = ["-m", _TORCHRUN, "--standalone", "--nproc-per-node", str(procs)]
+        torchrun = ["-m", _TORCHRUN, *self._meeting(), "--nproc-per-node", str(procs)]
         # Its own files, which it never removes, go where a launcher will: not into the system's temporary folder.
         log_dir = ["--log-dir", str(RunDir(run_dir).logs / _TORCHRUN_FILES)]
         return [sys.executable, *torchrun, *log_dir, *worker]
+
+    def _meeting(self) -> list[str]:
+        """torchrun's options about where the ranks meet."""
+        return ["--standalone"]
 
     def _environment(self, launch_id: str, resources: Resources) -> dict[str, str]:
         inherited = os.environ if self._inherited is None else self._inherited

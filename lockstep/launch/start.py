@@ -69,14 +69,19 @@ def train(
     return result_of(run)
 
 
-def start(run: RunDir, settings: RunConfig, say: Callable[[str], None] = lambda line: None) -> RestartingRun:
-    """Start the processes of a run where launch.kind says. `say` gets a line for people at every restart."""
+def start(
+    run: RunDir,
+    settings: RunConfig,
+    say: Callable[[str], None] = lambda line: None,
+    where: tuple[Launcher, Resources] | None = None,
+) -> RestartingRun:
+    """Start the processes of a run, by default where launch.kind says. `say` gets a line at every restart."""
     supervision = Supervision.take(run.path)
     if supervision is None:
         raise ValueError(f"{run.path} is supervised by another process: end that, or follow it with lockstep attach")
     before = supervision.read()
     try:
-        launcher, resources = _launcher_of(settings)
+        launcher, resources = where or _launcher_of(settings)
         supervision.record(Restarts())
         handle = launcher.start(run.path, resources)
     except BaseException:
@@ -357,10 +362,13 @@ class RestartingRun:
 # --- resuming --------------------------------------------------------------------------------------------------------
 
 
-def reopen(path: str | Path, overrides: Sequence[str] = (), *, start_over: bool = False) -> tuple[RunDir, RunConfig]:
+def reopen(
+    path: str | Path, overrides: Sequence[str] = (), *, settings: RunConfig | None = None, start_over: bool = False
+) -> tuple[RunDir, RunConfig]:
     """The run and the configuration it goes on with: recorded in the run directory where it is another one.
 
-    Not while the run's processes are alive: until they are started again, the caller owns the directory.
+    `settings` is all of that configuration, instead of overrides. Not while the run's processes are alive: until they
+    are started again, the caller owns the directory.
     """
     run = RunDir(path, owner=True)
     before = run.config()
@@ -368,9 +376,9 @@ def reopen(path: str | Path, overrides: Sequence[str] = (), *, start_over: bool 
         if is_running(run.path):
             raise ConfigError(f"{run.path} is still running: stop it before it starts over")
         run.start_over()
-    if not overrides:
+    if not overrides and settings is None:
         return run, check_config(before)
-    after = load_config(run.newest_config_path, overrides)
+    after = settings or load_config(run.newest_config_path, overrides)
     changes = _changes(before.model_dump(mode="json"), after.model_dump(mode="json"))
     for key, (old, new) in changes.items():
         if key in _MAY_NOT or not key.startswith(_MAY_CHANGE):

@@ -106,6 +106,11 @@ def read_tensors(
         raise ValueError(f"the checkpoint {path} cannot be read: {cause}") from error
 
 
+def rank_file(rank: int) -> str:
+    """Where `write_tensors` puts the pieces of a rank, if it has any."""
+    return f"rank-{rank}{_SUFFIX}"
+
+
 def read_index(path: Path) -> dict[str, StoredTensor]:
     """What a checkpoint holds, by name."""
     if not (path / INDEX).exists() and (path / PICKLED_INDEX).exists():
@@ -242,7 +247,7 @@ class _Writer(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return [replace(plan, storage_data=f"rank-{rank}{_SUFFIX}") for rank, plan in enumerate(plans)]
+        return [replace(plan, storage_data=rank_file(rank)) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         name: str = plan.storage_data

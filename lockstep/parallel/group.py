@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import os
 import resource
+import socket
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -33,6 +36,10 @@ class ProcessGroup:
     mesh: DeviceMesh | None = None
     background: dist.ProcessGroup | None = None
     """A separate gloo group for checkpoint writers, which run beside the training thread."""
+    remote_ranks: tuple[int, ...] = ()
+    """Those that do not see rank 0's files, as `host_files` found out. The same on every rank."""
+    remote_leaders: tuple[int, ...] = ()
+    """The first of them on each host."""
 
     def place(self, axis: str) -> int:
         """This rank's index along a mesh axis."""
@@ -121,6 +128,42 @@ def join(device: torch.device, degrees: Degrees, *, timeout_s: float = 600.0) ->
         # A mesh gives its groups torch's default deadline; there is no public way to pass ours (torch 2.13).
         dist.distributed_c10d._set_pg_timeout(timeout, mesh.get_group(axis))
     return ProcessGroup(rank, num_ranks, device, degrees, mesh, dist.new_group(backend="gloo", timeout=timeout))
+
+
+@dataclass(frozen=True)
+class NcclSetup:
+    """What NCCL finds on this host. `peers` are pairs of GPUs, and whether one reaches the other's memory."""
+
+    version: tuple[int, ...]
+    interfaces: tuple[str, ...]
+    infiniband: tuple[str, ...]
+    variables: Mapping[str, str]
+    peers: Mapping[tuple[int, int], bool]
+
+    def describe(self) -> str:
+        """One line for people."""
+        chosen = self.variables.get("NCCL_SOCKET_IFNAME")
+        network = f"interface {chosen}" if chosen else f"interfaces {', '.join(self.interfaces) or 'none but loopback'}"
+        network += f", InfiniBand {', '.join(self.infiniband)}" if self.infiniband else ", no InfiniBand"
+        apart = [f"{a}-{b}" for (a, b), reached in self.peers.items() if not reached]
+        memory = "" if not self.peers else ", GPUs reach each other's memory"
+        if apart:
+            memory = f", no peer access between GPUs {', '.join(apart)}"
+        shown = " ".join(f"{name}={value}" for name, value in sorted(self.variables.items())) or "no NCCL_* variable"
+        return f"NCCL {'.'.join(map(str, self.version))}: {network}{memory}; {shown}"
+
+
+def find_nccl() -> NcclSetup:
+    """On a host with CUDA."""
+    devices = range(torch.cuda.device_count())
+    infiniband = Path("/sys/class/infiniband")
+    return NcclSetup(
+        version=tuple(torch.cuda.nccl.version()),
+        interfaces=tuple(name for _, name in socket.if_nameindex() if name != "lo"),
+        infiniband=tuple(sorted(path.name for path in infiniband.iterdir())) if infiniband.is_dir() else (),
+        variables={name: value for name, value in os.environ.items() if name.startswith("NCCL_")},
+        peers={(a, b): torch.cuda.can_device_access_peer(a, b) for a in devices for b in devices if a < b},
+    )
 
 
 def peak_memory_gib(device: torch.device) -> float:

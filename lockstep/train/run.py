@@ -37,7 +37,8 @@ from lockstep.model.load import (
     load_tokenizer,
 )
 from lockstep.model.parts import Part, describe_parts, measure_parts
-from lockstep.parallel.group import ProcessGroup, choose_device
+from lockstep.parallel import host_files
+from lockstep.parallel.group import ProcessGroup, choose_device, find_nccl
 from lockstep.rollouts.engines.pool import start_engines
 from lockstep.rollouts.orchestrator import Engines
 from lockstep.rollouts.source import ColocatedEngine, PromptData, RolloutSource, open_rollouts, read_prompt_data
@@ -97,6 +98,9 @@ def run(run_dir: Path) -> None:
 
     run.write_status(phase="joining the other ranks" if num_ranks > 1 else "loading the model")
     group = join_group(config.launch.device, config.parallel, config.launch.timeout_s)
+    group = host_files.find_remote_ranks(run.path, group)
+    if group.num_ranks > 1 and group.device.type == "cuda":
+        run.log_event("nccl", message=find_nccl().describe())
     keep_freed_memory()
     compiles = group.device.type == "cuda" if config.model.compile == "auto" else config.model.compile
     with CompileWatch(run, enabled=compiles) as watch:
@@ -380,7 +384,9 @@ def resume(run: RunDir, backend: TorchBackend | DeepSpeedBackend, group: Process
             "Start a new run, or put the data back"
         )
     run.write_status(phase=f"resuming from step {checkpoint.step}")
-    backend.load_state(checkpoint.path, with_optimizer=True)
+    path = run.checkpoints / checkpoint.path.name  # rank 0's path may be another one on this host
+    with host_files.local_copy(path, group):
+        backend.load_state(path, with_optimizer=True)
     run.log_event("resumed", step=checkpoint.step)
     return progress
 

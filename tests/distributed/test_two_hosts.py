@@ -6,17 +6,16 @@ Nothing of it goes over the loopback: each host has its own, and neither can rea
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from network_hosts import Host, made_hosts
 from ranks import exported, run_to_the_end
 from safetensors.torch import load_file
 
@@ -26,39 +25,10 @@ from lockstep.rundir import RunDir
 PORT = 29511  # free for certain: the hosts are new
 
 
-@dataclass(frozen=True)
-class Host:
-    name: str
-    device: str
-    address: str
-
-
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
-
-
 @pytest.fixture
 def hosts() -> Iterator[list[Host]]:
-    if shutil.which("ip") is None:
-        pytest.skip("needs the command ip (iproute2) to make network namespaces")
-    mark = f"ls{os.getpid()}"
-    made = [Host(f"{mark}-{i}", f"{mark}v{i}"[-15:], f"10.77.{os.getpid() % 250}.{i + 1}") for i in range(2)]
-    try:
-        try:
-            for host in made:
-                ip("netns", "add", host.name)
-            ip("link", "add", made[0].device, "type", "veth", "peer", "name", made[1].device)
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"network namespaces are not permitted here: {error.stderr.strip()}")
-        for host in made:
-            ip("link", "set", host.device, "netns", host.name)
-            ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", host.device)
-            ip("-n", host.name, "link", "set", host.device, "up")
-            ip("-n", host.name, "link", "set", "lo", "up")
-        yield made
-    finally:
-        for host in made:  # the cable goes with them
-            subprocess.run(["ip", "netns", "delete", host.name], capture_output=True, check=False)
+    with made_hosts() as hosts:
+        yield hosts
 
 
 def start_torchrun(host: Host, run: RunDir, first: Host) -> subprocess.Popen[str]:

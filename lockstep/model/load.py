@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.config import ConfigError, LoraConfig, ModelConfig, RunConfig
 from lockstep.model.experts import compute_experts_exactly
+from lockstep.model.float64 import keep_float64
 from lockstep.model.lora import add_lora
 from lockstep.model.policy import CausalLM
 from lockstep.rundir import RunDir
@@ -186,6 +187,8 @@ def build_model(config: ModelConfig, lora: LoraConfig | None, precision: str, *,
     compute = DTYPES[precision]
     held = compute if lora is not None or precision == "fp64" else torch.float32
     model = load_causal_lm(config, held, with_weights=with_weights)
+    if precision == "fp64":
+        keep_float64(model)
     return add_lora(model, lora) if lora is not None else model
 
 

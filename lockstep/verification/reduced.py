@@ -6,17 +6,16 @@ Head counts stay, so that what divides the model divides the copy. Every rank bu
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from lockstep.config import ConfigError, RunConfig
 from lockstep.model.experts import compute_experts_exactly
+from lockstep.model.float64 import keep_float64
 from lockstep.model.load import load_hf_config
 from lockstep.model.lora import add_lora
 from lockstep.model.policy import CausalLM, Policy, tensor_plan
@@ -81,36 +80,6 @@ def build_reduced(config: RunConfig, reduction: Reduction, *, dropout: bool = Fa
         if parameter.ndim < 2 or "lora_B" in name:
             parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
     return model
-
-
-def keep_float64(model: nn.Module) -> None:
-    """Norms compute in float32 whatever the model's dtype, and round gradients to it in the backward pass.
-
-    A prompt that is computed once for two answers gets the rounded sum, two prompts get two rounded summands: the
-    gradients differ by rounding unless norms stay in float64.
-    """
-    for module in model.modules():
-        if not any(module.children()) and not isinstance(module, (nn.Linear, nn.Embedding)):
-            module.forward = functools.partial(_forward_in_float64, type(module).forward, module)
-
-
-def _forward_in_float64(forward: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    with _Float64Stays():
-        return forward(*arguments, **options)
-
-
-class _Float64Stays(TorchFunctionMode):
-    """Casts from float64 to float32 do nothing."""
-
-    def __torch_function__(
-        self, function: Any, types: Any, arguments: Any = (), options: dict[str, Any] | None = None
-    ) -> Any:
-        options = options or {}
-        narrows = function is Tensor.float
-        narrows |= function is Tensor.to and torch.float32 in (*arguments[1:], *options.values())
-        if narrows and arguments[0].dtype == torch.float64:
-            return arguments[0]
-        return function(*arguments, **options)
 
 
 def reference_config(config: RunConfig) -> RunConfig:

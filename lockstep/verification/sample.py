@@ -187,7 +187,7 @@ class SyntheticGroups(Sequence[Any]):
         prompt = self._prompts[int(place)]
         assert isinstance(prompt, PromptRow)
         count = min(self._algorithm.group_size, MAX_ANSWERS)
-        draw = random.Random(f"{self._seed} {prompt.origin}")
+        draw = random.Random(f"{self._seed} {place}")  # the same wherever the file lies
         return Datum(prompt.tokens, [self._answer(draw, prompt, number) for number in range(count)], prompt.origin)
 
     def _answer(self, draw: random.Random, prompt: PromptRow, number: int) -> Completion:

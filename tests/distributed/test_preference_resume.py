@@ -115,5 +115,5 @@ def test_a_killed_preference_run_goes_on(
     assert_same_result(run, uninterrupted(way, "one"))
     if after == before:
         assert tiny.digest_weights(exported(run)) == tiny.digest_weights(exported(uninterrupted(way, before)))
-    learned = [record["loss"] for record in run.metrics() if record["split"] == "train"]
-    assert learned[-1] < learned[0]
+    learned = [record["loss"] for record in run.metrics() if record["split"] == "validation"]
+    assert learned[-1] < learned[0]  # not so of batches: the last one of an epoch may be a single bad row

@@ -232,3 +232,18 @@ def test_a_skeleton_ends_its_answers_where_the_model_does(tiny_model, tmp_path):
     config = ModelConfig(path=str(folder))
     whole, skeleton = (load_causal_lm(config, torch.float32, with_weights=given) for given in (True, False))
     assert whole.generation_config.eos_token_id == skeleton.generation_config.eos_token_id == [3, 5]
+
+
+def test_fp64_is_float64_from_end_to_end(tmp_path: Path) -> None:
+    """Norms would round to float32: what differs by 1e-16 could then differ by 1e-7."""
+    config = ModelConfig(path=str(tiny.write_model(tmp_path)))
+    norms = [
+        m
+        for m in build_model(config, None, "fp64", with_weights=True).modules()
+        if type(m).__name__.endswith("RMSNorm")
+    ]
+    hidden = torch.randn(1, 5, 32, dtype=torch.float64)
+    assert norms
+    for norm in norms:
+        plain = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + 1e-6) * norm.weight
+        torch.testing.assert_close(norm(hidden), plain, rtol=1e-13, atol=1e-13)

@@ -17,6 +17,7 @@ from equivalence.preference_plain import gradients_of, make_pairs, padded_answer
 from lockstep.backend.batching import documents_of, plan_micro_batches
 from lockstep.cli.verify import verdict_table
 from lockstep.config import ConfigError, RunConfig, load_config
+from lockstep.model.float64 import keep_float64
 from lockstep.train.preference_data import count_chosen_tokens, discount_length, mismatch, pair_options
 from lockstep.train.reference import ReferenceChoice
 from lockstep.types import Completion, Datum
@@ -25,7 +26,7 @@ from lockstep.verification.checking import Report, StepErrors, Verdict, describe
 from lockstep.verification.layouts import ONE
 from lockstep.verification.plain_loop import StepValues
 from lockstep.verification.plain_preference import PlainPreference
-from lockstep.verification.reduced import keep_float64, leave_reference
+from lockstep.verification.reduced import leave_reference
 from lockstep.verification.sample import add_reference, choose_budgets, compile_rows, renumber, shorten
 
 

@@ -37,7 +37,10 @@ METRIC_ALIASES = {
 MANIFEST = "manifest.json"
 _CHECKPOINT_NAME = re.compile(r"step-(\d+)$")
 _ADDED_CONFIG_NAME = re.compile(r"config-(\d+)\.yaml$")
-FINISHED_STATES = frozenset({"completed", "failed", "cancelled"})
+# interrupted: asked to stop, with a checkpoint of its last step. Its ranks end with EXIT_INTERRUPTED (sysexits.h: try
+# again later), so that whoever asked can start it again.
+FINISHED_STATES = frozenset({"completed", "failed", "cancelled", "interrupted"})
+EXIT_INTERRUPTED = 75
 # Fields of status.json that readers compute with or show as text: a value of another kind is taken for none.
 _STATUS_COUNTS = frozenset({"step", "total_steps", "epoch", "tokens", "tokens_per_s", "best_step", "ranks"})
 _STATUS_LOSSES = frozenset({"loss", "validation_loss", "best_validation_loss", "best_reward", "merge_drift"})

@@ -108,6 +108,7 @@ class LossValues:
     loss: float
     metrics: Metrics = field(default_factory=dict)
     nonfinite_origins: tuple[str, ...] = ()
+    asked_to_stop: bool = False
 
 
 class LossResult(Pending[LossValues]):
@@ -140,6 +141,11 @@ class LossResult(Pending[LossValues]):
     def nonfinite_origins(self) -> tuple[str, ...]:
         """Rows whose own log-probs are not finite."""
         return self.result().nonfinite_origins
+
+    @property
+    def asked_to_stop(self) -> bool:
+        """Whether any rank had been asked to stop when it computed this."""
+        return self.result().asked_to_stop
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -39,11 +39,11 @@ _CONTEXT.set_forkserver_preload(
 class Ranks:
     """The processes of one start of a run."""
 
-    def __init__(self, run: RunDir, num_ranks: int) -> None:
+    def __init__(self, run: RunDir, num_ranks: int, environment: Mapping[str, str]) -> None:
         self.run = run
         port = free_port()
         self.processes: list[BaseProcess] = [
-            _CONTEXT.Process(target=_be_rank, args=(str(run.path), rank, num_ranks, port), daemon=True)
+            _CONTEXT.Process(target=_be_rank, args=(str(run.path), rank, num_ranks, port, environment), daemon=True)
             for rank in range(num_ranks)
         ]
         for process in self.processes:
@@ -78,8 +78,8 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def start_ranks(run: RunDir, num_ranks: int) -> Iterator[Ranks]:
-    ranks = Ranks(run, num_ranks)
+def start_ranks(run: RunDir, num_ranks: int, environment: Mapping[str, str] | None = None) -> Iterator[Ranks]:
+    ranks = Ranks(run, num_ranks, environment or {})
     try:
         yield ranks
     finally:
@@ -132,8 +132,9 @@ def _set_place(rank: int, num_ranks: int, port: int) -> None:
     os.environ |= {"HF_HUB_OFFLINE": "1"}
 
 
-def _be_rank(run_dir: str, rank: int, num_ranks: int, port: int) -> None:
+def _be_rank(run_dir: str, rank: int, num_ranks: int, port: int, environment: Mapping[str, str]) -> None:
     _set_place(rank, num_ranks, port)
+    os.environ |= environment
     import torch
 
     from lockstep.train.worker import main

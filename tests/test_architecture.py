@@ -53,7 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 # The one module of a room that composes what its neighbours do not know.
 COMPOSERS: dict[str, set[str]] = {
     "train/run.py": CORE | {"backend", "inference", "processes", "evaluation"},
-    "train/worker.py": {"processes"},  # which rank it is, by whatever started it
+    "train/worker.py": {"processes"},  # the entry of a rank: which one it is, and which signals reach it
     "__init__.py": {"types", "backend", "launch", "processes", "train"},
 }
 # What is known by name below the rule above.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,12 +49,14 @@ class FakeBackend:
         deferred: bool = False,
         nonfinite_at: Sequence[int] = (),
         failures: Mapping[tuple[str, int], Exception] | None = None,
+        asked_to_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.weight, self.momentum, self.step = 20.0, 0.0, 0
         self.reference = self.weight
         self.calls: list[RecordedCall] = []
         self._deferred, self._nonfinite_at, self._failures = deferred, nonfinite_at, failures or {}
         self._gradient = 0.0
+        self._asked_to_stop = asked_to_stop
 
     def calls_of(self, name: str) -> list[RecordedCall]:
         return [call for call in self.calls if call.name == name]
@@ -68,7 +70,8 @@ class FakeBackend:
         self._record(RecordedCall("forward_backward", self.step, tuple(batch), loss))
         losses = [self._LOSSES[loss.kind](self, datum, loss) for datum in batch]
         metrics = {name: sum(m[name] for _, _, m in losses) for name in losses[0][2]}
-        values = LossValues(loss.scale * sum(value for value, _, _ in losses), metrics)
+        asked = self._asked_to_stop()
+        values = LossValues(loss.scale * sum(value for value, _, _ in losses), metrics, asked_to_stop=asked)
         self._gradient += loss.scale * sum(gradient for _, gradient, _ in losses)
         if self.step + 1 in self._nonfinite_at:
             values = LossValues(math.nan, metrics, nonfinite_origins=(batch[0].origin,))

@@ -63,16 +63,19 @@ class TorchBackend:
         seed: int = 0,
         timeout_s: float = 600.0,
         group: ProcessGroup | None = None,
+        asked_to_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         """`reference`: none, adapter_off or copy: what `forward(reference=True)` computes with, and losses.
 
         `temperature`: of all log-probs and entropies, the reference's too: where answers are sampled, that of sampling.
+        `asked_to_stop`: whether this rank was; results of `forward_backward` say whether any was.
         """
         parallel = parallel or ParallelConfig()
         self.group = group or join_group(device, parallel, timeout_s)
         self.device = self.group.device
         self.precision = agree_on_precision(precision, self.group)
         self.micro_batch_tokens = micro_batch_tokens
+        self._asked_to_stop = asked_to_stop
         self._activation_offload = activation_offload
         self._scale = LossScale() if self.precision == "fp16" else None
         compute_dtype = _narrow_dtype(self.precision)
@@ -148,16 +151,17 @@ class TorchBackend:
             else:
                 sums += loss_step.stack(known, names) * (self.group.rank == 0)  # every rank has them: counted once
             # Each rank's own numbers travel with the loss, without a message of their own.
-            totals = self.group.sum(torch.cat([sums, self.traffic.facts()]))
+            asked = torch.full((1,), float(self._asked_to_stop()), dtype=torch.float64, device=self.device)
+            totals = self.group.sum(torch.cat([asked, sums, self.traffic.facts()]))
         logprobs = [part for _, part in passes]
         numbers, traffic = read_later(totals), self._describe_traffic(rank_batch)
 
         def read() -> LossValues:
-            summed = numbers.result()
+            asked, *summed = numbers.result()
             values = dict(zip(names, summed[: len(names)], strict=True))
             loss_sum = values.pop("loss")
             nonfinite = () if math.isfinite(loss_sum) else self._nonfinite_origins(rank_batch, logprobs)
-            return LossValues(loss_sum, {**values, **traffic(summed[len(names) :])}, nonfinite)
+            return LossValues(loss_sum, {**values, **traffic(summed[len(names) :])}, nonfinite, asked > 0)
 
         plan = rank_batch.plan
         return LossResult(read, num_tokens=plan.num_tokens, num_supervised=plan.num_targets, deferred=numbers.deferred)

@@ -1,6 +1,7 @@
 """Every command. What a command needs is imported inside it: `--help` must not wait for torch.
 
-Exit codes: 0 done, 1 failed, 2 bad configuration or usage, 128 + N stopped by signal N.
+Exit codes: 0 done, 1 failed, 2 bad configuration or usage, 3 training must not continue,
+75 asked to stop with a checkpoint (try again later), 128 + N stopped by signal N.
 """
 
 from __future__ import annotations

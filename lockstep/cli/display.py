@@ -60,6 +60,7 @@ STATE_STYLES = {
     "completed": "green",
     "failed": "red",
     "cancelled": "yellow",
+    "interrupted": "yellow",
     "running": "cyan",
     "lost": "red",
     "unsupervised": "yellow",

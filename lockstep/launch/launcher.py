@@ -47,9 +47,10 @@ class RunHandle:
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """`reason` is one sentence for people, empty unless the run failed; `exit_code` is for the command to end with."""
+    """`reason` is one sentence for people, empty unless the run failed or was interrupted; `exit_code` is for the
+    command to end with. Interrupted: it was asked to stop, wrote a checkpoint and can go on."""
 
-    state: Literal["running", "completed", "failed", "cancelled"]
+    state: Literal["running", "completed", "failed", "cancelled", "interrupted"]
     reason: str = ""
     exit_code: int = 0
 

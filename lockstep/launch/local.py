@@ -36,7 +36,7 @@ from lockstep.processes.tree import (
     read_environment,
     start_time,
 )
-from lockstep.rundir import FINISHED_STATES, RunDir, open_log, write_atomically
+from lockstep.rundir import EXIT_INTERRUPTED, FINISHED_STATES, RunDir, open_log, write_atomically
 
 WORKER_MODULE = "lockstep.train.worker"
 HANDLE_FILE = "launch.json"
@@ -228,6 +228,9 @@ class LocalLauncher:
         state = status.get("state")
         if state in ("completed", "cancelled"):
             return RunState(state)
+        if state == "interrupted":
+            reason = f"asked to stop after step {status.get('step')}, where it wrote a checkpoint"
+            return RunState("interrupted", reason, EXIT_INTERRUPTED)
         failures = run.failures()
         child = self._children.get(handle.pid)
         first = failures[0]["message"] if failures else ""

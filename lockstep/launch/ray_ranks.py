@@ -30,7 +30,7 @@ from lockstep.processes.tree import (
     free_port,
     is_stopped,
 )
-from lockstep.rundir import RunDir, open_log
+from lockstep.rundir import EXIT_INTERRUPTED, RunDir, open_log
 
 PARENT_VARIABLE = "LOCKSTEP_PARENT"
 # What a user sets for a run goes with it to the nodes; everything else is the node's.
@@ -171,6 +171,10 @@ class HostedRank:
         return f"rank {self.number} on {self.node}"
 
     @property
+    def has_failed(self) -> bool:
+        return self.code not in (None, 0, EXIT_INTERRUPTED)
+
+    @property
     def node(self) -> str:
         return name_node(self.about["node"], self.about["address"])
 
@@ -289,13 +293,14 @@ class RayRanks:
                 rank = next(rank for rank in self._ranks if rank.name == name)
                 raise RankLost(rank.number, describe_stop(name, rank.pid, times.limit_s))
             self._find_silent(now - self._launch.heartbeat_s)
-            if failed_at is None and any(rank.code for rank in self._ranks):
+            if failed_at is None and any(rank.has_failed for rank in self._ranks):
                 failed_at = now
             if failed_at is not None and self._is_settled(failed_at, now):
                 break
         self._find_killed()
-        if any(rank.code for rank in self._ranks) and not run.failures():
-            ended = ", ".join(f"{rank.name} with exit code {rank.code}" for rank in self._ranks if rank.code)
+        failed = [rank for rank in self._ranks if rank.has_failed]
+        if failed and not run.failures():
+            ended = ", ".join(f"{rank.name} with exit code {rank.code}" for rank in failed)
             raise RankLost(0, f"ended without a reason: {ended}")
 
     def _is_settled(self, failed_at: float, now: float) -> bool:

@@ -30,6 +30,7 @@ class Updates:
     supervised: int = 0
     fresh: int = 0
     memory_gib: float = 0.0
+    asked_to_stop: bool = False
     _losses: list[float] = field(default_factory=list)
     _norms: list[float] = field(default_factory=list)
     _sums: Metrics = field(default_factory=dict)
@@ -42,6 +43,7 @@ class Updates:
         self.tokens += result.num_tokens
         self.supervised += result.num_supervised
         self.memory_gib = max(self.memory_gib, optim.peak_memory_gib)
+        self.asked_to_stop |= result.asked_to_stop
         self._losses.append(result.loss)
         self._norms += [optim.grad_norm] if optim.applied else []
         for name, value in result.metrics.items():

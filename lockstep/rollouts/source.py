@@ -50,8 +50,8 @@ class RolloutSource(Protocol):
         """Sample from the weights as they are now. Once, before anything else."""
         ...
 
-    def take(self) -> RolloutBatch[Group]:
-        """The next step's batch. Waits until it is complete."""
+    def take(self, asked_to_stop: Callable[[], bool] = lambda: False) -> RolloutBatch[Group] | None:
+        """The next step's batch. Waits until it is complete; None: engines sample, and the owner was asked to stop."""
         ...
 
     def advance(self) -> None:
@@ -303,7 +303,8 @@ class ColocatedRollouts:
     def start(self) -> None:
         """The weights are here already."""
 
-    def take(self) -> RolloutBatch[Group]:
+    def take(self, asked_to_stop: Callable[[], bool] = lambda: False) -> RolloutBatch[Group]:
+        """To its end: ranks that share a model sample in step, and one alone cannot stop."""
         while (batch := self._buffer.take()) is None:
             keys = self._buffer.admit()
             prompts = [self._stream.prompt_at(key) for key in keys]
@@ -357,8 +358,13 @@ class EngineRollouts:
     def start(self) -> None:
         self._publish()
 
-    def take(self) -> RolloutBatch[Group]:
-        return self._wait_for(lambda orchestrator: orchestrator.take(self._interval_s))
+    def take(self, asked_to_stop: Callable[[], bool] = lambda: False) -> RolloutBatch[Group] | None:
+        def poll(orchestrator: Orchestrator) -> tuple[RolloutBatch[Group] | None] | None:
+            batch = orchestrator.take(self._interval_s)
+            return (batch,) if batch is not None or asked_to_stop() else None
+
+        (batch,) = self._wait_for(poll)
+        return batch
 
     def advance(self) -> None:
         if self._orchestrator is not None:

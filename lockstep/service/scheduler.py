@@ -272,6 +272,13 @@ class Scheduler:
 
     def _finish(self, job: Job, run: RunDir, outcome: RunState) -> bool:
         reason = outcome.reason
+        if outcome.state == "interrupted":
+            if job.requested_action:
+                run.write_status(state="cancelled", phase=None)
+                return self._finish(job, run, RunState("cancelled"))
+            log.info("job %s goes back to the queue: %s", job.id, reason)
+            again = {"queued_at": time.time(), "slots": [], "restart_at": time.time() + self._restart_delay_s}
+            return self._store.change(job, states=ACTIVE, state="queued", reason=f"goes on: {reason}", **again)
         if outcome.state == "failed" and not outcome.would_fail_again:
             reason = "\n".join(filter(None, (reason, traceback_of(run))))
             if job.restarts < job.max_restarts and not job.requested_action:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from lockstep.algorithms.advantages import find_advantages
 from lockstep.algorithms.policy_gradient import FRESH_DIFF, STALE_DIFF
@@ -36,6 +37,7 @@ from lockstep.train.steps import (
     Diverged,
     LoopInputs,
     MetricsLog,
+    interrupted_after,
     is_due,
     is_out_of_patience,
     note_validation_loss,
@@ -61,20 +63,23 @@ def train(inputs: LoopInputs[PromptRow], rollouts: RolloutSource, total: int) ->
     if starts_with_validation(inputs):
         evaluate(config, algorithm, validation, run, metrics, progress, rollouts)
 
-    ended = time.perf_counter()
+    ended, stops = time.perf_counter(), False
     # Patience is part of the condition: a run resumed from the checkpoint at which it stopped has nothing left to do.
-    while progress.step < total and not is_out_of_patience(config, progress):
+    while progress.step < total and not is_out_of_patience(config, progress) and not stops:
         checkpoints.poll()
         started = time.perf_counter()
         run.write_status(phase="sampling")
-        batch = rollouts.take()
+        batch = rollouts.take(inputs.asked_to_stop)
+        if batch is None:  # asked to stop while engines sample: this step can be sampled again
+            stops = True
+            break
         sampled = time.perf_counter()
         sampling = check_batch(batch, progress.step * algorithm.updates, config.rollouts.max_staleness)
         run.write_status(phase="training")
         rate = learning_rate_at(progress.step, peak=config.learning_rate, num_steps=total, config=config.optim)
         progress.step, progress.cursor = progress.step + 1, batch.last_row
         probed = probe(check, backend, rollouts, batch.groups, progress.step) if check.is_overdue() else {}
-        advantages, learned = learn(config, algorithm, backend, batch.groups, progress, rate, check)
+        advantages, learned, stops = learn(config, algorithm, backend, batch.groups, progress, rate, check)
         if is_due(progress.step, algorithm.reference_sync_steps):
             backend.mix_reference(algorithm.reference_mix)
         run.write_status(phase="publishing")
@@ -101,20 +106,32 @@ def train(inputs: LoopInputs[PromptRow], rollouts: RolloutSource, total: int) ->
         ended = time.perf_counter()
         write_samples(run, progress.step, batch.groups, advantages, keep=algorithm.keep_samples)
 
-        evaluates = bool(validation) and (last or is_due(progress.step, config.evaluation.every_steps))
-        saves = is_due(progress.step, config.checkpoint.every_steps)
-        if evaluates:
-            evaluate(config, algorithm, validation, run, metrics, progress, rollouts)
-            saves |= bool(config.checkpoint.keep_best) and progress.best_step == progress.step
-        if saves:
-            run.write_status(phase="checkpointing")
-            checkpoints.save(progress, rollouts.save)
+        evaluate_and_save(inputs, metrics, rollouts, last=last)
 
     run.write_status(phase="checkpointing", step=progress.step, loss=progress.loss, tokens=progress.tokens)
     checkpoints.save(progress, rollouts.save)
     checkpoints.wait()
     metrics.close()
+    if stops and progress.step < total and not is_out_of_patience(config, progress):
+        raise interrupted_after(progress)
     return progress
+
+
+def evaluate_and_save(
+    inputs: LoopInputs[PromptRow], metrics: MetricsLog, rollouts: RolloutSource, *, last: bool
+) -> None:
+    """After a step: validation and a checkpoint where they are due. All ranks."""
+    config, progress = inputs.config, inputs.progress
+    algorithm = config.algorithm
+    assert isinstance(algorithm, GrpoConfig)
+    evaluates = bool(inputs.validation) and (last or is_due(progress.step, config.evaluation.every_steps))
+    saves = is_due(progress.step, config.checkpoint.every_steps)
+    if evaluates:
+        evaluate(config, algorithm, inputs.validation, inputs.run, metrics, progress, rollouts)
+        saves |= bool(config.checkpoint.keep_best) and progress.best_step == progress.step
+    if saves:
+        inputs.run.write_status(phase="checkpointing")
+        inputs.checkpoints.save(progress, rollouts.save)
 
 
 def check_batch(batch: RolloutBatch[Group], version: int, max_staleness: int) -> Metrics:
@@ -131,6 +148,14 @@ def _refuse_if_all_failed(groups: Sequence[Group]) -> None:
         raise ValueError(f"none of the {len(problems)} answers of this step could be scored; the first: {problems[0]}")
 
 
+class Learned(NamedTuple):
+    """`advantages` of each group. `asked_to_stop`: whether a rank was when it computed the updates."""
+
+    advantages: list[list[float]]
+    metrics: Metrics
+    asked_to_stop: bool
+
+
 def learn(
     config: RunConfig,
     algorithm: GrpoConfig,
@@ -139,14 +164,14 @@ def learn(
     progress: Progress,
     learning_rate: float,
     check: SamplerCheck | None = None,
-) -> tuple[list[list[float]], Metrics]:
-    """All updates of one step: (the advantages of each group, metrics). All ranks."""
+) -> Learned:
+    """All updates of one step. All ranks."""
     check = check or SamplerCheck(algorithm, config.rollouts.max_staleness)
     rewards = [group.rewards for group in groups]
     version = (progress.step - 1) * algorithm.updates
     batch, places = as_data(groups, algorithm, version if config.rollouts.max_staleness else None)
     if not batch:  # every rollout was truncated, left out, or its reward failed
-        return find_advantages(rewards, algorithm.advantage), {"num_updates": 0}
+        return Learned(find_advantages(rewards, algorithm.advantage), {"num_updates": 0}, False)
     reference = backend.forward(batch, reference=True) if algorithm.needs_reference else None
     # A single update computes the log-probs from before it in its own forward pass: that saves one.
     kl_in_reward = reference is not None and algorithm.kl_in == "reward"
@@ -163,7 +188,7 @@ def learn(
     in_loss = reference if algorithm.kl_in == "loss" else None
     data = with_values(batch, places, advantages, old, in_loss)
     updates = update(config, algorithm, backend, data, progress, learning_rate, check)
-    return advantages, {**metrics, **updates.metrics()}
+    return Learned(advantages, {**metrics, **updates.metrics()}, updates.asked_to_stop)
 
 
 def update(

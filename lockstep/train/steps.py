@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar
 
 from lockstep.config import LoggingConfig, RunConfig
-from lockstep.rundir import RunDir
+from lockstep.rundir import EXIT_INTERRUPTED, RunDir
 from lockstep.train.checkpoints import Checkpoints, Progress
 from lockstep.train.preference_data import mean_scores
 from lockstep.train.validation import AnswerScores
@@ -33,12 +33,20 @@ class LoopInputs(Generic[RowT]):
     progress: Progress
     answers: AnswerScores | None = None
     """Where answers to validation rows are generated and scored (evaluation.metrics)."""
+    asked_to_stop: Callable[[], bool] = lambda: False
+    """Whether this rank was. All ranks agree on the step after which they stop by what the backend returns."""
 
 
 class Diverged(RuntimeError):
     """Training must not continue, for example because the loss is not finite. A restart would fail in the same way."""
 
     exit_code = 3
+
+
+class RunInterrupted(RuntimeError):
+    """The run was asked to stop. Its checkpoint of the last step is on disk, and it can go on from there."""
+
+    exit_code = EXIT_INTERRUPTED
 
 
 def optim_step(config: RunConfig, learning_rate: float) -> OptimStep:
@@ -113,9 +121,13 @@ def evaluate_and_save(inputs: LoopInputs[Datum], logger: StepLogger, evaluate: C
 
 
 def finish(inputs: LoopInputs[Datum], metrics: MetricsLog, logger: StepLogger) -> None:
-    """The last status and the last checkpoint, on disk when this returns."""
+    """The last status and the last checkpoint, on disk when this returns. Raises if the run was asked to stop."""
     progress = inputs.progress
-    if progress.step < logger.num_steps and logger.num_logged:
+    logger.flush()
+    stops = (
+        logger.asked_to_stop and progress.step < logger.num_steps and not is_out_of_patience(inputs.config, progress)
+    )
+    if progress.step < logger.num_steps and logger.num_logged and not stops:
         inputs.run.log_event("early_stop", step=progress.step, best_step=progress.best_step)
     speed = {"tokens_per_s": logger.mean_tokens_per_s} if logger.mean_tokens_per_s else {}
     inputs.run.write_status(
@@ -124,6 +136,12 @@ def finish(inputs: LoopInputs[Datum], metrics: MetricsLog, logger: StepLogger) -
     inputs.checkpoints.save(progress)
     inputs.checkpoints.wait()
     metrics.close()
+    if stops:
+        raise interrupted_after(progress)
+
+
+def interrupted_after(progress: Progress) -> RunInterrupted:
+    return RunInterrupted(f"asked to stop: the checkpoint of step {progress.step} is written, and the run can go on")
 
 
 _WAITED_S = 5e-4  # reading what is there already takes less
@@ -145,6 +163,8 @@ class StepLogger:
         self._unread: _Unread | None = None
         self._tokens, self._seconds = 0, 0.0
         self.num_logged = 0
+        self.asked_to_stop = False
+        """Whether a rank was, by the steps that have been read. The same on all ranks."""
         self._ended_at = self._begun_at = self._waited_s = 0.0
         self.restart_clock()
 
@@ -179,6 +199,7 @@ class StepLogger:
         elapsed = self._end_step(unread, asked_at)
         self._tokens += result.num_tokens
         self.num_logged += 1
+        self.asked_to_stop |= result.asked_to_stop
         self._progress.loss = result.loss
         last = step == self.num_steps
         if last or step % self._config.logging.every_steps == 0:

@@ -20,7 +20,8 @@ from typing import NoReturn, TextIO
 
 from lockstep.config import ConfigError, RunConfig, load_config
 from lockstep.processes.rank_environment import NodePlace, read_place
-from lockstep.rundir import RunDir, open_log
+from lockstep.processes.stop_notice import StopNotice
+from lockstep.rundir import EXIT_INTERRUPTED, RunDir, open_log
 
 # What gloo, the rendezvous store and NCCL report when a deadline has passed, and when a peer is gone.
 _TIMED_OUT = re.compile(r"[Tt]imed out (?:waiting|after) (\d+) ?ms|ran for (\d+) milliseconds before timing out")
@@ -41,13 +42,17 @@ def main(arguments: list[str] | None = None) -> int:
     terminal = _redirect_output(run.logs / f"rank-{rank}.log")
     run.clear_failures(rank)
     try:
-        from lockstep.train.run import run as train_run
+        with StopNotice.listening() as notice:
+            from lockstep.train.run import run as train_run
 
-        train_run(run.path)
+            train_run(run.path, notice.asked)
     except BaseException as error:
-        with contextlib.suppress(OSError):  # the disk may be full
-            traceback.print_exc()
-        _report(run, rank, error, terminal)
+        if _exit_code(error) == EXIT_INTERRUPTED:
+            print(f"rank {rank}: {error}", file=terminal, flush=True)
+        else:
+            with contextlib.suppress(OSError):  # the disk may be full
+                traceback.print_exc()
+            _report(run, rank, error, terminal)
         _leave_now(_exit_code(error))
     if int(os.environ["WORLD_SIZE"]) > 1:
         # A thread of a group that is gone can abort the interpreter's own way out (torch 2.13), after all is written.

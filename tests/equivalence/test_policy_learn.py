@@ -95,7 +95,7 @@ def learn_on(way: str, group: Any, parallel: ParallelConfig) -> dict[str, Any]:
     backend = TorchBackend(make_model(family, lora=lora), group=group, parallel=parallel, reference=kind, **settings)
     watched, measured = Losses(backend), []
     for number, groups in enumerate(steps(), start=1):
-        _, found = learn(config, algorithm, watched, groups, Progress(step=number), STEP.learning_rate)  # type: ignore[arg-type]
+        found = learn(config, algorithm, watched, groups, Progress(step=number), STEP.learning_rate).metrics  # type: ignore[arg-type]
         measured.append(
             {
                 name: found[name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -119,6 +119,7 @@ def train(
     scorer: Any = None,
     policy: FakePolicy | None = None,
     engines: Any = None,
+    asked_to_stop: Callable[[], bool] = lambda: False,
 ) -> tuple[RunDir, Progress]:
     """The run in `folder`, from its start or from its newest checkpoint: what train.run does around the loop."""
     run = RunDir(folder, owner=True) if (folder / "config.yaml").exists() else RunDir.create(folder, config)
@@ -137,7 +138,7 @@ def train(
         source = ColocatedRollouts(stream, buffer, runner, policy or FakePolicy(backend))  # type: ignore[arg-type]
     try:
         held_out = validation if validation is not None else Prompts([])
-        inputs = LoopInputs(config, backend, prompts, held_out, run, checkpoints, progress)
+        inputs = LoopInputs(config, backend, prompts, held_out, run, checkpoints, progress, None, asked_to_stop)
         return run, grpo.train(inputs, source, total)
     finally:
         source.close()

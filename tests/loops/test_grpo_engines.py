@@ -267,8 +267,8 @@ def test_where_all_tokens_are_stale_fresh_ones_are_sampled_to_compare(tmp_path, 
 def _only_stale(honest: Any) -> Any:
     versions = itertools.count()
 
-    def take(self: EngineRollouts) -> Any:
-        batch, version = honest(self), next(versions)
+    def take(self: EngineRollouts, *options: Any) -> Any:
+        batch, version = honest(self, *options), next(versions)
 
         def age(rollout: Rollout) -> Rollout:
             return replace(rollout, versions=(max(version - 1, 0),) * len(rollout.tokens))

@@ -13,10 +13,14 @@ import time
 import types
 from pathlib import Path
 
-from lockstep.rundir import RunDir
+from lockstep.rundir import EXIT_INTERRUPTED, RunDir
 from lockstep.train import worker
 
 NUM_STEPS = 5
+
+
+class Evicted(Exception):
+    exit_code = EXIT_INTERRUPTED
 
 
 def steps(run: RunDir, count: int = NUM_STEPS, pause_s: float = 0.02) -> None:
@@ -36,6 +40,10 @@ def behave(run: RunDir, name: str, rank: int) -> None:
     if name == "flaky" and len((run.path / "starts.txt").read_text().splitlines()) == 1:
         steps(run, 2)
         os.kill(os.getpid(), signal.SIGKILL)
+    if name == "evicted" and len((run.path / "starts.txt").read_text().splitlines()) == 1:
+        steps(run, 2)
+        run.write_status(state="interrupted", phase=None)
+        raise Evicted
     if name == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         quiet = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
@@ -54,7 +62,7 @@ def behave(run: RunDir, name: str, rank: int) -> None:
     (run.path / "export" / "weights.bin").write_bytes(bytes(range(256)) * 4)
 
 
-def scripted_run(path: Path) -> None:
+def scripted_run(path: Path, asked_to_stop: object = None) -> None:
     rank = int(os.environ.get("RANK", "0"))
     run = RunDir(path, owner=rank == 0)
     with (run.path / "starts.txt").open("a") as file:

@@ -164,6 +164,13 @@ def test_a_job_is_started_again_from_where_it_was(manager: JobManager) -> None:
     assert len((manager.run_dir("twice").path / "starts.txt").read_text().splitlines()) == 2
 
 
+def test_a_job_that_was_asked_to_stop_goes_on_and_that_is_no_restart(manager: JobManager) -> None:
+    manager.submit(job("evicted", "evicted"))
+    view = wait(manager, "evicted")
+    assert (view.state, view.restarts, view.reason) == ("completed", 0, "")
+    assert len((manager.run_dir("evicted").path / "starts.txt").read_text().splitlines()) == 2
+
+
 def test_restarts_have_an_end(manager: JobManager) -> None:
     manager.submit(job("dies", "again", max_restarts=2))
     view = wait(manager, "again")

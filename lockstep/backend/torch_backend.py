@@ -63,19 +63,18 @@ class TorchBackend:
         seed: int = 0,
         timeout_s: float = 600.0,
         group: ProcessGroup | None = None,
-        asked_to_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         """`reference`: none, adapter_off or copy: what `forward(reference=True)` computes with, and losses.
 
         `temperature`: of all log-probs and entropies, the reference's too: where answers are sampled, that of sampling.
-        `asked_to_stop`: whether this rank was; results of `forward_backward` say whether any was.
         """
         parallel = parallel or ParallelConfig()
         self.group = group or join_group(device, parallel, timeout_s)
         self.device = self.group.device
         self.precision = agree_on_precision(precision, self.group)
         self.micro_batch_tokens = micro_batch_tokens
-        self._asked_to_stop = asked_to_stop
+        self.asked_to_stop: Callable[[], bool] = lambda: False
+        """Whether this rank was; results of `forward_backward` say whether any was."""
         self._activation_offload = activation_offload
         self._scale = LossScale() if self.precision == "fp16" else None
         compute_dtype = _narrow_dtype(self.precision)
@@ -151,7 +150,7 @@ class TorchBackend:
             else:
                 sums += loss_step.stack(known, names) * (self.group.rank == 0)  # every rank has them: counted once
             # Each rank's own numbers travel with the loss, without a message of their own.
-            asked = torch.full((1,), float(self._asked_to_stop()), dtype=torch.float64, device=self.device)
+            asked = torch.full((1,), float(self.asked_to_stop()), dtype=torch.float64, device=self.device)
             totals = self.group.sum(torch.cat([asked, sums, self.traffic.facts()]))
         logprobs = [part for _, part in passes]
         numbers, traffic = read_later(totals), self._describe_traffic(rank_batch)

@@ -74,9 +74,7 @@ NUM_SAMPLES_KEPT = 4  # answers to validation rows that each evaluation writes t
 
 
 def run(run_dir: Path, asked_to_stop: Callable[[], bool] = lambda: False) -> None:
-    """Train to the end, from the newest intact checkpoint if there is one. All ranks.
-
-    Raises RunInterrupted when a rank was asked to stop before the end: with a checkpoint of the last step."""
+    """Train to the end, or until a rank was asked to stop; from the newest intact checkpoint, if any. All ranks."""
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     run = RunDir(run_dir, owner=rank == 0)
     config = run.config()
@@ -106,7 +104,8 @@ def run(run_dir: Path, asked_to_stop: Callable[[], bool] = lambda: False) -> Non
     keep_freed_memory()
     compiles = group.device.type == "cuda" if config.model.compile == "auto" else config.model.compile
     with CompileWatch(run, enabled=compiles) as watch:
-        backend, rows = build(config, group, run, rows, reference, asked_to_stop)
+        backend, rows = build(config, group, run, rows, reference)
+        backend.asked_to_stop = asked_to_stop
         check_positions(config, backend, rows)
         for message in describe_cost(config, backend, rows):
             run.log_event("warning", message=message)
@@ -121,8 +120,8 @@ def run(run_dir: Path, asked_to_stop: Callable[[], bool] = lambda: False) -> Non
             last_step=progress.step or None,
         )
         try:
-            inputs = LoopInputs(config, backend, rows.train, rows.validation, run, checkpoints, progress)
-            inputs = replace(inputs, asked_to_stop=asked_to_stop)
+            parts = (rows.train, rows.validation)
+            inputs = LoopInputs(config, backend, *parts, run, checkpoints, progress, None, asked_to_stop)
             if isinstance(data, PromptData):
                 total = grpo.count_steps(config, data.train)
                 with compose_rollouts(config, backend, data, tokenizer, run, progress, total) as rollouts:
@@ -134,9 +133,7 @@ def run(run_dir: Path, asked_to_stop: Callable[[], bool] = lambda: False) -> Non
             checkpoints.wait()  # one still being written is of an earlier step, and intact
             raise
         except RunInterrupted:
-            run.log_event("interrupted", step=progress.step)
-            run.write_status(state="interrupted", phase=None, step=progress.step)
-            group.barrier()  # a rank that leaves ends the others, in some launchers: not before it is committed
+            record_interruption(run, group, progress.step)
             raise
         exported = export(config, backend, run)
         checkpoints.close()
@@ -146,6 +143,13 @@ def run(run_dir: Path, asked_to_stop: Callable[[], bool] = lambda: False) -> Non
     # By a clock that nobody sets: the difference of the two times may be anything.
     ending = {"completed_at": time.time(), "duration_s": time.monotonic() - started}
     run.write_status(state="completed", phase="done", export=exported, step=progress.step, **ending)
+
+
+def record_interruption(run: RunDir, group: ProcessGroup, step: int) -> None:
+    """None leaves before this is written: launchers end all ranks when one has left. All ranks."""
+    run.log_event("interrupted", step=step)
+    run.write_status(state="interrupted", phase=None, step=step)
+    group.barrier()
 
 
 def current_step(config: RunConfig, clock: PhaseClock, progress: Progress) -> int:
@@ -271,42 +275,31 @@ def _with_reference(rows: RowsToLearn, forward: Forward | None, settings: Precom
 
 
 def build(
-    config: RunConfig,
-    group: ProcessGroup,
-    run: RunDir,
-    rows: RowsToLearn,
-    reference: ReferenceChoice,
-    asked_to_stop: Callable[[], bool] = lambda: False,
+    config: RunConfig, group: ProcessGroup, run: RunDir, rows: RowsToLearn, reference: ReferenceChoice
 ) -> tuple[TorchBackend | DeepSpeedBackend, RowsToLearn]:
     """The backend before its first step, and the rows, with the reference's log-probs if precomputed. All ranks."""
     precision = agree_on_precision(config.model.precision, group)
     run.write_status(phase="loading the model")
     if reference.kind != "precomputed":
-        return make_backend(config, group, run, precision, reference.kind, asked_to_stop), rows
+        return make_backend(config, group, run, precision, reference.kind), rows
     settings = _precompute_settings(config, group, run, precision)
     if _reference_config(config) is not config:
         rows = _precompute_with_other_model(config, group, run, rows, settings)
-        return make_backend(config, group, run, precision, "none", asked_to_stop), rows
+        return make_backend(config, group, run, precision, "none"), rows
     # Before a checkpoint is loaded the policy is the reference; under LoRA without its new adapters.
     has_adapter = config.lora is not None
-    own_reference = "adapter_off" if has_adapter else "none"
-    backend = make_backend(config, group, run, precision, own_reference, asked_to_stop)
+    backend = make_backend(config, group, run, precision, "adapter_off" if has_adapter else "none")
     forward = functools.partial(backend.forward, reference=has_adapter)
     return backend, _with_reference(rows, forward, settings)
 
 
 def make_backend(
-    config: RunConfig,
-    group: ProcessGroup,
-    run: RunDir,
-    precision: str,
-    reference: str,
-    asked_to_stop: Callable[[], bool] = lambda: False,
+    config: RunConfig, group: ProcessGroup, run: RunDir, precision: str, reference: str
 ) -> TorchBackend | DeepSpeedBackend:
     run.write_status(phase="loading the model", precision=precision, device=str(group.device))
     torch.manual_seed(config.seed)  # new adapters start the same in every run and layout
     model = build_model(config.model, config.lora, precision, with_weights=group.rank == 0)
-    backend = _choose_backend(config, model, group, precision, reference, asked_to_stop)
+    backend = _choose_backend(config, model, group, precision, reference)
     for message in backend.warnings:
         run.log_event("warning", message=message)
     trained = backend.parameters().values()
@@ -358,12 +351,7 @@ def describe_cost(config: RunConfig, backend: TorchBackend | DeepSpeedBackend, r
 
 
 def _choose_backend(
-    config: RunConfig,
-    model: nn.Module,
-    group: ProcessGroup,
-    precision: str,
-    reference: str,
-    asked_to_stop: Callable[[], bool] = lambda: False,
+    config: RunConfig, model: nn.Module, group: ProcessGroup, precision: str, reference: str
 ) -> TorchBackend | DeepSpeedBackend:
     options: dict[str, Any] = {
         "reference": reference,
@@ -376,7 +364,6 @@ def _choose_backend(
         "temperature": getattr(config.algorithm, "temperature", 1.0),
         "seed": config.seed,
         "group": group,
-        "asked_to_stop": asked_to_stop,
     }
     parallel = config.parallel
     if parallel.backend == "torch":

@@ -69,12 +69,12 @@ class DeepSpeedBackend:
         seed: int = 0,
         timeout_s: float = 600.0,
         group: ProcessGroup | None = None,
-        asked_to_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.group = group or join_group(device, ParallelConfig(), timeout_s)
         self.device = self.group.device
         self.micro_batch_tokens, self._offloads = micro_batch_tokens, activation_offload
-        self._asked_to_stop = asked_to_stop
+        self.asked_to_stop: Callable[[], bool] = lambda: False
+        """As of TorchBackend."""
         _refuse_other_axes(self.group)
         if reference not in ("none", "adapter_off"):
             raise ValueError(f"the reference {reference!r} needs parallel.backend torch: use precomputed, or LoRA")
@@ -147,7 +147,7 @@ class DeepSpeedBackend:
             sums += loss_step.stack(known, names) * (self.group.rank == 0)
         self._has_gradients = True
         flags = loss_step.flag_nonfinite(rank_batch, [logprobs for _, logprobs in passes], self.device)
-        asked = torch.full((1,), float(self._asked_to_stop()), dtype=torch.float64, device=self.device)
+        asked = torch.full((1,), float(self.asked_to_stop()), dtype=torch.float64, device=self.device)
         any_asked, *totals = self.group.sum(torch.cat([asked, sums, flags])).tolist()
         values = dict(zip(names, totals))
         loss_sum = values.pop("loss")

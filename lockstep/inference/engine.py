@@ -85,9 +85,15 @@ class LocalEngine:
         self._use(model)
 
     @classmethod
-    def load(cls, source: str | Path, device: str = "auto", batch_size: int | None = None) -> LocalEngine:
+    def load(
+        cls,
+        source: str | Path,
+        device: str = "auto",
+        batch_size: int | None = None,
+        report: Callable[[str], None] = warnings.warn,
+    ) -> LocalEngine:
         """`source` is a run directory, a model folder or a Hub id."""
-        return cls(*load_for_inference(str(source), device=device), batch_size=batch_size)
+        return cls(*load_for_inference(str(source), device=device), batch_size=batch_size, report=report)
 
     def load_weights(self, source: Weights, version: int) -> None:
         """A run directory or a model folder replaces model and tokenizer; named tensors are copied into the model.
@@ -321,18 +327,21 @@ def stop_token_ids(model: CausalLM, tokenizer: Tokenizer) -> frozenset[int]:
     for configured in (model.generation_config.eos_token_id, tokenizer.eos_token_id):
         if configured is not None:
             ids.update(configured if isinstance(configured, (list, tuple)) else [configured])
-    end_of_turn = _end_of_turn_id(tokenizer)
+    end_of_turn = end_of_turn_id(tokenizer)
     return frozenset(ids if end_of_turn is None else ids | {end_of_turn})
 
 
-def _end_of_turn_id(tokenizer: Tokenizer) -> int | None:
-    """A base model's end of text is often not its chat template's end of turn: read that from the template."""
-    if not getattr(tokenizer, "chat_template", None):
+def end_of_turn_id(tokenizer: Tokenizer, template: str | None = None) -> int | None:
+    """A base model's end of text is often not its chat template's end of turn: read that from the template.
+
+    `template`: another than the tokenizer's own.
+    """
+    if template is None and not getattr(tokenizer, "chat_template", None):
         return None
     answer = "lockstep"
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
     try:
-        text = tokenizer.apply_chat_template(turns, tokenize=False)
+        text = tokenizer.apply_chat_template(turns, tokenize=False, chat_template=template)
     except Exception:  # a template may refuse any conversation; then only the configured tokens count
         return None
     tail = text.rpartition(answer)[2]

@@ -74,6 +74,11 @@ class TokenSequence:
         return self._finish_reason is not None or self._cancelled
 
     @property
+    def ended_by_token(self) -> bool:
+        """Whether the last token is an end of turn, which is not part of the text."""
+        return bool(self.sampled) and self.sampled[-1] in self._end_tokens
+
+    @property
     def is_partial(self) -> bool:
         """Whether its cache cannot be that of another sample of its prompt: it has more tokens, or wants scores."""
         return bool(self.sampled) or self.options.prompt_scores
@@ -161,8 +166,8 @@ class TokenSequence:
         return any(self._text.find(stop, max(0, before - len(stop) + 1)) >= 0 for stop in self._params.stop)
 
     def _final_text(self) -> str:
-        has_end_token = bool(self.sampled) and self.sampled[-1] in self._end_tokens
-        text = self._tokenizer.decode(self.sampled[:-1] if has_end_token else self.sampled, skip_special_tokens=True)
+        shown = self.sampled[:-1] if self.ended_by_token else self.sampled
+        text = self._tokenizer.decode(shown, skip_special_tokens=True)
         return text[: min((at for at in map(text.find, self._params.stop) if at >= 0), default=len(text))]
 
     def _show(self, on_text: Callable[[str], None]) -> None:

@@ -14,6 +14,7 @@ import resource
 import socket
 import ssl
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -243,7 +244,18 @@ class GuardedProtocol(H11Protocol):
 # --- the server ------------------------------------------------------------------------------------------------------
 
 
-class _Server(uvicorn.Server):
+class GuardedServer(uvicorn.Server):
+    """`ending`: what is said about its end when it has started. `drain`: waited for before connections are closed."""
+
+    def __init__(self, config: uvicorn.Config, ending: str, drain: Callable[[], Awaitable[None]] | None = None) -> None:
+        super().__init__(config)
+        self._ending, self._drain = ending, drain
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        if self._drain is not None:
+            await self._drain()
+        await super().shutdown(sockets)
+
     async def startup(self, sockets: Any = None) -> None:
         await super().startup(sockets)
         for server in getattr(self, "servers", []):
@@ -259,12 +271,8 @@ class _Server(uvicorn.Server):
         scheme = "http" if protocol.keywords["tls"] is None else "https"
         for listener in listeners:
             host, port = listener.getsockname()[:2]
-            log.info(
-                "serving on %s://%s:%d (Ctrl+C ends it; jobs run on)",
-                scheme,
-                f"[{host}]" if ":" in host else host,
-                port,
-            )
+            shown = f"[{host}]" if ":" in host else host
+            log.info("serving on %s://%s:%d (%s)", scheme, shown, port, self._ending)
 
 
 def make_server(app: Any, settings: ServiceSettings) -> uvicorn.Server:
@@ -276,11 +284,18 @@ def make_server(app: Any, settings: ServiceSettings) -> uvicorn.Server:
         settings.stall_timeout_s,
         proxies,
     )
-    protocol: Any = partial(GuardedProtocol, guard=Connections(limits), tls=load_tls(settings))
-    config = uvicorn.Config(
+    config = guarded_config(app, settings.host, settings.port, limits, load_tls(settings))
+    return GuardedServer(config, "Ctrl+C ends it; jobs run on")
+
+
+def guarded_config(
+    app: Any, host: str, port: int, limits: ConnectionLimits, tls: ssl.SSLContext | None = None
+) -> uvicorn.Config:
+    protocol: Any = partial(GuardedProtocol, guard=Connections(limits), tls=tls)
+    return uvicorn.Config(
         app,
-        host=settings.host,
-        port=settings.port,
+        host=host,
+        port=port,
         http=protocol,
         ws="none",
         loop="asyncio",
@@ -288,13 +303,12 @@ def make_server(app: Any, settings: ServiceSettings) -> uvicorn.Server:
         log_level="info",
         access_log=False,
         server_header=False,
-        proxy_headers=bool(proxies),
-        forwarded_allow_ips=sorted(proxies),
+        proxy_headers=bool(limits.proxies),
+        forwarded_allow_ips=sorted(limits.proxies),
         backlog=_ACCEPTED_AT_ONCE,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=3,
     )
-    return _Server(config)
 
 
 def load_tls(settings: ServiceSettings) -> ssl.SSLContext | None:

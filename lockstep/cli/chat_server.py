@@ -74,7 +74,7 @@ def _load(options: ServeOptions, adapters: list[tuple[str, Path]], slow: list[st
 
     engine = load_engine(options.source, options.batch, report)
     models = ServedModels(engine, options.name or Path(options.source).resolve().name)
-    with make_console(stderr=True).status("loading adapters"):
+    with make_console(stderr=True).status("preparing the engine"):
         for name, source in adapters:
             models.add_adapter(name, source)
         engine.find_decoder()

@@ -65,7 +65,8 @@ MAY_USE: dict[str, set[str]] = {
     "algorithms": {"torch"},
     "data": {"numpy", "jinja2", "pyarrow", "datasets"},
     "parallel": {"torch"},
-    "launch": {"ray"},
+    # Each where a run asks for it: a Ray cluster, a Kubernetes cluster (urllib3 carries its client), an object store.
+    "launch": {"ray", "kubernetes", "urllib3", "fsspec"},
 }
 NEVER_USES: dict[str, set[str]] = {"service": {"torch"}, "launch": {"torch"}, "train": {"transformers", "peft"}}
 

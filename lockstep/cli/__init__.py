@@ -15,7 +15,7 @@ from lockstep.cli.options import app, echo
 
 # isort: off
 # In the order in which --help lists the commands.
-from lockstep.cli import train, demo, data, verify, eval, generate, runs, scale, serve, service, sagemaker
+from lockstep.cli import train, manifest, demo, data, verify, eval, generate, runs, scale, serve, service, sagemaker
 # isort: on
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "eval",
     "generate",
     "main",
+    "manifest",
     "runs",
     "sagemaker",
     "scale",

@@ -62,7 +62,7 @@ def load_settings(config: str | None, overrides: Sequence[str] | None, procs: in
     if procs is not None:
         changes.append(f"launch.procs={procs}")
     settings = check_config(load_config(path, changes))
-    for part in PARTS:
+    for part in PARTS if settings.launch.kind != "kubernetes" else ():  # there the paths are those of the pods
         for source in getattr(settings.data, part):
             if source.path.startswith("/") and "*" not in source.path and not Path(source.path).exists():
                 raise ConfigError(f"data.{part}: there is no file {source.path}")

@@ -3,7 +3,15 @@
 from lockstep.config.algorithm import AlgorithmConfig, DpoConfig, KtoConfig, SftConfig
 from lockstep.config.data import DataConfig, SourceConfig
 from lockstep.config.grpo import GrpoConfig, RewardConfig, RolloutsConfig
-from lockstep.config.launch import AnyLaunch, LaunchConfig, LocalLaunch, PoolConfig, RayLaunch, resolve_pool
+from lockstep.config.launch import (
+    AnyLaunch,
+    KubernetesLaunch,
+    LaunchConfig,
+    LocalLaunch,
+    PoolConfig,
+    RayLaunch,
+    resolve_pool,
+)
 from lockstep.config.loading import (
     check_config,
     known_keys,
@@ -38,6 +46,7 @@ __all__ = [
     "EvaluationConfig",
     "GrpoConfig",
     "KtoConfig",
+    "KubernetesLaunch",
     "LaunchConfig",
     "LocalLaunch",
     "LoggingConfig",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -52,7 +53,177 @@ class RayLaunch(AnyLaunch):
         return self
 
 
-LAUNCH_KINDS: dict[str, type[AnyLaunch]] = {"local": LocalLaunch, "ray": RayLaunch}
+_Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$", max_length=253)]
+_Quantity = Annotated[str, Field(pattern=r"^\d+(\.\d+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$")]
+_Folder = Annotated[str, Field(pattern=r"^/[^:]*[^/:]$")]
+# Set for every pod by the launcher or by Kubernetes.
+_OWN_VARIABLES = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "JOB_COMPLETION_INDEX"})
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_SECRET = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?/[-._a-zA-Z0-9]+")
+
+
+class VolumeConfig(Section):
+    """A claim of the cluster's storage, and where pods see it."""
+
+    claim: _Name
+    """The PersistentVolumeClaim."""
+    path: _Folder
+    """Where it is mounted."""
+    sub_path: str | None = None
+    """The folder of the volume that is mounted. Default: all of it."""
+    read_only: bool = False
+    """Nothing can be written to it."""
+
+    @model_validator(mode="after")
+    def _sub_path_is_inside(self) -> VolumeConfig:
+        if self.sub_path is not None and (self.sub_path.startswith("/") or ".." in self.sub_path.split("/")):
+            raise ValueError(f"sub_path {self.sub_path!r} leads out of the volume: give a folder inside of it")
+        return self
+
+
+class TolerationConfig(Section):
+    """A taint of nodes that pods put up with."""
+
+    key: str | None = None
+    """The taint's key. Default: every key."""
+    operator: Literal["Equal", "Exists"] = "Exists"
+    """Whether value must be the taint's."""
+    value: str | None = None
+    """For Equal."""
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+    """Default: every effect."""
+
+    @model_validator(mode="after")
+    def _value_is_for_equal(self) -> TolerationConfig:
+        if (self.value is not None) != (self.operator == "Equal"):
+            raise ValueError("a toleration has a value with operator Equal, and none with Exists")
+        if self.key is None and self.operator == "Equal":
+            raise ValueError("a toleration without a key tolerates every taint, with operator Exists: give key")
+        return self
+
+
+class KubernetesLaunch(AnyLaunch):
+    kind: Literal["kubernetes"]
+    """Pods of a Kubernetes cluster."""
+    target: Literal["auto", "job", "jobset", "trainjob", "rayjob"] = "auto"
+    """job: one node. jobset: several, needs JobSet. trainjob: needs Kubeflow's trainer. rayjob: pools of cluster, needs
+    KubeRay. auto: rayjob where there are pools or engines, otherwise job for one node and jobset for several."""
+    image: str
+    """The container image. Lockstep must be installed in it."""
+    context: str | None = None
+    """Of the kubeconfig. Default: its current one, or inside a pod the cluster of that."""
+    namespace: _Name | None = None
+    """Default: that of the context."""
+    nodes: PositiveInt = 1
+    """Pods that train."""
+    procs_per_node: PositiveInt = 1
+    """Ranks in each. procs is then nodes times this."""
+    gpus: NonNegativeInt = 0
+    """GPUs of each pod. Default: none."""
+    gpu_resource: Annotated[str, Field(pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$")] = "nvidia.com/gpu"
+    """What the cluster calls them."""
+    cpus: _Quantity | None = None
+    """CPUs of each pod, as "8" or "500m"."""
+    memory: _Quantity | None = None
+    """Memory of each pod, as "64Gi": more ends it."""
+    shm: _Quantity = "1Gi"
+    """Size of /dev/shm, which counts as memory."""
+    volumes: tuple[VolumeConfig, ...] = ()
+    """Claims that are mounted: for runs, models, data."""
+    run_root: _Folder = "/runs"
+    """The run directory is made in this folder of the pods: in one of the volumes, or kept by run_store."""
+    run_store: Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://.+[^/]$")] | None = None
+    """For one node without a volume for runs: an address that fsspec knows (s3://bucket/folder), to which checkpoints
+    and results are copied, and from which a run goes on."""
+    env: dict[str, str] = Field(default={})
+    """Variables of the environment."""
+    secrets: dict[str, str] = Field(default={})
+    """Variables from Secrets: the variable, and SECRET/KEY."""
+    node_selector: dict[str, str] = Field(default={})
+    """Labels that nodes must have."""
+    tolerations: tuple[TolerationConfig, ...] = ()
+    """Taints that are put up with."""
+    annotations: dict[str, str] = Field(default={})
+    """Annotations of the pods."""
+    service_account: _Name | None = None
+    """Default: that of the namespace, without its token."""
+    image_pull_secrets: tuple[_Name, ...] = ()
+    """For a private registry."""
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
+    """Default: Kubernetes' own."""
+    user: PositiveInt | None = None
+    """The user id of the processes and the group of the volumes. Default: the image's own, which may not be root."""
+    priority_class: _Name | None = None
+    """The PriorityClass of the pods."""
+    queue: _Name | None = None
+    """The local queue, where Kueue admits jobs."""
+    runtime: _Name = "lockstep"
+    """For trainjob: the ClusterTrainingRuntime (examples/kubernetes/runtime.yaml)."""
+    pending_timeout_s: Annotated[float, Field(gt=0)] = 3600.0
+    """How long pods may wait for a node or an image. Time in the queue does not count."""
+    deadline_s: PositiveInt | None = None
+    """The cluster ends a run that takes longer."""
+    ttl_s: NonNegativeInt | None = 86400
+    """After the end, the cluster removes the job after this time. null: never."""
+    grace_s: PositiveInt = 120
+    """What a pod that must go has to write a checkpoint."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _count_procs(cls, section: object) -> object:
+        if not isinstance(section, dict):
+            return section
+        nodes, each = section.get("nodes", 1), section.get("procs_per_node", 1)
+        if not (isinstance(nodes, int) and isinstance(each, int)):
+            return section
+        if section.get("procs", nodes * each) != nodes * each:
+            raise ValueError(
+                f"procs is nodes {nodes} x procs_per_node {each} = {nodes * each}: set these, and not procs"
+            )
+        return {**section, "procs": nodes * each}
+
+    @model_validator(mode="after")
+    def _consistent(self) -> KubernetesLaunch:
+        if self.target == "job" and self.nodes > 1:
+            raise ValueError(f"target job is one pod, and nodes is {self.nodes}: use jobset or trainjob")
+        kept = any(_is_inside(self.run_root, volume.path) and not volume.read_only for volume in self.volumes)
+        if kept == (self.run_store is not None):
+            raise ValueError(
+                f"run_root {self.run_root} is in a volume, and there is a run_store too: remove one of them"
+                if kept
+                else f"run_root {self.run_root} is in no volume that can be written to, so a run would be lost with "
+                "its pod: add a volume, or give run_store"
+            )
+        if self.run_store is not None and (self.nodes > 1 or self.target in ("trainjob", "rayjob")):
+            raise ValueError(
+                "run_store is for a job of one pod: several pods need a volume that all of them can write to"
+            )
+        self._check_variables()
+        return self
+
+    def _check_variables(self) -> None:
+        for key in ("env", "secrets"):
+            for name in getattr(self, key):
+                if not _VARIABLE.fullmatch(name):
+                    raise ValueError(f"{key}: {name!r} is no name of a variable")
+                if name in _OWN_VARIABLES or name.startswith("PET_"):
+                    raise ValueError(f"{key}: {name} is set by the launcher: remove it")
+        for name, source in self.secrets.items():
+            if not _SECRET.fullmatch(source):
+                raise ValueError(f"secrets: {name} must be SECRET/KEY, the name of a Secret and its key")
+        if both := self.env.keys() & self.secrets.keys():
+            raise ValueError(f"{min(both)} is in env and in secrets: remove one of them")
+
+    def mounts(self, path: str) -> bool:
+        """Whether the pods have this path from a volume."""
+        return any(_is_inside(path, volume.path) for volume in self.volumes)
+
+
+def _is_inside(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(f"{folder}/")
+
+
+LAUNCH_KINDS: dict[str, type[AnyLaunch]] = {"local": LocalLaunch, "ray": RayLaunch, "kubernetes": KubernetesLaunch}
 
 
 def expand_launch(section: Any) -> Any:
@@ -67,7 +238,9 @@ def expand_launch(section: Any) -> Any:
     return section
 
 
-LaunchConfig = Annotated[LocalLaunch | RayLaunch, Field(discriminator="kind"), BeforeValidator(expand_launch)]
+LaunchConfig = Annotated[
+    LocalLaunch | RayLaunch | KubernetesLaunch, Field(discriminator="kind"), BeforeValidator(expand_launch)
+]
 
 
 class PoolConfig(Section):
@@ -89,8 +262,9 @@ class PoolConfig(Section):
 
 def check_pools(launch: AnyLaunch, pools: tuple[PoolConfig, ...], num_engines: int) -> None:
     """Raise ValueError where pools contradict the other sections."""
-    if pools and not isinstance(launch, RayLaunch):
-        raise ValueError("cluster is for launch.kind ray: set it, or remove cluster")
+    has_ray = isinstance(launch, RayLaunch) or getattr(launch, "target", "") in ("auto", "rayjob")
+    if pools and not has_ray:
+        raise ValueError("cluster is for launch.kind ray, or kubernetes with target rayjob: set it, or remove cluster")
     for name, expected, key in (
         ("training", launch.procs, "launch.procs"),
         ("rollouts", num_engines, "rollouts.engines"),

@@ -112,7 +112,7 @@ def validate_config(
         raise ConfigError(_explain(error, source, places)) from error
 
 
-def check_config(config: RunConfig, *, launch_kinds: Collection[str] = ("local", "ray")) -> RunConfig:
+def check_config(config: RunConfig, *, launch_kinds: Collection[str] = tuple(LAUNCH_KINDS)) -> RunConfig:
     """The one check before a run is started or planned, for the command, Python, the service and its APIs alike.
 
     A RunConfig is sound in itself; this adds what depends on where it runs: `launch_kinds` are those that the caller
@@ -121,6 +121,8 @@ def check_config(config: RunConfig, *, launch_kinds: Collection[str] = ("local",
     launch = config.launch
     if launch.kind == "ray" and importlib.util.find_spec("ray") is None:
         raise ConfigError("launch.kind ray needs Ray: pip install 'lockstep[ray]'")
+    if launch.kind == "kubernetes" and importlib.util.find_spec("kubernetes") is None:
+        raise ConfigError("launch.kind kubernetes needs its client: pip install 'lockstep[kubernetes]'")
     if launch.kind not in launch_kinds:
         kinds = " or ".join(launch_kinds)
         raise ConfigError(f"launch.kind is {launch.kind}, and runs are started here with kind {kinds}: set that")
@@ -212,11 +214,11 @@ def _explain(error: ValidationError, source: str, places: Mapping[str, str]) -> 
         parts = [str(p) for p in problem["loc"]]
         if len(parts) > 1 and parts[0] in _KINDS_OF and parts[1] in _KINDS_OF[parts[0]][0]:
             del parts[1]  # which of the kinds it was read as
+        missing = ".".join(parts)
         while parts and ".".join(parts) not in known:
             parts.pop()
         dotted = ".".join(parts)
         if problem["type"] == "missing":
-            missing = ".".join(str(p) for p in problem["loc"])
             seen.setdefault(missing, f"{_place_of(source, places, dotted)}: {missing} is missing")
             continue
         message = problem["msg"].removeprefix("Value error, ")

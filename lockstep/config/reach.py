@@ -33,6 +33,24 @@ _OF_A_SOURCE: dict[str, Reach] = {
     "output_template": "text",
     "converter": "code",
 }
+# What runs in the pods, or with which rights, is code; so is what can change either.
+_OF_KUBERNETES: dict[str, Reach] = {
+    **dict.fromkeys(("image", "env", "secrets", "annotations", "service_account", "image_pull_secrets"), "code"),
+    **dict.fromkeys(("runtime", "gpu_resource", "node_selector", "priority_class"), "code"),
+    "tolerations.key": "code",
+    "tolerations.value": "code",
+    "context": "address",
+    "namespace": "address",
+    "run_store": "address",
+    "queue": "text",
+    "cpus": "text",
+    "memory": "text",
+    "shm": "text",
+    "run_root": "folder",
+    "volumes.claim": "folder",
+    "volumes.path": "folder",
+    "volumes.sub_path": "folder",
+}
 REACHES: dict[str, Reach] = {
     "name": "text",
     "model.path": "model",
@@ -57,6 +75,7 @@ REACHES: dict[str, Reach] = {
     "parallel.deepspeed_config": "file",
     "evaluation.encoder": "model",
     "launch.address": "address",
+    **{f"launch.{key}": reach for key, reach in _OF_KUBERNETES.items()},
     "cluster.resources": "text",
 }
 # Values that stand for something of Lockstep's own, and lead nowhere else.

@@ -32,6 +32,8 @@ lockstep train lockstep.yaml optim.learning_rate=1e-4 data.train=[a.jsonl,b.json
 - Former names of keys still work, and are announced once: RENAMES.
 """
 _POOL_TITLE = "A pool: an entry of cluster"
+_VOLUME_TITLE = "A volume: an entry of launch.volumes"
+_TOLERATION_TITLE = "A toleration: an entry of launch.tolerations"
 _REWARD_TITLE = "A reward: an entry of algorithm.reward"
 _SOURCE_TITLE = "A source: an entry of data.train, data.validation or data.test"
 _BOUNDS = (("exclusiveMinimum", ">"), ("minimum", "≥"), ("exclusiveMaximum", "<"), ("maximum", "≤"))
@@ -55,6 +57,9 @@ def configuration_reference() -> str:
             pages.append(_table(f"{name}, kind {kind}", f"{name}.", found))
             if kind == "grpo":
                 pages.append(_table(_REWARD_TITLE, "", schema["$defs"]["RewardConfig"]))
+            if kind == "kubernetes":
+                pages.append(_table(_VOLUME_TITLE, "", schema["$defs"]["VolumeConfig"]))
+                pages.append(_table(_TOLERATION_TITLE, "", schema["$defs"]["TolerationConfig"]))
         if section is not None and "oneOf" not in field:
             pages.append(_table(f"{name}{_presence(name, field, schema)}", f"{name}.", section))
         if name == "cluster":

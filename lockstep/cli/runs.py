@@ -1,4 +1,4 @@
-"""Commands on existing runs: runs, samples, plot, export."""
+"""Commands on existing runs: runs, stop, samples, plot, export."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def _run_row(run: RunDir) -> dict[str, object]:
 
     status = run.status()
     state = str(status.get("state"))
-    if state not in FINISHED_STATES and read_handle(run.path) is not None and not is_running(run.path):
+    handle = read_handle(run.path)
+    is_here = handle is not None and handle.pid > 0  # of those of a cluster the directory is all that is known here
+    if state not in FINISHED_STATES and is_here and not is_running(run.path):
         state = "lost"  # its processes ended without a last status
     elif state not in FINISHED_STATES and lacks_supervisor(run):
         state = "unsupervised"  # lockstep attach takes its launcher's place
@@ -52,6 +54,15 @@ def _run_row(run: RunDir) -> dict[str, object]:
     since = status.get("started_at") or run.config_path.stat().st_mtime
     row = {"name": run.path.resolve().name, "run_dir": str(run.path), "state": state}
     return row | {key: status.get(key) for key in keys} | {"age_s": max(time.time() - float(since), 0.0)}
+
+
+@app.command()
+def stop(run: Annotated[Path, typer.Argument(help="A run directory.")]) -> None:
+    """End a run of a cluster, and wait until none of its processes is left."""
+    from lockstep.launch.start import stop as stop_run
+
+    stop_run(run)
+    echo(f"stopped {run}")
 
 
 @app.command()

@@ -108,8 +108,14 @@ def _supervise(run: RunDir, handle: RestartingRun, display: RunDisplay, received
     try:
         display.follow(lambda: not received and handle.poll().state == "running")
     except BaseException:
-        handle.stop()
+        handle.give_up()
         raise
+    if received and handle.outlives_us:
+        handle.leave()
+        console.print(
+            f"The run goes on: lockstep attach {run.path} follows it, lockstep stop {run.path} ends it.", **LITERAL
+        )
+        return 128 + received[0]
     if received:
         console.print("stopping the run (Ctrl-C again ends it at once)", highlight=False)
         handle.stop(hurry=lambda: len(received) > 1)
@@ -142,7 +148,8 @@ def attach(
         while not start.has_ended(run):
             taken = None if watch else start.attach(run.path, lambda line: console.print(line, **LITERAL))
             if taken is not None:
-                console.print("Nobody supervised this run; now this command does. Ctrl-C stops the run.", **LITERAL)
+                ends = "leaves it running" if taken.outlives_us else "stops the run"
+                console.print(f"Nobody supervised this run; now this command does. Ctrl-C {ends}.", **LITERAL)
                 raise typer.Exit(_supervise(run, taken, display, received, as_json))
             _watch(run, display, received, forever=watch)
             if received:

@@ -278,8 +278,8 @@ class _Follower:
     def _fail(self, judgement: Judgement) -> RunState:
         """The ranks' own sentence, where they had one and the cluster did nothing to them."""
         status = self._run.status()
-        if status.get("state") == "completed":
-            return RunState("completed")
+        if status.get("state") in ("completed", "cancelled"):  # cancelled: by another process
+            return RunState("completed" if status["state"] == "completed" else "cancelled")
         failures = self._run.failures()
         of_cluster = "ended with exit code" not in judgement.reason and judgement.exit_code not in (2, 3)
         own = failures[0]["message"] if failures else next(iter(self._said.values()), "")

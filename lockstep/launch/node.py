@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", flush=True)
         return 2
     with _claimed(options.run_dir, place):
-        return Node(RunDir(options.run_dir), options.config, config, place, store).run()
+        return Machine(RunDir(options.run_dir), options.config, config, place, store).run()
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -88,7 +88,7 @@ def _node_number(place: Place) -> int:
     return place.node if isinstance(place, NodePlace) else place.rank
 
 
-class Node:
+class Machine:
     """The processes of a run on this machine, from their start to their end."""
 
     def __init__(

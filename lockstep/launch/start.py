@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import ConfigError, RunConfig, check_config, load_config, resolve_config
+from lockstep.launch.kubernetes import KubernetesLauncher
 from lockstep.launch.launcher import Launcher, Resources, RunHandle, RunState
 from lockstep.launch.local import LocalLauncher, is_running, read_handle
 from lockstep.launch.ray_driver import RayLauncher
@@ -24,6 +25,8 @@ from lockstep.rundir import FINISHED_STATES, RunDir, write_atomically
 
 _FIRST_PAUSE_S = 1.0
 _MAX_PAUSE_S = 60.0
+# Runs go on there without the process that started them, and are started again there, not here.
+_CLUSTERS = frozenset({"kubernetes"})
 _SUPERVISOR_FILE, _SUPERVISOR_LOCK = "supervisor.json", ".supervisor.lock"
 _MAY_CHANGE = ("parallel.", "launch.", "cluster", "batch.micro_batch_tokens", "rollouts.")
 # The settings there that change the numbers, or how old samples may be.
@@ -62,7 +65,7 @@ def train(
         while (outcome := processes.poll()).state == "running":
             time.sleep(0.2)
     except BaseException:
-        processes.stop()
+        processes.give_up()
         raise
     if outcome.state != "completed":
         raise RunFailed(f"{outcome.reason} (logs in {run.logs})")
@@ -91,7 +94,7 @@ def start(
             supervision.record(before)
             supervision.release()
         raise
-    return RestartingRun(launcher, handle, run, resources, settings.launch.max_restarts, say, supervision)
+    return RestartingRun(launcher, handle, run, resources, _max_restarts(settings), say, supervision)
 
 
 def attach(path: str | Path, say: Callable[[str], None] = lambda line: None) -> RestartingRun | None:
@@ -123,7 +126,25 @@ def attach(path: str | Path, say: Callable[[str], None] = lambda line: None) -> 
     except BaseException:
         supervision.release()
         raise
-    return RestartingRun(launcher, handle, run, resources, settings.launch.max_restarts, say, supervision, restarts)
+    return RestartingRun(launcher, handle, run, resources, _max_restarts(settings), say, supervision, restarts)
+
+
+def stop(path: str | Path) -> None:
+    """End a run of a cluster, whoever follows it. Returns when none of its processes is left."""
+    run = RunDir(Path(path).resolve(), owner=True)
+    settings = run.config()
+    if settings.launch.kind not in _CLUSTERS:
+        raise ValueError(
+            f"{path} runs on this machine: end it with Ctrl-C where it was started, or lockstep attach {path}"
+        )
+    launch_id, state = run.status().get("launch"), run.status().get("state")
+    if state in FINISHED_STATES:
+        raise ValueError(f"{path} has ended: it is {state}")
+    launcher, _ = _launcher_of(settings)
+    handle = launcher.find(run.path, launch_id) if launch_id else None
+    if handle is None:
+        raise ValueError(f"nothing of {path} was started")
+    launcher.stop(handle)
 
 
 def has_ended(run: RunDir) -> bool:
@@ -131,10 +152,15 @@ def has_ended(run: RunDir) -> bool:
     return run.status().get("state") in FINISHED_STATES and not (run.path / _SUPERVISOR_FILE).exists()
 
 
+def _max_restarts(settings: RunConfig) -> int:
+    """By this process."""
+    return 0 if settings.launch.kind in _CLUSTERS else settings.launch.max_restarts
+
+
 def _launcher_of(settings: RunConfig) -> tuple[Launcher, Resources]:
     launch = settings.launch
-    launcher = RayLauncher() if launch.kind == "ray" else LocalLauncher()
-    return launcher, Resources(launch.procs, launch.device)
+    launchers: dict[str, Callable[[], Launcher]] = {"ray": RayLauncher, "kubernetes": KubernetesLauncher}
+    return launchers.get(launch.kind, LocalLauncher)(), Resources(launch.procs, launch.device)
 
 
 def new_run_dir(name: str) -> Path:
@@ -334,6 +360,23 @@ class RestartingRun:
         self._due_at, self._max_restarts = None, 0
         self._launcher.stop(self._handle, hurry)
         self._end_supervision()
+
+    @property
+    def outlives_us(self) -> bool:
+        return self._handle.launcher in _CLUSTERS
+
+    def leave(self) -> None:
+        """The run goes on, and another process can follow it."""
+        assert self.outlives_us
+        if self._supervision is not None:
+            self._supervision.release()
+
+    def give_up(self) -> None:
+        """This process ends: so do the run's, if they would not do well without it."""
+        if self.outlives_us:
+            self.leave()
+        else:
+            self.stop()
 
     def _end_supervision(self) -> None:
         if self._supervision is not None:

@@ -188,8 +188,9 @@ class _Follower:
     # --- looking ------------------------------------------------------------------------------------------------------
 
     def _look(self) -> RunState:
-        pods = self._cluster.pods(self._handle.launch_id)
-        judgement = self._judge(pods)
+        workload = self._workload()
+        pods = self._cluster.pods(self._handle.launch_id)  # after it: those of a job that has ended are as they ended
+        judgement = self._judge(workload, pods)
         for pod in pods:
             self._follow_log(pod)
         self._mirror.flush()
@@ -205,11 +206,13 @@ class _Follower:
             self._show(judgement.reason)
         return RunState("running")
 
-    def _judge(self, pods: list[Manifest]) -> Judgement:
+    def _workload(self) -> Manifest | None:
         try:
-            workload = self._cluster.get(WORKLOADS[self._applied.target], self._applied.name)
+            return self._cluster.get(WORKLOADS[self._applied.target], self._applied.name)
         except Absent:
-            workload = None
+            return None
+
+    def _judge(self, workload: Manifest | None, pods: list[Manifest]) -> Judgement:
         if workload is not None and workload["metadata"].get("uid") == self._applied.uid:
             return judge(self._applied.target, workload, pods)
         what = "was deleted" if workload is None else "was deleted, and somebody made another of that name"

@@ -73,7 +73,7 @@ def test_a_mistake_comes_back_as_the_ranks_sentence(cluster, tiny_model, tmp_pat
     config = write_launch(tmp_path, tiny_model)
     (tmp_path / "train.jsonl").write_text('{"messages": "none"}\n')
     code, _, err = run_lockstep("train", config, "--run-dir", tmp_path / "mine", timeout_s=TIMEOUT_S)
-    assert code == 2
+    assert code == 2, (err, cluster.logs, cluster.all("jobs")[0].get("status"))
     assert "train.jsonl" in err
     assert "Traceback" not in err
 

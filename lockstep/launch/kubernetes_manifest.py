@@ -245,12 +245,15 @@ def _container(plan: Plan, name: str, resources: Manifest) -> Manifest:
 
 def _placement(launch: KubernetesLaunch) -> Manifest:
     """Where pods may run, and with which rights: what Kubeflow lets a TrainJob say, too."""
-    tolerations = [toleration.model_dump(exclude_none=True) for toleration in launch.tolerations]
+    tolerations = [
+        {"key": one.key, "operator": one.operator, "value": one.value, "effect": one.effect}
+        for one in launch.tolerations
+    ]
     optional: Manifest = {
         "serviceAccountName": launch.service_account,
         "imagePullSecrets": [{"name": name} for name in launch.image_pull_secrets],
         "nodeSelector": launch.node_selector,
-        "tolerations": tolerations,
+        "tolerations": [{key: value for key, value in one.items() if value is not None} for one in tolerations],
     }
     return {
         "terminationGracePeriodSeconds": launch.grace_s,

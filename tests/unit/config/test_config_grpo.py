@@ -75,7 +75,7 @@ def test_a_distance_in_the_reward_is_none_of_the_losss_business():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("kind: grpo", "algorithm.grpo.reward is missing"),
+        ("kind: grpo", "algorithm.reward is missing"),
         ("kind: grpo; reward: []", "algorithm.reward"),
         ("kind: grpo; reward: [exact, exact]", "algorithm.reward names exact twice"),
         ("kind: grpo; reward: {exact: 0.0}", "algorithm.reward has no weight but 0"),

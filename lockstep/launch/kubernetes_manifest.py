@@ -12,6 +12,7 @@ from lockstep.config import ConfigError, KubernetesLaunch, LocalLaunch, RayLaunc
 from lockstep.config.reach import texts_of
 from lockstep.launch.local import LAUNCH_ID_VARIABLE
 from lockstep.processes.rank_environment import MASTER_PORT
+from lockstep.processes.stop_notice import SAVE_ON_SIGTERM_VARIABLE
 
 Manifest = dict[str, Any]
 LAUNCH_LABEL = "lockstep/launch-id"
@@ -151,7 +152,7 @@ def _variables(plan: Plan) -> list[Manifest]:
     launch = plan.launch
     own = {
         LAUNCH_ID_VARIABLE: plan.launch_id,
-        "LOCKSTEP_SAVE_ON_SIGTERM": "1",
+        SAVE_ON_SIGTERM_VARIABLE: "1",
         "PYTHONUNBUFFERED": "1",
         "HOME": "/tmp",  # the root of the file system is read-only
         "USER": "lockstep",  # the user id may have no name in the image

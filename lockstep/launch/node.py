@@ -22,14 +22,13 @@ from lockstep.launch.run_echo import RunEcho
 from lockstep.launch.run_store import RunStore
 from lockstep.processes.rank_environment import NodePlace, Place, RankPlace, read_place
 from lockstep.processes.tree import catch_signals, child_processes, describe_exit, read_environment, signal_all
-from lockstep.rundir import FINISHED_STATES, RunDir
+from lockstep.rundir import EXIT_INTERRUPTED, FINISHED_STATES, RunDir
 
 _DRIVER_MODULE = "lockstep.launch.ray_driver"
 _INTERVAL_S = 0.5
 _STORE_INTERVAL_S = 5.0
 _STORE_ATTEMPTS = 5
 _STORE_PATIENCE_S = 60.0
-EXIT_INTERRUPTED = 75
 
 
 def main(arguments: list[str] | None = None) -> int:

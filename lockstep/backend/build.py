@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from lockstep.config import ParallelConfig
 from lockstep.model.experts import compute_experts_exactly
 from lockstep.model.lora import AdapterCoverage, measure_coverage, speed_up_eager
+from lockstep.model.mixers import TokenMixers
 from lockstep.model.parts import Part, measure_parts
 from lockstep.model.policy import Policy, causal_lm, decoder_layers, head_dim, tensor_plan
 from lockstep.model.stages import PassThrough, Stage, check_divisible, keep_layers, layer_costs
@@ -36,6 +37,7 @@ class Built:
     """`module` is what is called: the policy or its DDP wrapper; with pipeline parallelism `stages` are, by number.
 
     `parts`: what is trained of the whole model, by kind. `warnings`: what a person should know before the first step.
+    `eager`: of compiled layers, the forward before that.
     """
 
     policy: Policy
@@ -44,6 +46,12 @@ class Built:
     num_stages: int
     parts: dict[str, Part]
     warnings: tuple[str, ...] = ()
+    eager: dict[nn.Module, Callable[..., object]] = field(default_factory=dict)
+
+    def stop_compiling(self) -> None:
+        """A loop over documents in a layer would be compiled anew for every batch."""
+        for layer, forward in self.eager.items():
+            layer.forward = forward
 
 
 def build_policy(
@@ -66,10 +74,12 @@ def build_policy(
         split_tensors(policy, group)
     stages, num_stages = cut_stages(policy, group, parallel.schedule)
     layers = [layer for layer in decoder_layers(model) if not isinstance(layer, PassThrough)]
+    eager: dict[nn.Module, Callable[..., object]] = {}
     for layer in layers:
         if activation_checkpointing != "none":
-            layer.forward = _recomputed(layer.forward, selective=activation_checkpointing == "selective")
+            layer.forward = _recomputed(layer.forward, policy.mixers, selective=activation_checkpointing == "selective")
         if compile_layers:
+            eager[layer] = layer.forward
             layer.forward = torch.compile(layer.forward, dynamic=True)
     if compile_layers:
         # Numbers such as LoRA's scale are constants of a layer: as inputs they become tensors on the host, and a C++
@@ -99,7 +109,8 @@ def build_policy(
     module: nn.Module = policy
     if group.degrees.replicate > 1 and not group.degrees.sharded:
         module = replicate(policy, group.device, parallel.compression)
-    return Built(policy.train(), module, stages, num_stages, parts, tuple(_describe(policy, coverage, group.device)))
+    warnings = tuple(_describe(policy, coverage, group.device))
+    return Built(policy.train(), module, stages, num_stages, parts, warnings, eager)
 
 
 def _describe(policy: Policy, coverage: AdapterCoverage | None, device: torch.device) -> Iterator[str]:
@@ -163,10 +174,14 @@ def split_tensors(policy: Policy, group: ProcessGroup) -> None:
 
 def split_tokens(policy: Policy, group: ProcessGroup) -> None:
     """Each rank of the context axis computes a part of every micro-batch's tokens from here on."""
-    assert group.mesh is not None
-    if not policy.packs:
-        name = type(causal_lm(policy.model)).__name__
+    name = type(causal_lm(policy.model)).__name__
+    if policy.mixers.parts:
+        raise ValueError(
+            f"{', '.join(policy.mixers.names)} of {name} need all tokens of a document: set parallel.context to 1"
+        )
+    if not policy.attends_packed:
         raise ValueError(f"{name} does not take packed attention, which parallel.context needs: set it to 1")
+    assert group.mesh is not None
     policy.split_tokens = HeadExchange(group.mesh["context"])
 
 
@@ -216,11 +231,11 @@ def settle_dtypes(model: nn.Module, compute: torch.dtype) -> None:
             parameter.data = parameter.data.to(wanted)
 
 
-def _recomputed(forward: Callable[..., object], *, selective: bool) -> Callable[..., object]:
+def _recomputed(forward: Callable[..., object], mixers: TokenMixers, *, selective: bool) -> Callable[..., object]:
     contexts: dict[str, Any] = (
         {"context_fn": functools.partial(create_selective_checkpoint_contexts, _keep)} if selective else {}
     )
-    return functools.partial(checkpoint, forward, use_reentrant=False, **contexts)
+    return mixers.remembering_row(forward, functools.partial(checkpoint, use_reentrant=False, **contexts))
 
 
 # Expensive to recompute: matrix products and attention.

@@ -6,8 +6,11 @@ each other.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -17,40 +20,148 @@ from lockstep.model.load import DTYPES
 from lockstep.model.policy import PackedTokens, Policy, causal_lm
 from lockstep.model.stages import Stage, head_alone
 
-# Largest difference of log-probs that rounding explains, by what the model computes in.
 _UNKNOWN_HEAD = (
     "{name} changes its logits after the output head in a way Lockstep does not know "
     "(log-probs differ by {difference:.3g}): this model cannot be trained yet"
 )
+# Largest difference of log-probs that rounding explains, by what the model computes in.
 _ROUNDING = {"fp64": 1e-6, "fp32": 1e-3, "fp16": 0.1, "bf16": 0.3}
+_MODEL_ERRORS = (TypeError, ValueError, AttributeError, LookupError, AssertionError, NotImplementedError)
+_PART_ROUNDING = {"fp64": 1e-6, "fp32": 1e-4, "fp16": 0.02, "bf16": 0.05}  # of one part, relative to its largest value
 
 
 def check_policy(
     policy: Policy, evaluation: AbstractContextManager[None], device: torch.device, precision: str
 ) -> list[str]:
-    """Raises if the fast path computes something else; returns warnings. Leaves packing off where it leaks."""
+    """Raises if the fast path computes something else; returns what is slower than it could be, and what that costs."""
     name = type(causal_lm(policy.model)).__name__
-    warnings = []
+    rounding = _ROUNDING[precision]
     # Not compiled: these few shapes will not come again.
     with evaluation, torch.compiler.set_stance("force_eager"):
-        if policy.packs and not _isolates(policy, device, _ROUNDING[precision]):
-            policy.stop_packing(f"{name} does not keep packed documents apart")
-        if not policy.packs:
-            warnings.append(
-                f"{policy.why_not_packed}: documents are computed one by one, each in a pass of its own, and a prompt "
-                "again for each of its answers. That is slower, the more so the shorter they are"
-            )
-        if policy.shares_prompts and not _follows_shared_prompts(policy, device, _ROUNDING[precision]):
-            policy.shares_prompts = False
-            warnings.append(f"{name} does not let answers share a prompt: it is computed once per answer, slower")
         probe = _pack([_tokens(policy, 7, 12)], device)
-        fast, plain = policy(probe).double(), policy(probe, own=True)
-    if not bool(torch.isfinite(plain).all()):
-        raise ValueError(f"{name} gives log-probs that are not numbers: its weights hold nan or inf, or overflow")
-    difference = float((fast - plain).abs().max())
-    if not difference <= _ROUNDING[precision]:
-        raise ValueError(_UNKNOWN_HEAD.format(name=name, difference=difference))
-    return warnings
+        plain = _plain_logprobs(policy, probe)
+        if not bool(torch.isfinite(plain).all()):
+            raise ValueError(f"{name} gives log-probs that are not numbers: its weights hold nan or inf, or overflow")
+        _settle_packing(policy, probe, plain, device, precision)
+        _refuse_later_tokens(policy, probe, rounding)
+        if policy.shares_prompts and not _follows_shared_prompts(policy, device, rounding):
+            policy.shares_prompts = False
+        return list(_describe(policy, device))
+
+
+def _plain_logprobs(policy: Policy, probe: PackedTokens) -> Tensor:
+    try:
+        return policy.plain_logprobs(probe)
+    except _MODEL_ERRORS as error:  # of the model's own code: it wants more
+        name = type(causal_lm(policy.model)).__name__
+        raise ValueError(f"{name} cannot be called with the tokens of a text alone: {error}") from error
+
+
+def _describe(policy: Policy, device: torch.device | None = None) -> Iterator[str]:
+    """`device`: where a pass over the whole model can be timed."""
+    name = type(causal_lm(policy.model)).__name__
+    cost = "" if device is None else _measure_cost(policy, device)
+    if not policy.packs:
+        yield (
+            f"{policy.why_not_packed}: documents are computed one by one, each in a pass of its own, and a prompt "
+            f"again for each of its answers. Slower, the more so the shorter they are{cost}"
+        )
+        return
+    if policy.mixers.parts:
+        yield (
+            f"{', '.join(policy.mixers.names)} of {name} compute the documents of a packed row one after another, all "
+            f"else computes them together; nothing is compiled. Slower, the more so the shorter they are{cost}"
+        )
+    if not policy.shares_prompts:
+        yield f"{name} does not let answers share a prompt: it is computed once per answer, slower"
+
+
+def _measure_cost(policy: Policy, device: torch.device) -> str:
+    """Of many short documents instead of one long one, which has as many tokens."""
+    count, size = 8, 12
+    if policy.packs and not policy.mixers.parts:
+        return ""
+    if policy.max_positions is not None and policy.max_positions < count * size:
+        return ""
+    short = [_pack([_tokens(policy, 1 + i, size)], device) for i in range(count)]
+    if policy.packs:
+        short = [_pack([_tokens(policy, 1 + i, size) for i in range(count)], device)]
+    ratio = _seconds(policy, short, device) / _seconds(
+        policy, [_pack([_tokens(policy, 1, count * size)], device)], device
+    )
+    return f": {count} of {size} tokens take {ratio:.1f} times as long as one of {count * size}"
+
+
+def _seconds(policy: Policy, passes: list[PackedTokens], device: torch.device) -> float:
+    """Of the fastest of three times."""
+    taken = []
+    for _ in range(3):
+        started = time.perf_counter()
+        for packed in passes:
+            policy(packed)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - started)
+    return min(taken)
+
+
+def _settle_packing(policy: Policy, probe: PackedTokens, plain: Tensor, device: torch.device, precision: str) -> None:
+    """The fastest way that keeps the documents of a row apart.
+
+    Everything packed; or some parts of the model in a loop over documents, with packed attention or the model's own;
+    or each document in a pass of its own.
+    """
+    rounding = _ROUNDING[precision]
+
+    def run(lengths: tuple[int, int], number: int) -> None:
+        policy(_pack([_tokens(policy, 1 + number + 3 * i, length) for i, length in enumerate(lengths)], device))
+
+    def works(*, loops: bool) -> bool:
+        try:
+            if loops:
+                policy.loop_over_documents(run, _PART_ROUNDING[precision])
+            return _isolates(policy, device, rounding)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # models raise whatever they like when they are called in a way they do not know
+            policy.why_not_packed = f"{type(causal_lm(policy.model)).__name__} does not take packed documents ({error})"
+            return False
+
+    while policy.packs:
+        if not _difference(policy, probe, plain, rounding) and (works(loops=False) or works(loops=True)):
+            return
+        policy.attend_more_plainly()
+    if difference := _difference(policy, probe, plain, rounding):
+        raise ValueError(difference)
+
+
+def _difference(policy: Policy, probe: PackedTokens, plain: Tensor, rounding: float) -> str:
+    """Why one document does not have the log-probs of the model's own forward. Empty: it has, in the way to call the
+    model that was found here: positions are given or the model counts them, layers and head are called or the model."""
+    name, why = type(causal_lm(policy.model)).__name__, ""
+    for policy.enters_head, policy.gives_positions in product((False, True), (True, False)):
+        try:
+            difference = float((policy(probe).double() - plain).abs().max())
+        except _MODEL_ERRORS as error:
+            why = why or f"{name} cannot be called without its head: {error}"
+            continue
+        if difference <= rounding:
+            return ""
+        why = why or _UNKNOWN_HEAD.format(name=name, difference=difference)
+    policy.enters_head, policy.gives_positions = False, True
+    return why
+
+
+def _refuse_later_tokens(policy: Policy, probe: PackedTokens, rounding: float) -> None:
+    """An encoder, or a model that was not set up as a decoder, sees what it is to predict."""
+    tokens = probe.tokens.clone()
+    tokens[-1] = tokens[0]
+    seen = [policy(p).double()[:-1] for p in (probe, replace(probe, tokens=tokens))]
+    if not bool((seen[0] - seen[1]).abs().max() <= rounding):
+        raise ValueError(
+            f"{type(causal_lm(policy.model)).__name__} is not causal: its tokens see those that follow them. An "
+            "encoder cannot be trained as a language model; some are decoders with is_decoder: true in config.json"
+        )
 
 
 def check_stages(
@@ -71,7 +182,16 @@ def check_stages(
         return hidden[None]
 
     packs = [_pack([_tokens(policy, start, 10), _tokens(policy, 3, 9)], device) for start in (1, 5)]
-    with evaluation, torch.compiler.set_stance("force_eager"):
+
+    def run(lengths: tuple[int, int], number: int) -> None:
+        documents = [_tokens(policy, 1 + number + 3 * i, length) for i, length in enumerate(lengths)]
+        packed = _pack(documents, device)
+        hidden = torch.sin(wave[:, :1] * (torch.arange(sum(lengths), device=device)[:, None] + 0.7 + number)).to(dtype)
+        for stage in stages:
+            stage.micro_batches, stage.finish = [packed], lambda _, hidden: hidden[None]
+            stage(hidden, torch.tensor(0))
+
+    def mixes() -> bool:
         for stage in stages:
             stage.micro_batches, stage.finish = packs, finish
             seen = []
@@ -80,9 +200,16 @@ def check_stages(
                 hidden = torch.cat([first, second], dim=1).to(dtype)
                 seen.append(stage(hidden, torch.tensor(number))[0, 10:].double())
             if not bool((seen[0] - seen[1]).abs().max() <= rounding / 100):
+                return True
+        return False
+
+    with evaluation, torch.compiler.set_stance("force_eager"):
+        if not policy.attends_packed or mixes():
+            policy.loop_over_documents(run, _PART_ROUNDING[precision])
+            if mixes():
                 name = type(causal_lm(policy.model)).__name__
                 raise ValueError(f"{name} does not keep packed documents apart: set parallel.pipeline to 1")
-    return []
+    return list(_describe(policy))
 
 
 def _check_head(policy: Policy, packed: PackedTokens, hidden: Tensor, rounding: float) -> None:
@@ -105,11 +232,8 @@ def _isolates(policy: Policy, device: torch.device, rounding: float) -> bool:
     may differ.
     """
     second = _tokens(policy, 3, 9)
-    try:
-        seen = [policy(_pack([_tokens(policy, start, 10), second], device))[9:].double() for start in (1, 5)]
-        alone = policy(_pack([second], device)).double()
-    except (TypeError, ValueError):  # the model does not pass document lengths on to its attention
-        return False
+    seen = [policy(_pack([_tokens(policy, start, 10), second], device))[9:].double() for start in (1, 5)]
+    alone = policy(_pack([second], device)).double()
     return bool((seen[0] - seen[1]).abs().max() <= rounding / 100 and (seen[0] - alone).abs().max() <= rounding)
 
 
@@ -128,8 +252,13 @@ def _follows_shared_prompts(policy: Policy, device: torch.device, rounding: floa
 
 
 def _tokens(policy: Policy, start: int, count: int) -> Tensor:
-    vocabulary = causal_lm(policy.model).config.get_text_config().vocab_size
-    return (start + 11 * torch.arange(count)) % vocabulary
+    """With a padding token among them: some models do not count it as a position."""
+    config = causal_lm(policy.model).config.get_text_config()
+    tokens = (start + 11 * torch.arange(count)) % config.vocab_size
+    padding = getattr(config, "pad_token_id", None)
+    if padding is not None and 0 <= padding < config.vocab_size:
+        tokens[2] = padding
+    return tokens
 
 
 def _pack(documents: list[Tensor], device: torch.device) -> PackedTokens:

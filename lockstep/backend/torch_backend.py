@@ -99,11 +99,13 @@ class TorchBackend:
         self._skips_on_device &= self._scale is None
         self._roots: list[nn.Module] = [self.policy, *built.stages.values()]
         if self._pipelined is None:
-            problems = check_policy(self.policy, self._evaluation(), self.device, self.precision)
+            self.slow = check_policy(self.policy, self._evaluation(), self.device, self.precision)
         else:
             stages = built.stages.values()
-            problems = check_stages(self.policy, stages, self._evaluation(), self.device, self.precision)
-        self.warnings = [*built.warnings, *problems]
+            self.slow = check_stages(self.policy, stages, self._evaluation(), self.device, self.precision)
+        if self.policy.mixers.parts:
+            built.stop_compiling()
+        self.warnings = list(built.warnings)
         self.policy.use_temperature(temperature)  # the checks above are of the model as it is
         if self.group.degrees.context > 1:
             split_tokens(self.policy, self.group)
@@ -333,6 +335,9 @@ class TorchBackend:
         with quiet, self._narrowed(), self._offloaded():
             call = functools.partial(self._module, micro_batch.packed)
             total, metrics, logprobs = loss_step.compute_losses(micro_batch, loss, call, self._loss_scale)
+            if not total.requires_grad:
+                name = type(causal_lm(self.policy.model)).__name__
+                raise ValueError(f"nothing that is trained takes part in what {name} predicts: change lora.targets")
             total.backward()
         return metrics, logprobs
 

@@ -71,6 +71,8 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     packed_layout: PackedLayout | None = None,
     packed_boundaries: Tensor | None = None,
     packed_max_length: int | None = None,
@@ -82,20 +84,21 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention signature; returns [1, tokens, heads, head_dim].
 
+    `softcap`: scores are bounded by it; `s_aux`: of each head, the score of a sink that takes a part of the attention.
     `packed_keys`: where prompts are shared, the tokens that each segment attends to, one segment after the other.
     `packed_split`: the tokens here are this rank's part of those in the layout.
     """
-    for name in ("softcap", "s_aux", "position_bias"):
-        if kwargs.get(name) is not None:
-            raise ValueError(
-                f"{type(module).__name__} uses {name} in its attention, which packed attention does not have"
-            )
+    if kwargs.get("position_bias") is not None:
+        raise ValueError(f"{type(module).__name__} adds a bias to its scores, which packed attention does not have")
     if attention_mask is not None:
         raise ValueError(f"{type(module).__name__} builds its own attention mask, which packed attention cannot honour")
     if not getattr(module, "is_causal", True):
         raise ValueError(f"{type(module).__name__} is not causal")
     if packed_split is not None:
         query, key, value = packed_split.gather(query, key, value)
+        s_aux = None if s_aux is None else s_aux.unflatten(0, (packed_split.size, -1))[packed_split.place]
+    if packed_layout is None and (softcap is not None or s_aux is not None):
+        raise ValueError(f"{type(module).__name__} bounds its scores or has sinks, which no fused kernel computes")
     if packed_equal_length is not None and sliding_window is None:
         attended = _equal_length(query, key, value, scaling, dropout, packed_equal_length)
     elif packed_boundaries is not None and packed_max_length is not None:
@@ -108,10 +111,56 @@ def packed_attention(
             query, key, value, scaling, sliding_window, packed_boundaries, keys, packed_max_length
         )
     elif packed_layout is not None:
-        attended = segment_by_segment(query, key, value, scaling, dropout, sliding_window, packed_layout)
+        attend = _attend if softcap is None and s_aux is None else functools.partial(_attend_plainly, softcap, s_aux)
+        attended = segment_by_segment(query, key, value, scaling, dropout, sliding_window, packed_layout, attend)
     else:
         raise ValueError(f"{type(module).__name__} did not pass the document lengths to its attention")
     return attended if packed_split is None else packed_split.scatter(attended), None
+
+
+class _Attend(Protocol):
+    """`mask` [queries, keys], or None: causal."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None, dropout: float
+    ) -> Tensor: ...
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float | None, dropout: float) -> Tensor:
+    return F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=_is_grouped(q, k),
+    )
+
+
+def _attend_plainly(
+    softcap: float | None,
+    sinks: Tensor | None,  # [heads]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    dropout: float,
+) -> Tensor:
+    """With scores in memory, for what no kernel computes."""
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+    scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is None:
+        mask = _causal_mask(q.shape[2], 0, None, q.device)
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype).view(1, -1, 1, 1).expand(-1, -1, q.shape[2], 1)], dim=-1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+    return F.dropout(weights[..., : k.shape[2]], dropout) @ v
 
 
 def segment_by_segment(
@@ -122,8 +171,8 @@ def segment_by_segment(
     dropout: float,
     sliding_window: int | None,
     layout: PackedLayout,
+    attend: _Attend = _attend,
 ) -> Tensor:
-    grouped = _is_grouped(query, key)
     outputs = []
     # split, not slicing: its backward is one concatenation instead of one zero-filled tensor for each document.
     keys, values = (_with_prompts(t, layout) for t in (key, value))
@@ -132,10 +181,7 @@ def segment_by_segment(
         mask = None
         if before or (sliding_window is not None and length > sliding_window):
             mask = _causal_mask(length, before, sliding_window, q.device)
-        attended = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling, enable_gqa=grouped
-        )
-        outputs.append(attended.transpose(1, 2))
+        outputs.append(attend(q, k, v, mask, scaling, dropout).transpose(1, 2))
     return torch.cat(outputs, dim=1)
 
 

@@ -6,9 +6,10 @@ Wraps any transformers causal LM (also inside PEFT) without changing its code; p
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -27,6 +28,7 @@ from lockstep.model.head import (
     token_facts,
     weighted_logprob_sum,
 )
+from lockstep.model.mixers import Search, TokenMixers, candidates
 from lockstep.model.rotary import RotaryByLength, TextSpan
 
 if TYPE_CHECKING:
@@ -75,19 +77,23 @@ class Policy(nn.Module):
                 "not a plain linear layer: take it out of lora.targets, or use a causal language model"
             )
         self.head_options = HeadOptions(logit_transform(causal), chunk_tokens, kept_bytes=kept_bytes)
-        self.why_not_packed = _packing_problem(causal)
-        self.packs = not self.why_not_packed
+        self.why_not_packed = _attention_problem(causal)
+        self.attends_packed = not self.why_not_packed  # otherwise with the model's own attention
+        self.packs = True
+        self.mixers = TokenMixers()
         self.variable_length = False  # whether the fused kernel is used, which takes boundaries as a tensor
         self.why_not_fused: str | None = None
-        self.shares_prompts = self.packs
+        self.shares_prompts = True
         self.split_tokens: attention.SplitTokens | None = None
         # Once packed tokens have needed it, all are described in the general way: each other way is compiled anew.
         self._met_unequal = self._met_shared = False
+        self.gives_positions = True  # otherwise the model counts them itself
+        self.enters_head = False  # whether something between the layers and the head changes hidden states
         self.noisy_routers = noisy_routers(model)
         self.rotary = RotaryByLength.of(model)
         self.max_positions = max_positions(causal)
         self._own_attention = causal.config._attn_implementation
-        if self.packs:
+        if self.attends_packed:
             causal.set_attn_implementation(attention.PACKED)
 
     def train(self, mode: bool = True) -> Policy:
@@ -99,7 +105,7 @@ class Policy(nn.Module):
 
     def use_variable_length(self, device: torch.device, dtype: torch.dtype) -> None:
         """Switch to the fused kernel where it can run."""
-        if self.packs:
+        if self.attends_packed:
             self.why_not_fused = attention.variable_length_problem(device, dtype, head_dim(causal_lm(self.model)))
             self.variable_length = self.why_not_fused is None
 
@@ -115,14 +121,37 @@ class Policy(nn.Module):
     def stop_packing(self, why: str = "") -> None:
         """Restore the model's own attention; from now on it takes one document at a time."""
         self.why_not_packed = self.why_not_packed or why
-        if self.packs:
+        while self.packs:
+            self.attend_more_plainly()
+
+    def attend_more_plainly(self) -> None:
+        """From the fused kernel to attention one segment after another, to the model's own, to no packing at all."""
+        self.mixers.clear()
+        if self.variable_length:
+            self.variable_length = False
+            self.why_not_fused = self.why_not_packed or "documents would not be kept apart"
+        elif self.attends_packed:
+            self.attends_packed = False
             causal_lm(self.model).set_attn_implementation(self._own_attention)
-        self.packs = self.variable_length = self.shares_prompts = False
+        else:
+            self.packs = self.shares_prompts = False
+            name = type(causal_lm(self.model)).__name__
+            self.why_not_packed = self.why_not_packed or f"{name} does not keep packed documents apart"
+
+    def loop_over_documents(self, run: Callable[[tuple[int, int], int], None], tolerance: float) -> None:
+        """In those parts that mix the tokens of a row, see `Search`. All ranks."""
+        self.mixers.clear()
+        causal = causal_lm(self.model)
+        device = next(causal.parameters()).device
+        describe = functools.partial(self._attention_arguments, device=device)
+        head = causal.get_output_embeddings()
+        parts = [part for part in candidates(causal, decoder_layers(causal)) if head not in part.modules()]
+        Search(self.mixers, run, describe, tolerance).find(parts)
 
     @contextlib.contextmanager
     def own_attention(self) -> Iterator[None]:
         """Temporarily, the model with the attention that it was loaded with."""
-        if not self.packs:
+        if not self.attends_packed:
             yield
             return
         causal = causal_lm(self.model)
@@ -132,25 +161,49 @@ class Policy(nn.Module):
         finally:
             causal.set_attn_implementation(attention.PACKED)
 
-    def forward(
-        self, packed: PackedTokens, grad_logprobs: Tensor | None = None, *, own: bool = False, facts: bool = False
-    ) -> Any:
-        """The result of `apply_head`. `own`: from the model's own full forward and logits, slow, for checking."""
+    def forward(self, packed: PackedTokens, grad_logprobs: Tensor | None = None, *, facts: bool = False) -> Any:
+        """The result of `apply_head`."""
         inputs = {"input_ids": packed.tokens[None]}
-        if own:
-            return self.own_logprobs(packed, inputs)
-        hidden = self.run_layers(headless(causal_lm(self.model)), packed, inputs)
+        if self.enters_head:
+            hidden = self._run_to_head(packed, inputs)
+        else:
+            hidden = self.run_layers(headless(causal_lm(self.model)), packed, inputs)
         return self.apply_head(hidden[0], packed, grad_logprobs, facts=facts)
 
-    def own_logprobs(self, packed: PackedTokens, inputs: dict[str, Tensor]) -> Tensor:
-        with self.rotary.texts(self._spans(packed)):
-            logits = causal_lm(self.model)(**inputs, **self._arguments(packed)).logits[0, packed.predictors].double()
-        return torch.log_softmax(logits, dim=-1).gather(1, packed.targets[:, None])[:, 0]
+    def plain_logprobs(self, packed: PackedTokens) -> Tensor:
+        """Of one document, from the model as anybody calls it: its own attention, and positions that it counts."""
+        with self.own_attention(), self.rotary.texts(self._spans(packed)):
+            logits = causal_lm(self.model)(input_ids=packed.tokens[None], use_cache=False).logits
+        logprobs = torch.log_softmax(logits[0, packed.predictors].double(), dim=-1)
+        return logprobs.gather(1, packed.targets[:, None])[:, 0]
 
     def run_layers(self, body: nn.Module, packed: PackedTokens, inputs: dict[str, Tensor]) -> Tensor:
         """[1, T, H] hidden states of a model without its head."""
-        with self.rotary.texts(self._spans(packed)):
+        layout = attention.PackedLayout(packed.lengths, packed.shared)
+        with self.rotary.texts(self._spans(packed)), self.mixers.documents(layout):
             return body(**inputs, **self._arguments(packed)).last_hidden_state
+
+    def _run_to_head(self, packed: PackedTokens, inputs: dict[str, Tensor]) -> Tensor:
+        """[1, T, H]: what the model itself gives to its head, which returns it unchanged meanwhile."""
+        causal = causal_lm(self.model)
+        head = causal.get_output_embeddings()
+        seen: list[Tensor] = []
+
+        def pass_through(hidden: Tensor) -> Tensor:
+            seen.append(hidden)
+            return hidden
+
+        own = head.__dict__.get("forward")
+        head.forward = pass_through
+        layout = attention.PackedLayout(packed.lengths, packed.shared)
+        try:
+            with self.rotary.texts(self._spans(packed)), self.mixers.documents(layout):
+                causal(**inputs, **self._arguments(packed))
+        finally:
+            del head.forward
+            if own is not None:
+                head.forward = own
+        return seen[-1]
 
     def apply_head(
         self, hidden: Tensor, packed: PackedTokens, grad_logprobs: Tensor | None = None, *, facts: bool = False
@@ -180,21 +233,27 @@ class Policy(nn.Module):
         return found
 
     def _arguments(self, packed: PackedTokens) -> dict[str, Any]:
-        return {"position_ids": packed.positions[None], "use_cache": False, **self._attention_arguments(packed)}
-
-    def _attention_arguments(self, packed: PackedTokens) -> dict[str, Any]:
-        if not self.packs:
-            assert len(packed.lengths) == 1, "a model without packed attention takes one document at a time"
-            return {}
-        split = {} if self.split_tokens is None else {"packed_split": self.split_tokens}
         layout = attention.PackedLayout(packed.lengths, packed.shared)
+        positions = {"position_ids": packed.positions[None]} if self.gives_positions else {}
+        return {**positions, "use_cache": False, **self._attention_arguments(layout, packed.tokens.device)}
+
+    def _attention_arguments(self, layout: attention.PackedLayout, device: torch.device) -> dict[str, Any]:
+        assert self.packs or len(layout.lengths) == 1, "a model that does not pack takes one document at a time"
+        if not self.attends_packed:
+            # With a mask, transformers does not look for documents in the positions: parts that attend take one each.
+            is_row = len(layout.lengths) > 1
+            return (
+                {"attention_mask": torch.ones(1, sum(layout.lengths), dtype=torch.int64, device=device)}
+                if is_row
+                else {}
+            )
+        split = {} if self.split_tokens is None else {"packed_split": self.split_tokens}
         if not self.variable_length:
             return {"packed_layout": layout, **split}
-        device = packed.tokens.device
         arguments: dict[str, Any] = {"packed_boundaries": _boundaries(layout.lengths, device), **split}
         # Rounded up, so that compiled layers see few different numbers.
         arguments["packed_max_length"] = -(-max(layout.key_lengths) // 128) * 128
-        self._met_shared |= bool(packed.shared)
+        self._met_shared |= bool(layout.shared)
         self._met_unequal |= self._met_shared or len(set(layout.lengths)) > 1
         if self._met_shared:
             arguments["packed_keys"] = torch.from_numpy(_keys_of(layout)).to(device, non_blocking=True)
@@ -227,8 +286,8 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _packing_problem(causal: PreTrainedModel) -> str:
-    """Why documents cannot share a row, as far as the model's class and settings tell; empty: they may."""
+def _attention_problem(causal: PreTrainedModel) -> str:
+    """Why packed attention cannot be its attention, as far as the model's class and settings tell; empty: it may."""
     name = type(causal).__name__
     if not getattr(causal, "_supports_attention_backend", False):
         return f"{name} does not take its attention from transformers' AttentionInterface"
@@ -278,15 +337,43 @@ def headless(causal: PreTrainedModel) -> nn.Module:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks, found from the model's own list of modules that must not be split."""
+    """The repeated blocks that compute text, found from the model's own list of modules that must not be split.
+
+    Where it has no such list: its longest list of modules.
+    """
     causal = causal_lm(model)
     names = set(getattr(causal, "_no_split_modules", None) or ())
-    layers = [m for m in causal.modules() if type(m).__name__ in names]
+    embedding = causal.get_input_embeddings()
+    layers: list[nn.Module] = []
+    for part in _around_embedding(causal):  # models that also see or hear have layers elsewhere
+        found = [m for m in part.modules() if type(m).__name__ in names]
+        layers = [m for m in found if embedding not in m.modules()]
+        if layers:
+            break
     inner = {id(child) for layer in layers for child in layer.modules() if child is not layer}
-    layers = [layer for layer in layers if id(layer) not in inner]
+    layers = [layer for layer in layers if id(layer) not in inner] or _repeated_blocks(causal)
     if not layers:
         raise ValueError(f"{type(causal).__name__} does not say which of its modules are layers (_no_split_modules)")
     return layers
+
+
+def _around_embedding(causal: PreTrainedModel) -> Iterator[nn.Module]:
+    """The modules that hold the embedding of tokens, the innermost first."""
+    embedding = causal.get_input_embeddings()
+    name = next((name for name, module in causal.named_modules() if module is embedding), "")
+    while name:
+        name = name.rpartition(".")[0]
+        yield causal.get_submodule(name)
+
+
+def _repeated_blocks(causal: nn.Module) -> list[nn.Module]:
+    """None where several lists together are the layers, such as one of attentions and one of norms."""
+    lists = {name: m for name, m in causal.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
+    if not lists:
+        return []
+    name = max(lists, key=lambda name: sum(p.numel() for p in lists[name].parameters()))
+    beside = [other for other in lists if other.rpartition(".")[0] == name.rpartition(".")[0]]
+    return list(lists[name]) if len(beside) == 1 else []
 
 
 def logit_transform(causal: PreTrainedModel) -> LogitTransform:
@@ -294,9 +381,15 @@ def logit_transform(causal: PreTrainedModel) -> LogitTransform:
     config = causal.config.get_text_config()
     divisor, factor = getattr(config, "logits_scaling", None), getattr(config, "logit_scale", None)
     scale = (1.0 / divisor if divisor else 1.0) * (factor if factor else 1.0)
-    return LogitTransform(scale, getattr(config, "final_logit_softcapping", None))
+    caps = [
+        getattr(config, name, None) for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+    ]
+    return LogitTransform(scale, next((cap for cap in caps if cap is not None), None))
 
 
 def head_dim(causal: PreTrainedModel) -> int:
+    """The largest, where layers differ."""
     config = causal.config.get_text_config()
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    layers = getattr(config, "per_layer_config", None) or [config]
+    sizes = [getattr(layer, "head_dim", None) for layer in layers]
+    return max((size for size in sizes if size), default=config.hidden_size // config.num_attention_heads)

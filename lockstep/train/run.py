@@ -302,6 +302,8 @@ def make_backend(
     backend = _choose_backend(config, model, group, precision, reference)
     for message in backend.warnings:
         run.log_event("warning", message=message)
+    for message in backend.slow:
+        run.report_slow(message)
     trained = backend.parameters().values()
     counts = {"trained": sum(p.numel() for p in trained), "all": sum(p.numel() for p in backend.policy.parameters())}
     described = describe_parts(backend.parts)

@@ -256,7 +256,9 @@ def find_limits(config: RunConfig, reduction: Reduction) -> ModelLimits:
         if dora
         else _tensor_problem(model),
         not_pipeline=_pipeline_problem(policy),
-        not_context="" if policy.packs else "the model does not support packed attention, which parallel.context needs",
+        not_context=""
+        if policy.attends_packed
+        else "the model does not support packed attention, which parallel.context needs",
     )
 
 

@@ -33,7 +33,7 @@ def run_cell(
     settings = {"micro_batch_tokens": budget, "precision": "fp64", "parallel": parallel, **(settings or {})}
     backend = TorchBackend(make_model(family, lora=lora), group=group, **settings)
     first, second = batches()
-    found: dict[str, Any] = {"logprobs": backend.forward(first), "warnings": backend.warnings}
+    found: dict[str, Any] = {"logprobs": backend.forward(first), "slow": backend.slow}
     found["loss"] = backend.forward_backward(first, LossSpec(scale=scale_of(first))).loss
     found["gradients"] = everywhere({name: whole(p.grad) for name, p in backend.parameters().items()}, group)
     found["norm"] = backend.optim_step(STEP).grad_norm

@@ -127,7 +127,7 @@ def make_batch(seed: int = 0, rows: int = 11) -> list[Datum]:
 def forget_lengths(model: nn.Module) -> None:
     """Dynamic NTK keeps the frequencies of the longest text so far: each text is to be the first."""
     for module in model.modules():
-        if hasattr(module, "original_inv_freq"):
+        if hasattr(module, "original_inv_freq") and hasattr(module, "original_max_seq_len"):
             module.inv_freq = module.original_inv_freq
             module.max_seq_len_cached = module.original_max_seq_len
 

@@ -117,8 +117,8 @@ def test_ranks_without_a_row_add_nothing(layout: str, tmp_path: Path) -> None:
 def test_every_model_family_makes_the_plain_step(family: str, lora: bool) -> None:
     found = run_cell((family, lora, 64), ProcessGroup(0, 1, torch.device("cpu")))
     assert_same_step(found, reference(family, lora))
-    # One caps its scores, which packed attention does not have; the other does not take attention from outside.
-    assert any("one by one" in warning for warning in found["warnings"]) == (family in ("gemma2", "bloom"))
+    # One does not take attention from outside.
+    assert any("one after another" in message for message in found["slow"]) == (family == "bloom")
 
 
 @pytest.mark.parametrize(
@@ -173,15 +173,15 @@ def test_a_mask_that_leaks_between_documents_is_caught(monkeypatch: pytest.Monke
     honest = attention.segment_by_segment
 
     def leak(
-        q: Any, k: Any, v: Any, scaling: Any, dropout: Any, window: Any, layout: attention.PackedLayout
+        q: Any, k: Any, v: Any, scaling: Any, dropout: Any, window: Any, layout: attention.PackedLayout, attend: Any
     ) -> torch.Tensor:
-        return honest(q, k, v, scaling, dropout, window, attention.PackedLayout((sum(layout.lengths),)))
+        return honest(q, k, v, scaling, dropout, window, attention.PackedLayout((sum(layout.lengths),)), attend)
 
     monkeypatch.setattr(attention, "segment_by_segment", leak)
     group = ProcessGroup(0, 1, torch.device("cpu"))
-    # The probe sees the leak and falls back to one document at a time: slower, and right.
+    # The probe sees the leak and has attention take one document at a time: slower, and right.
     guarded = run_cell(("llama", False, 512), group)
-    assert "one by one" in guarded["warnings"][0]
+    assert "LlamaAttention of LlamaForCausalLM compute the documents of a packed row one after" in guarded["slow"][0]
     assert_same_step(guarded, reference("llama", False))
     monkeypatch.setattr(torch_backend, "check_policy", lambda *arguments: [])
     with pytest.raises(AssertionError):

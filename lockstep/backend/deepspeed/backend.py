@@ -113,8 +113,10 @@ class DeepSpeedBackend:
         for name, parameter in self.parameters().items():
             if name in exact:
                 self.pieces.set(parameter, exact.pop(name).to(self.device))
-        problems = check_policy(self.policy, self._evaluation(), self.device, self.precision)
-        self.warnings = [*built.warnings, *problems]
+        self.slow = check_policy(self.policy, self._evaluation(), self.device, self.precision)
+        if self.policy.mixers.parts:
+            built.stop_compiling()
+        self.warnings = list(built.warnings)
         self.policy.use_temperature(temperature)  # the check above compares at temperature 1
         self._has_gradients = False
         state.seed_rank(seed, self.group.data_rank)

@@ -95,7 +95,11 @@ class TrainingRank:
             seed=settings["seed"],
             group=group,
         )
-        return {"precision": precision, "device": str(group.device), "warnings": list(self._backend.warnings)}
+        return {
+            "precision": precision,
+            "device": str(group.device),
+            "warnings": [*self._backend.warnings, *self._backend.slow],
+        }
 
     def leave(self, body: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """The last method. All ranks."""

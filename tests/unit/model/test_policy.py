@@ -26,7 +26,7 @@ from lockstep.model.policy import (
 )
 from lockstep.types import Completion, Datum
 
-PACKING = [family for family in FAMILIES if family not in ("gemma2", "bloom")]
+PACKING = [family for family in FAMILIES if family != "bloom"]
 LENGTHS = (9, 2, 17, 5)  # shorter and longer than the sliding window of 6
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
@@ -83,9 +83,16 @@ def test_a_layer_inside_a_layer_is_not_one_of_its_own():
 
 
 @pytest.mark.parametrize("names", [None, [], ["SomethingElse"]])
-def test_a_model_that_does_not_name_its_layers_is_refused(names):
+def test_layers_that_a_model_does_not_name_are_its_list_of_blocks(names):
     model = make_model("llama", lora=False)
     model._no_split_modules = names
+    assert decoder_layers(model) == list(model.model.layers)
+
+
+def test_a_model_whose_layers_are_spread_over_several_lists_is_refused():
+    model = make_model("llama", lora=False)
+    model._no_split_modules = None
+    model.model.norms = torch.nn.ModuleList(torch.nn.LayerNorm(4) for _ in model.model.layers)
     with pytest.raises(ValueError, match="LlamaForCausalLM does not say which of its modules are layers"):
         decoder_layers(model)
 
@@ -102,7 +109,7 @@ def test_packed_documents_give_what_the_model_gives_each_alone(family, lora):
     with torch.no_grad():
         packed = policy(pack(documents))
         separate = torch.cat([policy(pack([d])) for d in documents])
-        own_logits = policy(pack(documents), own=True)
+        own_logits = torch.cat([policy.plain_logprobs(pack([d])) for d in documents])
     assert_close(packed, expected, family)
     assert_close(separate, expected, family)
     assert_close(own_logits, expected, family)
@@ -156,17 +163,23 @@ def test_only_targets_are_computed():
         assert_close(policy(few), policy(packed)[some])
 
 
-def test_an_attention_with_capped_scores_refuses_to_pack():
-    policy = Policy(make_model("gemma2", lora=False))
-    assert policy.packs
-    with pytest.raises(ValueError, match="Gemma2Attention uses softcap in its attention"):
-        policy(pack(draw_documents()))
+def test_capped_scores_are_capped_in_packed_documents():
+    def make(cap: float | None) -> Any:
+        torch.manual_seed(0)
+        config = transformers.Gemma2Config(**TINY, head_dim=8, initializer_range=0.3, attn_logit_softcapping=cap)
+        return transformers.Gemma2ForCausalLM(config).double().eval()
+
+    documents = draw_documents()
+    expected = torch.cat([plain(make(0.3), d) for d in documents])
+    with torch.no_grad():
+        assert_close(Policy(make(0.3))(pack(documents)), expected, "gemma2")
+        assert (Policy(make(None))(pack(documents)) - expected).abs().max() > 0.01
 
 
-def test_a_model_that_cannot_pack_takes_one_document_at_a_time():
+def test_a_model_that_does_not_pack_takes_one_document_at_a_time():
     documents = draw_documents()
     policy = Policy(make_model("bloom", lora=False))
-    assert not policy.packs
+    policy.stop_packing()
     with torch.no_grad():
         found = policy(pack(documents[2:3]))
     assert_close(found, plain(make_model("bloom", lora=False), documents[2]))
@@ -191,7 +204,7 @@ def test_after_packing_the_model_has_its_own_attention_and_generates_as_before(f
     model = make_model(family, lora=lora)
     own = causal_lm(model).config._attn_implementation
     policy = Policy(model)
-    if policy.packs:
+    if policy.attends_packed:
         assert causal_lm(model).config._attn_implementation == PACKED
     policy.stop_packing()
     assert causal_lm(model).config._attn_implementation == own

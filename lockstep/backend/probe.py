@@ -51,7 +51,7 @@ def check_policy(
 
 def _plain_logprobs(policy: Policy, probe: PackedTokens) -> Tensor:
     try:
-        return policy.plain_logprobs(probe)
+        return policy(probe, plain=True)
     except _MODEL_ERRORS as error:  # of the model's own code: it wants more
         name = type(causal_lm(policy.model)).__name__
         raise ValueError(f"{name} cannot be called with the tokens of a text alone: {error}") from error

@@ -161,8 +161,12 @@ class Policy(nn.Module):
         finally:
             causal.set_attn_implementation(attention.PACKED)
 
-    def forward(self, packed: PackedTokens, grad_logprobs: Tensor | None = None, *, facts: bool = False) -> Any:
-        """The result of `apply_head`."""
+    def forward(
+        self, packed: PackedTokens, grad_logprobs: Tensor | None = None, *, plain: bool = False, facts: bool = False
+    ) -> Any:
+        """The result of `apply_head`. `plain`: see `_plain_logprobs`, for checking."""
+        if plain:
+            return self._plain_logprobs(packed)
         inputs = {"input_ids": packed.tokens[None]}
         if self.enters_head:
             hidden = self._run_to_head(packed, inputs)
@@ -170,7 +174,7 @@ class Policy(nn.Module):
             hidden = self.run_layers(headless(causal_lm(self.model)), packed, inputs)
         return self.apply_head(hidden[0], packed, grad_logprobs, facts=facts)
 
-    def plain_logprobs(self, packed: PackedTokens) -> Tensor:
+    def _plain_logprobs(self, packed: PackedTokens) -> Tensor:
         """Of one document, from the model as anybody calls it: its own attention, and positions that it counts."""
         with self.own_attention(), self.rotary.texts(self._spans(packed)):
             logits = causal_lm(self.model)(input_ids=packed.tokens[None], use_cache=False).logits

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from equivalence.families import in_float64
 from equivalence.layouts import BUDGETS, Cell, batches, run_cell, run_cells, run_small_batch, spawn
 from equivalence.plain import FAMILIES, make_batch, plain_run
 
@@ -115,8 +117,10 @@ def test_ranks_without_a_row_add_nothing(layout: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_every_model_family_makes_the_plain_step(family: str, lora: bool) -> None:
-    found = run_cell((family, lora, 64), ProcessGroup(0, 1, torch.device("cpu")))
-    assert_same_step(found, reference(family, lora))
+    # The attention of two of them rounds to float32.
+    with in_float64() if family in ("gemma2", "bloom") else contextlib.nullcontext():
+        found = run_cell((family, lora, 64), ProcessGroup(0, 1, torch.device("cpu")))
+        assert_same_step(found, reference(family, lora))
     # One does not take attention from outside.
     assert any("one after another" in message for message in found["slow"]) == (family == "bloom")
 

@@ -109,7 +109,7 @@ def test_packed_documents_give_what_the_model_gives_each_alone(family, lora):
     with torch.no_grad():
         packed = policy(pack(documents))
         separate = torch.cat([policy(pack([d])) for d in documents])
-        own_logits = torch.cat([policy.plain_logprobs(pack([d])) for d in documents])
+        own_logits = torch.cat([policy(pack([d]), plain=True) for d in documents])
     assert_close(packed, expected, family)
     assert_close(separate, expected, family)
     assert_close(own_logits, expected, family)

@@ -70,8 +70,8 @@ NAMED = (
     Fault(
         "recomputation draws another dropout",
         BUILD,
-        "checkpoint, forward, use_reentrant=False,",
-        "checkpoint, forward, use_reentrant=False, preserve_rng_state=False,",
+        "checkpoint, use_reentrant=False,",
+        "checkpoint, use_reentrant=False, preserve_rng_state=False,",
         (STEPS, f"{LAYOUTS}::test_activations_that_are_not_kept_give_the_same_step"),
         ("recomputed dropout", "replicate=2"),
     ),

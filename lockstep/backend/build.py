@@ -48,9 +48,9 @@ class Built:
     warnings: tuple[str, ...] = ()
     eager: dict[nn.Module, Callable[..., object]] = field(default_factory=dict)
 
-    def stop_compiling(self) -> None:
+    def leave_loops_uncompiled(self) -> None:
         """A loop over documents in a layer would be compiled anew for every batch."""
-        for layer, forward in self.eager.items():
+        for layer, forward in self.eager.items() if self.policy.mixers.parts else ():
             layer.forward = forward
 
 

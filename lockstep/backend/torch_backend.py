@@ -103,8 +103,7 @@ class TorchBackend:
         else:
             stages = built.stages.values()
             self.slow = check_stages(self.policy, stages, self._evaluation(), self.device, self.precision)
-        if self.policy.mixers.parts:
-            built.stop_compiling()
+        built.leave_loops_uncompiled()
         self.warnings = list(built.warnings)
         self.policy.use_temperature(temperature)  # the checks above are of the model as it is
         if self.group.degrees.context > 1:

@@ -114,8 +114,7 @@ class DeepSpeedBackend:
             if name in exact:
                 self.pieces.set(parameter, exact.pop(name).to(self.device))
         self.slow = check_policy(self.policy, self._evaluation(), self.device, self.precision)
-        if self.policy.mixers.parts:
-            built.stop_compiling()
+        built.leave_loops_uncompiled()
         self.warnings = list(built.warnings)
         self.policy.use_temperature(temperature)  # the check above compares at temperature 1
         self._has_gradients = False

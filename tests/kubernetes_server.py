@@ -201,6 +201,10 @@ class FakeCluster:
         elif all(p["status"]["phase"] == "Succeeded" for p in pods):
             workload["status"] = {"conditions": [{"type": done, "status": "True"}]}
 
+    def terminate(self, pod: str) -> None:
+        """What a kubelet does first to a pod that must go."""
+        self._processes[pod].send_signal(signal.SIGTERM)
+
     def _end_process(self, pod: str) -> None:
         process = self._processes.pop(pod, None)
         if process is not None and process.poll() is None:

@@ -202,6 +202,8 @@ class _Follower:
         if overdue:
             self._remove(lambda: False)
             return self._fail(Judgement("failed", overdue, judgement.exit_code))
+        if self._run.status().get("state") in ("failed", "interrupted"):  # so said a pod that has a successor
+            self._run.write_status(state="created", error=None, phase="starting again")
         if judgement.phase != "running":
             self._show(judgement.reason)
         return RunState("running")

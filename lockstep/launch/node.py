@@ -16,10 +16,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from lockstep.config import ConfigError, RunConfig, load_config
+from lockstep.config import RunConfig, load_config
 from lockstep.launch.local import WORKER_MODULE, launch_lock
 from lockstep.launch.run_echo import RunEcho
 from lockstep.launch.run_store import RunStore
+from lockstep.launch.start import reopen
 from lockstep.processes.rank_environment import NodePlace, Place, RankPlace, read_place
 from lockstep.processes.tree import catch_signals, child_processes, describe_exit, read_environment, signal_all
 from lockstep.rundir import EXIT_INTERRUPTED, FINISHED_STATES, RunDir
@@ -38,8 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
         store = RunStore(options.store) if options.store else None
         if store is not None:
             _restore(store, options.run_dir)
-        if config.launch.kind == "ray":
-            _prepare_driver(options.run_dir, config)
+        if _node_number(place) == 0:
+            _prepare(RunDir(options.run_dir), config)
     except ValueError as error:
         print(f"error: {error}", flush=True)
         return 2
@@ -61,13 +62,13 @@ def _restore(store: RunStore, run_dir: Path) -> None:
         print(f"going on from step {step} of {store.address}", flush=True)
 
 
-def _prepare_driver(run_dir: Path, config: RunConfig) -> None:
-    """The ranks do it themselves, where there are ranks here."""
-    run = RunDir(run_dir)
+def _prepare(run: RunDir, config: RunConfig) -> None:
+    """A run that is there goes on with what may change within a run. The ranks make one that is not, where they are."""
     if not run.config_path.exists():
-        RunDir.create(run_dir, config)
-    elif run.config() != config:
-        raise ConfigError(f"{run_dir} holds a run with other settings than the configuration: choose another name")
+        if config.launch.kind == "ray":
+            RunDir.create(run.path, config)
+    elif run.config() != config and run.status().get("state") != "completed":
+        reopen(run.path, settings=config)
 
 
 @contextlib.contextmanager

@@ -91,17 +91,17 @@ def _prepare(run: RunDir, config: RunConfig) -> bool:
     if run.owner and not run.config_path.exists():
         RunDir.create(run.path, config)
     deadline = time.monotonic() + config.launch.timeout_s
-    while not run.config_path.exists():
+    while not run.config_path.exists() or run.config() != config:
+        if run.owner or (run.config_path.exists() and time.monotonic() > deadline):
+            raise ConfigError(
+                f"{run.path} holds a run with other settings than the configuration: choose another folder, or go on "
+                "with that run without --config"
+            )
         if time.monotonic() > deadline:
             raise ConfigError(
                 f"rank 0 has not made {run.path} in {config.launch.timeout_s:g} s: every rank must see the same folder"
             )
         time.sleep(0.1)
-    if run.config() != config:
-        raise ConfigError(
-            f"{run.path} holds a run with other settings than the configuration: choose another folder, or go on with "
-            "that run without --config"
-        )
     return run.status().get("state") != "completed"
 
 

@@ -15,7 +15,7 @@ import pytest
 from kubernetes_server import FakeCluster, serve_cluster
 from tiny import run_lockstep, start_lockstep, write_config
 
-from lockstep.rundir import RunDir
+from lockstep.rundir import RunDir, damage
 
 pytest.importorskip("kubernetes")
 TIMEOUT_S = 400
@@ -101,3 +101,55 @@ def test_ctrl_c_leaves_a_run_that_attach_follows_and_stop_ends(cluster, tiny_mod
     assert not cluster.all("jobs")
     follower.communicate(timeout=TIMEOUT_S)
     assert run.status()["state"] == "cancelled"
+
+
+def evict(cluster: FakeCluster) -> None:
+    """The pod gets SIGTERM, as from a node that is drained, and has ended when this returns."""
+    pod = cluster.only("pods")
+    cluster.terminate(pod["metadata"]["name"])
+    wait_for(lambda: pod["status"]["phase"] == "Failed", "the pod's end")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("procs", [1, 2])
+def test_an_evicted_pod_saves_and_the_next_goes_on(procs, cluster, tiny_model, tmp_path):
+    config = write_launch(tmp_path, tiny_model, procs_per_node=procs, optim={"max_steps": 100_000, "epochs": 100_000})
+    there = RunDir(tmp_path / "pods" / "mine")
+    command = start_lockstep("train", config, "--run-dir", tmp_path / "mine")
+    wait_for(lambda: bool(there.metrics()), "the first step")
+    evict(cluster)
+    ended = cluster.only("pods")["status"]["containerStatuses"][0]["state"]["terminated"]
+    assert ended["exitCode"] == 75, cluster.logs
+    saved = there.list_checkpoints()[-1].step
+    assert there.status()["state"] == "interrupted"
+    assert saved == there.metrics()[-1]["step"]
+    command.send_signal(signal.SIGINT)
+    command.communicate(timeout=TIMEOUT_S)
+
+    cluster.objects.pop(("jobs", "team", cluster.only("jobs")["metadata"]["name"]))
+    cluster.objects.pop(("pods", "team", cluster.only("pods")["metadata"]["name"]))
+    command = start_lockstep("train", "--resume", tmp_path / "mine")
+    wait_for(lambda: there.metrics()[-1]["step"] > saved, "a step more")
+    assert [event["step"] for event in there.events() if event["event"] == "resumed"] == [saved]
+    command.send_signal(signal.SIGINT)
+    command.communicate(timeout=TIMEOUT_S)
+
+
+@pytest.mark.slow
+def test_a_run_without_a_volume_is_kept_in_a_store(cluster, tiny_model, tmp_path):
+    store = tmp_path / "store"
+    root = Path(os.path.commonpath([tmp_path, tiny_model]))
+    config = write_launch(
+        tmp_path,
+        tiny_model,
+        run_store=f"file://{store}",
+        run_root=str(tmp_path / "pods"),
+        volumes=[{"claim": "disk", "path": str(root), "read_only": True}],
+    )
+    code, out, err = run_lockstep("train", config, "--run-dir", tmp_path / "mine", timeout_s=TIMEOUT_S)
+    assert code == 0, (out, err, cluster.logs)
+    kept = RunDir(store / "mine")
+    assert kept.status()["state"] == "completed"
+    assert kept.list_checkpoints()[-1].step == 4
+    assert damage(kept.list_checkpoints()[-1].path) is None
+    assert (kept.path / "metrics.jsonl").read_bytes() == (tmp_path / "mine" / "metrics.jsonl").read_bytes()

@@ -313,6 +313,11 @@ def test_a_file_of_this_machine_is_none_of_the_pods(tmp_path):
     Plan.of(resolve_config({**config, "launch": mounted}), "run", "0" * 32)
 
 
+def test_the_role_allows_what_the_launcher_asks_for():
+    role = yaml.safe_load((EXAMPLES / "role.yaml").read_text())
+    same_after_the_client(role, "V1Role")
+
+
 def test_the_command_prints_what_it_would_apply():
     code, out, err = run_lockstep("manifest", EXAMPLES / "sft.yaml", "--name", "mine")
     assert (code, err) == (0, "")

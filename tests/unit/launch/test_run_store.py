@@ -77,7 +77,8 @@ def test_old_checkpoints_go_and_results_come(address, tmp_path):
     assert there.status()["state"] == "completed"
 
 
-def test_a_checkpoint_that_was_not_copied_whole_does_not_count(address, tmp_path, monkeypatch):
+@pytest.mark.parametrize("lost", [MANIFEST, "rank-0.safetensors"])
+def test_a_checkpoint_that_was_not_copied_whole_does_not_count(lost, address, tmp_path, monkeypatch):
     run, store = new_run(tmp_path / "a"), RunStore(address)
     save(run, 1)
     store.keep(run.path)
@@ -85,12 +86,12 @@ def test_a_checkpoint_that_was_not_copied_whole_does_not_count(address, tmp_path
     files, _ = fsspec.core.url_to_fs(address)
     put = type(files).put_file
 
-    def fail_at_manifest(self, local, remote, **options):
-        if str(remote).endswith(f"step-2/{MANIFEST}"):
+    def fail_at_one(self, local, remote, **options):
+        if str(remote).endswith(f"step-2/{lost}"):
             raise OSError("the connection is gone")
         return put(self, local, remote, **options)
 
-    monkeypatch.setattr(type(files), "put_file", fail_at_manifest)
+    monkeypatch.setattr(type(files), "put_file", fail_at_one)
     with pytest.raises(OSError, match="gone"):
         store.keep(run.path)
     monkeypatch.undo()

@@ -36,7 +36,8 @@ class RunEcho:
             rank = file.stem.removeprefix("rank-")
             if self._ranks is None or (rank.isdecimal() and int(rank) in self._ranks):
                 for _, line in self._new_lines(file, file.name):
-                    self._say(f"rank {rank}: {line}")
+                    shown = line.rstrip("\r").rpartition("\r")[2]  # of a progress bar, its last state
+                    self._say(f"rank {rank}: {shown}")
         if not self._is_first:
             return
         for name in _RECORDS:
@@ -66,10 +67,9 @@ class RunEcho:
         except OSError:
             return []
         lines: list[tuple[int, str]] = []
-        for raw in content.splitlines(keepends=True):
-            if raw.endswith(b"\n"):
-                lines.append((self._offsets[name], raw.decode(errors="replace").rstrip("\n")))
-                self._offsets[name] += len(raw)
+        for raw in content.split(b"\n")[:-1]:  # the last has no end yet
+            lines.append((self._offsets[name], raw.decode(errors="replace")))
+            self._offsets[name] += len(raw) + 1
         return lines
 
 

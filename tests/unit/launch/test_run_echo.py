@@ -29,7 +29,7 @@ def test_the_directory_here_follows(there, here):
     echo = RunEcho(there, [0], is_first=True, say=lines.append)
     there.log_metrics({"step": 1, "loss": 2.0, "text": "grün"})
     there.log_event("model", parameters=3)
-    (there.logs / "rank-0.log").write_text("one\ntwo\nunfinished")
+    (there.logs / "rank-0.log").write_bytes(b"one\nbar 1%\rbar 100%\ntwo\nunfinished")
     (there.logs / "rank-1.log").write_text("of another machine\n")
     echo.show()
     there.log_metrics({"step": 2, "loss": 1.0})
@@ -40,7 +40,7 @@ def test_the_directory_here_follows(there, here):
 
     mirror = RunMirror(here)
     plain = [line for line in lines if not mirror.take(line)]
-    assert plain == ["rank 0: one", "rank 0: two"]
+    assert plain == ["rank 0: one", "rank 0: bar 100%", "rank 0: two"]
     mirror.flush()
     for name in ("metrics.jsonl", "events.jsonl"):
         assert (here.path / name).read_bytes() == (there.path / name).read_bytes()

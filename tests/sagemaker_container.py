@@ -76,7 +76,7 @@ def start_container(base: Path, *arguments: str, before: Sequence[str] = (), **v
     )
 
 
-def run_container(base: Path, *arguments: str, timeout_s: float = 300.0, **variables: str) -> tuple[int, str, str]:
+def run_container(base: Path, *arguments: str, timeout_s: float = 900.0, **variables: str) -> tuple[int, str, str]:
     """(exit code, stdout, stderr)."""
     process = start_container(base, *arguments, **variables)
     try:

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lockstep.cli.display import LITERAL, JsonlTail, RunDisplay, make_console, print_header, print_summary
+from lockstep.cli.display import (
+    LITERAL,
+    POLL_INTERVAL_S,
+    JsonlTail,
+    RunDisplay,
+    make_console,
+    print_header,
+    print_summary,
+)
 from lockstep.cli.options import app, echo
 
 if TYPE_CHECKING:
@@ -60,6 +69,8 @@ def _train() -> int:
         return _deliver(job, run)
     with catch_signals() as received:
         platform.wait_for_first_host(job, settings.launch.timeout_s)
+        if received:
+            return 128 + received[0]
         display = RunDisplay(run, console)
         metrics = JsonlTail(run.path / "metrics.jsonl")
         handle = start(run, settings, lambda line: console.print(line, **LITERAL), platform.launcher_of(job, settings))
@@ -88,19 +99,36 @@ def _end(job: SageMakerJob, run: RunDir, handle: RestartingRun, received: list[i
     from lockstep.launch.sagemaker import deliver_records, write_failure
 
     if received:
-        echo(f"signal {received[0]}: the platform ends this job")
-        handle.stop(hurry=lambda: len(received) > 1)
+        _save(run, handle, received)
     ended = handle.poll()
     print_summary(make_console(), run)
     deliver_records(job, run)
     if ended.state == "completed":
         return _deliver(job, run)
+    if ended.state == "interrupted":
+        echo(ended.reason)
+        return ended.exit_code
     if ended.state == "cancelled":
         return 128 + received[0] if received else 1
     reason = f"{job.current_host}: {ended.reason}" if len(job.hosts) > 1 else ended.reason
     write_failure(os.environ, reason, _last_lines(run))
     echo(f"error: {reason}", err=True)
     return ended.exit_code
+
+
+def _save(run: RunDir, handle: RestartingRun, received: list[int]) -> None:
+    """After a signal: a checkpoint of this step, or the end without one when the time is up."""
+    from lockstep.launch.local import ask_to_stop
+    from lockstep.launch.sagemaker import GRACE_S
+
+    echo(f"signal {received[0]}: the platform ends this job; saving")
+    deadline = time.monotonic() + GRACE_S
+    ask_to_stop(run.path)
+    while handle.poll().state == "running":
+        if time.monotonic() > deadline or len(received) > 1:
+            handle.stop()
+            return
+        time.sleep(POLL_INTERVAL_S)
 
 
 def _deliver(job: SageMakerJob, run: RunDir) -> int:

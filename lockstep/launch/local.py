@@ -11,6 +11,7 @@ import fcntl
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -34,6 +35,7 @@ from lockstep.processes.tree import (
     num_cores,
     read_command,
     read_environment,
+    signal_all,
     start_time,
 )
 from lockstep.rundir import EXIT_INTERRUPTED, FINISHED_STATES, RunDir, open_log, write_atomically
@@ -90,7 +92,7 @@ class LocalLauncher:
             run.logs.mkdir(exist_ok=True)
             _remove_torchrun_files(run)  # what a killed one left
             _keep_log(run.logs / "launcher.log")
-            with open_log(run.logs / "launcher.log") as log:
+            with open_log(run.logs / "launcher.log") as log, _stop_notice_blocked():
                 child = subprocess.Popen(
                     self._command(run_dir, resources.procs),
                     env=self._environment(launch_id, resources),
@@ -185,7 +187,7 @@ class LocalLauncher:
 
     def _record_stopped(self, handle: RunHandle) -> bool:
         """Whether a rank has been stopped for too long: recorded as its failure, since it cannot do so itself."""
-        watched = self._watched(handle)
+        watched = watched_processes(handle)
         times = self._stopped.setdefault(handle.launch_id, StoppedTimes(self.stopped_limit_s))
         stopped = [name for name, (_, pid) in watched.items() if is_stopped(pid)]
         overdue = times.update(stopped, time.monotonic())
@@ -196,17 +198,6 @@ class LocalLauncher:
             RunDir(handle.run_dir, owner=True).log_event("rank_stopped", rank=rank, pid=pid, reason=reason)
             RunDir(handle.run_dir).record_failure(rank, reason)
         return bool(overdue)
-
-    def _watched(self, handle: RunHandle) -> dict[str, tuple[int, int]]:
-        """(rank, pid) by name: the process that was started and, if that is torchrun, the ranks it started.
-
-        What ranks start themselves (engines, readers of data) they watch themselves.
-        """
-        if _TORCHRUN not in read_command(handle.pid):
-            return {"rank 0": (0, handle.pid)}
-        ranks = [(read_environment(pid).get("RANK", ""), pid) for pid in child_processes(handle.pid)]
-        workers = {f"rank {rank}": (int(rank), pid) for rank, pid in ranks if rank.isdecimal()}
-        return {"torchrun": (0, handle.pid), **workers}
 
     def _is_alive(self, handle: RunHandle) -> bool:
         child = self._children.get(handle.pid)
@@ -254,6 +245,36 @@ def is_running(run_dir: str | Path) -> bool:
     """Whether a process that a launcher started here is alive on this machine."""
     handle = read_handle(run_dir)
     return handle is not None and is_same_process(handle.pid, handle.started)
+
+
+def watched_processes(handle: RunHandle) -> dict[str, tuple[int, int]]:
+    """(rank, pid) by name: the process that was started and, if that is torchrun, the ranks it started.
+
+    What ranks start themselves (engines, readers of data) they watch themselves.
+    """
+    if _TORCHRUN not in read_command(handle.pid):
+        return {"rank 0": (0, handle.pid)}
+    ranks = [(read_environment(pid).get("RANK", ""), pid) for pid in child_processes(handle.pid)]
+    workers = {f"rank {rank}": (int(rank), pid) for rank, pid in ranks if rank.isdecimal()}
+    return {"torchrun": (0, handle.pid), **workers}
+
+
+def ask_to_stop(run_dir: str | Path) -> None:
+    """The ranks on this machine: they finish the step, save and end, as `processes.stop_notice` has it."""
+    handle = read_handle(run_dir)
+    if handle is not None and is_same_process(handle.pid, handle.started):
+        pids = [pid for name, (_, pid) in watched_processes(handle).items() if name != "torchrun"]
+        signal_all(pids, signal.SIGUSR1)
+
+
+@contextlib.contextmanager
+def _stop_notice_blocked() -> Iterator[None]:
+    """Processes inherit what is blocked: a rank that is asked to stop before it listens is not ended by the signal."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def visible_devices(run_dir: str | Path) -> list[str]:
@@ -315,14 +336,20 @@ def _killed_rank(run: RunDir, child: subprocess.Popen[bytes] | None, first_proce
     """A sentence when a signal ended a rank: its peers then report lost connections, which are not the cause."""
     if child is not None and child.returncode is not None and -child.returncode in FATAL_SIGNALS:
         return describe_exit(first_process, child.returncode)
+    for rank, code in exit_codes(run):
+        if -code in FATAL_SIGNALS:
+            return describe_exit(f"rank {rank}", code)
+    return ""
+
+
+def exit_codes(run: RunDir) -> list[tuple[int, int]]:
+    """(rank, exit code) of those that torchrun names: ranks that failed or were interrupted."""
     try:
         log = (run.logs / "launcher.log").read_text(errors="replace")
     except OSError:
-        return ""
-    for rank, code in re.findall(r"^\s*rank\s*: (\d+).*\n\s*exitcode\s*: (-?\d+)", log, re.MULTILINE):
-        if -int(code) in FATAL_SIGNALS:
-            return describe_exit(f"rank {rank}", int(code))
-    return ""
+        return []
+    found = re.findall(r"^\s*rank\s*: (\d+).*\n\s*exitcode\s*: (-?\d+)", log, re.MULTILINE)
+    return [(int(rank), int(code)) for rank, code in found]
 
 
 def _describe_end(child: subprocess.Popen[bytes] | None) -> str:

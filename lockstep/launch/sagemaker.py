@@ -22,13 +22,13 @@ from lockstep.config import ConfigError, RunConfig, check_config, load_config, r
 from lockstep.config.reach import texts_of
 from lockstep.config.yaml_text import read_yaml
 from lockstep.launch.launcher import Launcher, Resources, RunHandle, RunState
-from lockstep.launch.local import LocalLauncher
+from lockstep.launch.local import LocalLauncher, exit_codes
 from lockstep.launch.start import reopen
-from lockstep.rundir import RunDir, damage, read_json_object
+from lockstep.rundir import EXIT_INTERRUPTED, RunDir, damage, read_json_object
 
 BASE_DIR = "/opt/ml"
 MAX_SHOWN = 1024  # characters of the failure file that the platform shows
-GRACE_S = 100.0  # from the platform's SIGTERM to its SIGKILL are 120
+GRACE_S = 90.0  # to save after SIGTERM: the platform's SIGKILL comes after 120
 DATA_CHANNELS = {"train": "train", "training": "train", "validation": "validation", "test": "test"}
 HANDLER = Path(__file__).parents[1] / "inference" / "sagemaker_handler.py"
 _RECORDS = ("config*.yaml", "*.json", "*.jsonl", "logs", "tensorboard")
@@ -412,7 +412,7 @@ def wait_for_first_host(job: SageMakerJob, timeout_s: float) -> None:
 
 
 def launcher_of(job: SageMakerJob, config: RunConfig) -> tuple[Launcher, Resources]:
-    launcher = HostLauncher(job) if len(job.hosts) > 1 else LocalLauncher(grace_s=GRACE_S)
+    launcher = HostLauncher(job) if len(job.hosts) > 1 else LocalLauncher()
     return launcher, Resources(config.launch.procs // len(job.hosts), config.launch.device)
 
 
@@ -422,7 +422,7 @@ class HostLauncher(LocalLauncher):
     meets_others = True
 
     def __init__(self, job: SageMakerJob) -> None:
-        super().__init__(grace_s=GRACE_S)
+        super().__init__()
         self._job = job
 
     def _meeting(self) -> list[str]:
@@ -430,11 +430,14 @@ class HostLauncher(LocalLauncher):
         return [*place, "--master-addr", self._job.hosts[0], "--master-port", os.environ.get("MASTER_PORT", "29500")]
 
     def _finish(self, handle: RunHandle) -> RunState:
-        """Only the first host has rank 0, which writes the status; of the others the exit code tells."""
+        """Only the first host has rank 0, which writes the status; of the others the exit codes tell."""
         child = self._children.get(handle.pid)
         run = RunDir(handle.run_dir, owner=True)
-        if not self._job.is_first and child is not None and child.returncode == 0 and not run.failures():
-            run.write_status(state="completed", phase="done")
+        if not self._job.is_first and child is not None and not run.failures():
+            if child.returncode == 0:
+                run.write_status(state="completed", phase="done")
+            elif any(code == EXIT_INTERRUPTED for _, code in exit_codes(run)):
+                run.write_status(state="interrupted", phase=None)
         return super()._finish(handle)
 
 
@@ -454,16 +457,22 @@ def deliver_model(job: SageMakerJob, run: RunDir) -> Path:
     exported = run.status().get("export")
     if not exported or not Path(exported).is_dir():
         raise ValueError(f"the run has no export to deliver to {job.model_dir}: {run.path / 'export'} is empty")
+    try:
+        _copy_folder(Path(exported), job.model_dir)
+        _add_code(job)
+    except OSError as error:
+        raise OSError(f"the model cannot be delivered to {job.model_dir}: {error.strerror or error}") from error
+    return job.model_dir
+
+
+def _add_code(job: SageMakerJob) -> None:
     code = job.model_dir / "code"
-    code.mkdir(parents=True, exist_ok=True)
-    shutil.copytree(exported, job.model_dir, dirs_exist_ok=True, copy_function=_link_or_copy)
-    own = find_handler(job)
-    shutil.copyfile(own or HANDLER, code / "inference.py")
+    code.mkdir(exist_ok=True)
+    shutil.copyfile(find_handler(job) or HANDLER, code / "inference.py")
     packages = ["transformers", "safetensors"]
     packages += ["peft"] if (job.model_dir / "adapter_config.json").exists() else []
     pins = [f"{name}=={metadata.version(name)}\n" for name in packages]
     (code / "requirements.txt").write_text("".join(pins))
-    return job.model_dir
 
 
 def find_handler(job: SageMakerJob) -> Path | None:
@@ -472,13 +481,19 @@ def find_handler(job: SageMakerJob) -> Path | None:
     return own if own is not None and own.is_file() else None
 
 
-def _link_or_copy(source: str, target: str) -> None:
-    """Weights once, where both are on one file system."""
-    Path(target).unlink(missing_ok=True)
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
+def _copy_folder(source: Path, target: Path) -> None:
+    """Linked where both are on one file system, so that weights take no more space."""
+    for path in sorted(source.rglob("*")):
+        copy = target / path.relative_to(source)
+        if path.is_dir():
+            copy.mkdir(parents=True, exist_ok=True)
+            continue
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.unlink(missing_ok=True)
+        try:
+            os.link(path, copy)
+        except OSError:
+            shutil.copyfile(path, copy)
 
 
 def deliver_records(job: SageMakerJob, run: RunDir) -> None:

@@ -16,7 +16,14 @@ import pytest
 
 from lockstep.config import parse_config
 from lockstep.launch import LocalLauncher, Resources, RunHandle
-from lockstep.launch.local import HANDLE_FILE, LAUNCH_ID_VARIABLE, is_running, launched_processes, read_handle
+from lockstep.launch.local import (
+    HANDLE_FILE,
+    LAUNCH_ID_VARIABLE,
+    ask_to_stop,
+    is_running,
+    launched_processes,
+    read_handle,
+)
 from lockstep.processes.tree import start_time
 from lockstep.rundir import RunDir
 
@@ -42,6 +49,12 @@ if name == "stubborn":
     (run.path / "ready").touch()
 if name in ("hangs", "stubborn"):
     time.sleep(120)
+if name == "saves":
+    (run.path / "ready").touch()
+    while signal.SIGUSR1 not in signal.sigpending():
+        time.sleep(0.01)
+    run.write_status(state="interrupted", step=2)
+    os._exit(75)
 """
 
 
@@ -66,6 +79,16 @@ def wait_for(condition: Callable[[], object], timeout_s: float = 300.0) -> None:
 
 def wait_until_ended(launcher: LocalLauncher, handle: RunHandle) -> None:
     wait_for(lambda: launcher.poll(handle).state != "running")
+
+
+def test_a_run_that_is_asked_to_stop_before_it_listens_still_hears_it(launcher: LocalLauncher, tmp_path: Path) -> None:
+    run = make_run(tmp_path, "saves")
+    handle = launcher.start(run.path, Resources(procs=1, device="cpu"))
+    ask_to_stop(run.path)  # Python itself has hardly begun to start: the signal would end it, were it not blocked
+    wait_until_ended(launcher, handle)
+    state = launcher.poll(handle)
+    assert (state.state, state.exit_code) == ("interrupted", 75)
+    ask_to_stop(run.path)  # nobody is left to be asked
 
 
 def test_a_run_that_completes(launcher: LocalLauncher, tmp_path: Path) -> None:

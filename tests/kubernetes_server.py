@@ -46,6 +46,7 @@ class FakeCluster:
         self.known = copy.deepcopy(_KNOWN)
         self.forbidden: set[tuple[str, str]] = set()
         self.is_down = False
+        self.lost_answers = 0  # of the next calls that create something: done, and answered with a failure
         self.prunes: set[str] = set()  # fields of a spec that an older version does not know
         self.makes_pods = True
         self.runs_containers = False
@@ -279,9 +280,13 @@ class Handler(BaseHTTPRequestHandler):
         if namespace not in cluster.namespaces:
             return 404, failure(404, "NotFound", f'namespaces "{namespace}" not found')
         if match["sub"]:
-            return self._log(name)
+            return self._log(name, query.get("sinceSeconds"))
         if verb == "create":
-            return cluster.create(plural, namespace, body, dry_run="dryRun" in query)
+            answer = cluster.create(plural, namespace, body, dry_run="dryRun" in query)
+            if cluster.lost_answers and "dryRun" not in query:
+                cluster.lost_answers -= 1
+                return 504, failure(504, "Timeout", "request did not complete within the allotted timeout")
+            return answer
         if verb == "delete":
             return cluster.delete(plural, namespace, name)
         if verb == "list":
@@ -291,8 +296,11 @@ class Handler(BaseHTTPRequestHandler):
             return 404, failure(404, "NotFound", f'{plural} "{name}" not found')
         return 200, found
 
-    def _log(self, pod: str) -> tuple[int, Manifest | str]:
+    def _log(self, pod: str, since_s: str | None) -> tuple[int, Manifest | str]:
         lines = self.cluster.logs.get(pod)
+        if lines is not None and since_s is not None:
+            first = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(time.time() - int(since_s)))
+            lines = [line for line in lines if line >= first]
         if lines is None:
             said = f'container "node" in pod "{pod}" is waiting to start: ContainerCreating'
             return 400, failure(400, "BadRequest", said)

@@ -5,11 +5,12 @@ The run directory that counts is the pods'. The one here follows it by what the 
 
 from __future__ import annotations
 
+import contextlib
 import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from lockstep.config import ConfigError, KubernetesLaunch
 from lockstep.launch.kubernetes_api import Absent, Cluster, ClusterSilent, Exists
@@ -21,6 +22,8 @@ from lockstep.launch.run_echo import RunMirror
 from lockstep.rundir import RunDir, open_log, write_atomically
 
 _OVERLAP_S = 10  # of what is read of a log and what was read before: clocks differ
+_ATTEMPTS = 4  # to apply something, before the last one
+T = TypeVar("T")
 _ALIVE = (None, "Pending", "Running", "Unknown")
 
 
@@ -123,20 +126,35 @@ def _check_claim(cluster: Cluster, plan: Plan, name: str, *, writes: bool) -> No
 def _apply(cluster: Cluster, plan: Plan, run: RunDir) -> RunHandle:
     """The workload comes first, so that the rest is removed with it; its pods wait for their configuration."""
     found = WORKLOADS[plan.target]
+
+    def create() -> Manifest:
+        try:
+            return cluster.create(found, plan.workload())
+        except Exists:  # of the same launch id, which nobody else has: by a call whose answer was lost, say
+            return cluster.get(found, plan.name)
+
+    return _complete(cluster, plan, run, _insist(create, run))
+
+
+def _insist(call: Callable[[], T], run: RunDir) -> T:
+    """A server that does not answer may have done what it was asked."""
+    for attempt in range(_ATTEMPTS):
+        with contextlib.suppress(ClusterSilent):
+            return call()
+        time.sleep(2**attempt)
     try:
-        made = cluster.create(found, plan.workload())
-    except Exists:  # of the same launch id, which nobody else has
-        made = cluster.get(found, plan.name)
-    return _complete(cluster, plan, run, made)
+        return call()
+    except ClusterSilent as error:
+        raise ClusterSilent(f"{error}; it may have been applied: lockstep attach {run.path} finds it") from error
 
 
 def _complete(cluster: Cluster, plan: Plan, run: RunDir, made: Manifest) -> RunHandle:
     uid = made["metadata"]["uid"]
     try:
-        cluster.create_config_map(plan.config_map(uid))
+        _insist(lambda: cluster.create_config_map(plan.config_map(uid)), run)
     except Exists:
         pass
-    except (ConfigError, ClusterSilent):
+    except ConfigError:
         cluster.delete(WORKLOADS[plan.target], plan.name)  # it would wait for its configuration
         raise
     applied = AppliedAs(plan.target, cluster.namespace, plan.name, uid)
@@ -158,6 +176,7 @@ class _Follower:
         self._config = config
         self._cluster = Cluster(config.context, self._applied.namespace)
         self._mirror = RunMirror(self._run)
+        self._unseen_s = self._mirror.age_s()
         self._read: dict[str, tuple[str, float]] = {}  # by pod: the time of its last line, and when that was read
         self._said: dict[str, str] = {}  # by pod: the last line that begins with "error: "
         self._looked_at = self._silent_since = self._stuck_since = self._waiting_since = -1.0
@@ -224,7 +243,8 @@ class _Follower:
         name = pod["metadata"]["name"]
         last, read_at = self._read.get(name, ("", 0.0))
         now = time.monotonic()
-        since_s = int(now - read_at) + _OVERLAP_S if last else None
+        unseen_s = now - read_at if last else self._unseen_s
+        since_s = None if unseen_s is None else int(unseen_s) + _OVERLAP_S
         lines = [(when, line) for when, line in self._cluster.log(pod, since_s) if when > last]
         plain = []
         for _, line in lines:

@@ -12,8 +12,7 @@ from typing import Any
 from lockstep.config import ConfigError
 from lockstep.launch.kubernetes_manifest import LAUNCH_LABEL, Manifest, ResourceType
 
-_TIMEOUT_S = (5.0, 30.0)  # to connect, and to read
-_MAX_LOG_BYTES = 8 * 2**20
+_TIMEOUT_S = (10.0, 60.0)  # to connect, and to read
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _UNAVAILABLE = (0, 408, 429, 500, 502, 503, 504)
 
@@ -107,7 +106,6 @@ class Cluster:
                     self.namespace,
                     container=pod["spec"]["containers"][0]["name"],
                     timestamps=True,
-                    limit_bytes=_MAX_LOG_BYTES,
                     _preload_content=False,
                     _request_timeout=_TIMEOUT_S,
                     **options,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,13 @@ class RunMirror:
             self._next: dict[str, int] = json.loads((run.path / _OFFSETS_FILE).read_text())
         except (OSError, ValueError):
             self._next = {}
+
+    def age_s(self) -> float | None:
+        """Since somebody last followed the run; None: nobody has."""
+        try:
+            return max(time.time() - (self._run.path / _OFFSETS_FILE).stat().st_mtime, 0.0)
+        except OSError:
+            return None
 
     def take(self, line: str) -> bool:
         """False: it is for people."""

@@ -105,6 +105,13 @@ def test_a_launch_is_never_doubled(cluster, launcher, tmp_path):
     assert len(cluster.all("jobs")) == 1
 
 
+def test_an_answer_that_is_lost_doubles_nothing(cluster, launcher, tmp_path):
+    cluster.lost_answers = 1
+    handle = start(launcher, new_run(tmp_path))
+    assert len(cluster.all("jobs")) == len(cluster.all("configmaps")) == 1
+    assert launcher.poll(handle) == RunState("running")
+
+
 def test_a_launch_is_found_by_its_id(cluster, launcher, tmp_path):
     run = new_run(tmp_path)
     assert launcher.find(run.path, "b" * 32) is None

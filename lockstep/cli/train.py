@@ -195,6 +195,8 @@ def _print_result(run: RunDir, as_json: bool) -> None:
 
 
 def _describe(settings: RunConfig, as_json: bool) -> None:
+    if settings.launch.kind == "kubernetes":
+        raise ValueError("--dry-run reads model and data, which are where the pods are: see lockstep manifest instead")
     from lockstep.train.run import describe
 
     facts = describe(settings)

@@ -84,9 +84,9 @@ def test_ctrl_c_leaves_a_run_that_attach_follows_and_stop_ends(cluster, tiny_mod
     run = RunDir(tmp_path / "mine")
     command = start_lockstep("train", config, "--run-dir", run.path)
     wait_for(lambda: bool(run.metrics()), "the first step")
-    command.send_signal(signal.SIGINT)
+    command.send_signal(signal.SIGTERM)
     out, err = command.communicate(timeout=TIMEOUT_S)
-    assert command.returncode == 130, (out, err)
+    assert command.returncode == 143, (out, err)
     assert "The run goes on" in out
     steps = len(run.metrics())
 
@@ -123,7 +123,7 @@ def test_an_evicted_pod_saves_and_the_next_goes_on(procs, cluster, tiny_model, t
     saved = there.list_checkpoints()[-1].step
     assert there.status()["state"] == "interrupted"
     assert saved == there.metrics()[-1]["step"]
-    command.send_signal(signal.SIGINT)
+    command.send_signal(signal.SIGTERM)
     command.communicate(timeout=TIMEOUT_S)
 
     cluster.objects.pop(("jobs", "team", cluster.only("jobs")["metadata"]["name"]))
@@ -131,7 +131,7 @@ def test_an_evicted_pod_saves_and_the_next_goes_on(procs, cluster, tiny_model, t
     command = start_lockstep("train", "--resume", tmp_path / "mine")
     wait_for(lambda: there.metrics()[-1]["step"] > saved, "a step more")
     assert [event["step"] for event in there.events() if event["event"] == "resumed"] == [saved]
-    command.send_signal(signal.SIGINT)
+    command.send_signal(signal.SIGTERM)
     command.communicate(timeout=TIMEOUT_S)
 
 

@@ -325,3 +325,16 @@ def test_the_command_prints_what_it_would_apply():
     assert (configuration["kind"], job_set["kind"]) == ("ConfigMap", "JobSet")
     command = job_set["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]["command"]
     assert command == ["python", "-m", "lockstep.launch.node", "/runs/mine", "--config", "/etc/lockstep/config.yaml"]
+
+
+def test_a_dry_run_cannot_see_what_the_pods_see():
+    code, _, err = run_lockstep("train", EXAMPLES / "sft.yaml", "--dry-run")
+    assert code == 2
+    assert "see lockstep manifest instead" in err
+
+
+def test_manifests_are_for_kubernetes(tmp_path):
+    config = tmp_path / "lockstep.yaml"
+    config.write_text("model: org/model\ndata: {train: org/data}\n")
+    code, _, err = run_lockstep("manifest", config)
+    assert (code, err) == (2, "error: launch.kind is local: manifests are for kind kubernetes\n")

@@ -66,6 +66,7 @@ def test_a_rank_does_not_wait_forever_for_the_folder(config, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_rank_0_makes_the_folder(config, tmp_path):
     code, said = run_worker(tmp_path / "run", "--config", config)  # there is no model
     assert code != 0

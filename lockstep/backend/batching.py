@@ -50,6 +50,10 @@ class Document:
         first, *others = (len(b.tokens) for b in self.branches)
         return [len(self.prompt) + first, *others]
 
+    def count_texts(self) -> np.ndarray:
+        """[tokens]: of how many texts each is."""
+        return np.repeat([float(len(self.branches)), 1.0], [len(self.prompt), self.num_tokens - len(self.prompt)])
+
     def lay_out(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(tokens, each one's position in its own text, indices of the tokens that predict a target)."""
         tokens, positions, predictors = [self.prompt], [np.arange(len(self.prompt))], []
@@ -189,6 +193,7 @@ def to_micro_batch(
     targets = np.concatenate([b.tokens[b.supervised] for _, b in branches])
     indices = np.concatenate([b.offset + np.arange(len(b.supervised)) for _, b in branches])
     rows = np.concatenate([np.full(len(b.supervised), d.datum) for d, b in branches])
+    counts = np.concatenate([d.count_texts() for d in documents] + [np.zeros(padding)]) * (not is_padding)
     here, mine = _part_of(len(tokens), predictors, part)
 
     def to_device(array: np.ndarray, kind: torch.dtype = torch.int64) -> Tensor:
@@ -202,6 +207,7 @@ def to_micro_batch(
         to_device(targets[mine]),
         shared,
         padding,
+        to_device(counts[here], torch.float64),
     )
     inputs = _loss_inputs(branches, batch, loss, lambda array, kind=None: to_device(array[mine], kind or dtype))
     if is_padding:

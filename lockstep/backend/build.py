@@ -20,7 +20,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from lockstep.config import ParallelConfig
 from lockstep.model.experts import compute_experts_exactly
 from lockstep.model.lora import AdapterCoverage, measure_coverage, speed_up_eager
-from lockstep.model.mixers import TokenMixers
 from lockstep.model.parts import Part, measure_parts
 from lockstep.model.policy import Policy, causal_lm, decoder_layers, head_dim, tensor_plan
 from lockstep.model.stages import PassThrough, Stage, check_divisible, keep_layers, layer_costs
@@ -77,7 +76,8 @@ def build_policy(
     eager: dict[nn.Module, Callable[..., object]] = {}
     for layer in layers:
         if activation_checkpointing != "none":
-            layer.forward = _recomputed(layer.forward, policy.mixers, selective=activation_checkpointing == "selective")
+            selective = activation_checkpointing == "selective"
+            layer.forward = _recomputed(layer.forward, policy, selective=selective)
         if compile_layers:
             eager[layer] = layer.forward
             layer.forward = torch.compile(layer.forward, dynamic=True)
@@ -231,11 +231,12 @@ def settle_dtypes(model: nn.Module, compute: torch.dtype) -> None:
             parameter.data = parameter.data.to(wanted)
 
 
-def _recomputed(forward: Callable[..., object], mixers: TokenMixers, *, selective: bool) -> Callable[..., object]:
+def _recomputed(forward: Callable[..., object], policy: Policy, *, selective: bool) -> Callable[..., object]:
     contexts: dict[str, Any] = (
         {"context_fn": functools.partial(create_selective_checkpoint_contexts, _keep)} if selective else {}
     )
-    return mixers.remembering_row(forward, functools.partial(checkpoint, use_reentrant=False, **contexts))
+    again = policy.routers.remembering_tokens(functools.partial(checkpoint, use_reentrant=False, **contexts))
+    return policy.mixers.remembering_row(forward, again)
 
 
 # Expensive to recompute: matrix products and attention.

@@ -28,6 +28,7 @@ from lockstep.backend.build import Built, build_policy, expect_traffic, settle_d
 from lockstep.backend.loss_step import RankBatch, TokenLogprobs, read_later
 from lockstep.backend.probe import check_policy, check_stages
 from lockstep.backend.reference import make_reference
+from lockstep.backend.router_balance import NO_LOSSES, RouterBalance, RouterLosses
 from lockstep.config import ParallelConfig
 from lockstep.data.packing import Cost
 from lockstep.model.export import save_weights
@@ -59,6 +60,7 @@ class TorchBackend:
         logits_gib: float = 2.5,
         reference: str = "none",
         temperature: float = 1.0,
+        router_losses: RouterLosses = NO_LOSSES,
         device: str = "auto",
         seed: int = 0,
         timeout_s: float = 600.0,
@@ -104,7 +106,9 @@ class TorchBackend:
             stages = built.stages.values()
             self.slow = check_stages(self.policy, stages, self._evaluation(), self.device, self.precision)
         built.leave_loops_uncompiled()
-        self.warnings = list(built.warnings)
+        self.balance = RouterBalance(self.policy, router_losses, self.group, reference)
+        self._compiles = compiles
+        self.warnings = [*built.warnings, *self.balance.warnings]
         self.policy.use_temperature(temperature)  # the checks above are of the model as it is
         if self.group.degrees.context > 1:
             split_tokens(self.policy, self.group)
@@ -136,15 +140,20 @@ class TorchBackend:
         with self.traffic.counting():
             reference = self._reference_logprobs(rank_batch) if lacks_reference(loss, batch) else None
             num_parts = self.group.degrees.context
-            micro_batches, pass_loss, known = loss_step.plan_passes(
-                rank_batch,
-                loss,
-                reference,
-                lambda facts: self._logprobs(rank_batch, facts=facts),
-                self.group,
-                num_parts,
-            )
-            passes = self._passes(micro_batches, pass_loss)
+            counts_first = self._counts_first(rank_batch, loss, num_parts)
+            with self.balance.counting_pass() if counts_first else contextlib.nullcontext():
+                micro_batches, pass_loss, known = loss_step.plan_passes(
+                    rank_batch,
+                    loss,
+                    reference,
+                    lambda facts: self._logprobs(rank_batch, facts=facts),
+                    self.group,
+                    num_parts,
+                )
+                if counts_first and known is None:
+                    self._logprobs(rank_batch)
+            with self.balance.training_passes(self._loss_scale):
+                passes = self._passes(micro_batches, pass_loss)
             if known is None:
                 for metrics, _ in passes:
                     sums += loss_step.stack(metrics, names) * self.group.counts
@@ -154,14 +163,17 @@ class TorchBackend:
             asked = torch.full((1,), float(self.asked_to_stop()), dtype=torch.float64, device=self.device)
             totals = self.group.sum(torch.cat([asked, sums, self.traffic.facts()]))
         logprobs = [part for _, part in passes]
-        numbers, traffic = read_later(totals), self._describe_traffic(rank_batch)
+        numbers, traffic = read_later(torch.cat([totals, self.balance.take()])), self._describe_traffic(rank_batch)
+        num_totals = len(totals)
 
         def read() -> LossValues:
-            asked, *summed = numbers.result()
+            every = numbers.result()
+            (asked, *summed), routed = every[:num_totals], every[num_totals:]
             values = dict(zip(names, summed[: len(names)], strict=True))
             loss_sum = values.pop("loss")
             nonfinite = () if math.isfinite(loss_sum) else self._nonfinite_origins(rank_batch, logprobs)
-            return LossValues(loss_sum, {**values, **traffic(summed[len(names) :])}, nonfinite, asked > 0)
+            others = {**traffic(summed[len(names) :]), **self.balance.metrics(routed)}
+            return LossValues(loss_sum, {**values, **others}, nonfinite, asked > 0)
 
         plan = rank_batch.plan
         return LossResult(read, num_tokens=plan.num_tokens, num_supervised=plan.num_targets, deferred=numbers.deferred)
@@ -182,6 +194,7 @@ class TorchBackend:
             self._optimizer.step()
         elif math.isfinite(numbers.result()[0]):
             self._optimizer.step()
+        self.balance.end_step(norm)
         self._optimizer.zero_grad(set_to_none=True)
         memory = peak_memory_gib(self.device)
         if self._scale is None:
@@ -203,12 +216,14 @@ class TorchBackend:
     def save_state(self, path: Path) -> Future[None]:
         kept = self._reference.state() if self._reference is not None and self._reference_mixed else {}
         numbers = self._numbers() | kept
-        return state.save(path, self.parameters(), self._optimizer, self.group, numbers)
+        saved = {**self.parameters(), **self.balance.state()}
+        return state.save(path, saved, self._optimizer, self.group, numbers)
 
     def load_state(self, path: Path, *, with_optimizer: bool = True) -> None:
         numbers, kept = self._numbers(), self._reference.state() if self._reference else {}
         optimizer = self._optimizer if with_optimizer else None
-        loaded = state.load(path, self.parameters(), optimizer, self.group, {**numbers, **kept})
+        held = {**self.parameters(), **self.balance.state()}
+        loaded = state.load(path, held, optimizer, self.group, {**numbers, **kept})
         self._reference_mixed = bool(loaded & kept.keys())
         if self._scale is not None:
             self._scale.restore(numbers["loss_scale"].tolist())
@@ -337,8 +352,16 @@ class TorchBackend:
             if not total.requires_grad:
                 name = type(causal_lm(self.policy.model)).__name__
                 raise ValueError(f"nothing that is trained takes part in what {name} predicts: change lora.targets")
+            self.balance.before_backward()
             total.backward()
         return metrics, logprobs
+
+    def _counts_first(self, rank_batch: RankBatch, loss: LossSpec, num_parts: int) -> bool:
+        """Whether a loss of routers must be counted in a pass before: else that happens on the way to backward."""
+        if not self.balance.has_loss:
+            return False
+        alone = len(rank_batch.micro_batches) == 1 and loss_step.is_direct(loss, rank_batch, num_parts)
+        return not alone or self._pipelined is not None or self._compiles
 
     def _backward_stages(
         self, micro_batches: list[MicroBatch], loss: LossSpec

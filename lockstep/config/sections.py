@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import yaml
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from lockstep.config.algorithm import AlgorithmConfig, SftConfig
 from lockstep.config.data import DataConfig
@@ -35,8 +35,24 @@ class ModelConfig(Section):
     logits_gib: Annotated[float, Field(gt=0)] = 2.5
     """Upper bound of the memory for logits. With less, the output head works on smaller pieces, and for preference and
     policy losses computes them twice: slower, with the same numbers."""
+    router_aux_loss: Annotated[float, Field(ge=0)] | Literal["off", "auto"] = "off"
+    """For mixtures of experts: coefficient of the load-balancing loss, over the whole batch. auto: the model's own
+    (router_aux_loss_coef). A batch of several micro-batches takes one more forward pass."""
+    router_z_loss: Annotated[float, Field(ge=0)] = 0.0
+    """The same of the mean squared log-sum-exp of router logits, which keeps them small."""
+    router_bias_rate: Annotated[float, Field(ge=0)] = 0.0
+    """Balancing without a loss, for routers with a bias (DeepSeek-V3): after each step an expert's bias moves by this
+    much, up if it had fewer tokens than the mean, down if more. Not with lora."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for sources you trust."""
+
+    @field_validator("router_aux_loss", mode="before")
+    @classmethod
+    def _read_off(cls, value: object) -> object:
+        """YAML reads the word off as false."""
+        if value is True:
+            raise ValueError("router_aux_loss on is not enough: write auto, or a coefficient")
+        return "off" if value is False else value
 
 
 class LoraConfig(Section):
@@ -182,6 +198,7 @@ class RunConfig(Section):
                 raise ValueError(
                     f"evaluation.{key} needs validation data: set data.validation or data.validation_fraction"
                 )
+        _check_routers(self)
         check_pools(self.launch, self.cluster, self.rollouts.engines)
         check_rollouts(self.rollouts, self.algorithm)
         _check_algorithm(self)
@@ -196,6 +213,17 @@ class RunConfig(Section):
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _check_routers(config: RunConfig) -> None:
+    model = config.model
+    for key in ("router_aux_loss", "router_z_loss", "router_bias_rate"):
+        if getattr(model, key) not in ("off", 0.0) and config.parallel.backend == "deepspeed":
+            raise ValueError(f"model.{key} is not for parallel.backend deepspeed: use backend torch")
+    if model.router_bias_rate and config.lora is not None:
+        raise ValueError(
+            "model.router_bias_rate changes the base model, which an adapter does not hold: set it to 0, or remove lora"
+        )
 
 
 def _check_algorithm(config: RunConfig) -> None:

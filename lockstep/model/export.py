@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lockstep.config import ConfigError
 from lockstep.model.policy import CausalLM, causal_lm
+from lockstep.model.routing import BIAS
 from lockstep.model.stages import PassThrough
 from lockstep.rundir import Checkpoint, RunDir, damage
 from lockstep.types import Tokenizer
@@ -64,7 +65,10 @@ def _load_checkpoint(run: RunDir, checkpoint: Checkpoint, dtype: torch.dtype | N
         model = load_causal_lm(config.model, dtype, with_weights=True)
         model = add_lora(model, config.lora) if config.lora is not None else model
     assert dtype is None or dtype in DTYPES.values()
-    read_parameters(checkpoint.path, {n: p for n, p in model.named_parameters() if p.requires_grad})
+    trained: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    if config.model.router_bias_rate:
+        trained |= {n: bias for n, bias in model.named_buffers() if n.endswith(f".{BIAS}")}
+    read_parameters(checkpoint.path, trained)
     return model, load_run_tokenizer(config)
 
 
@@ -84,7 +88,7 @@ def find_checkpoint(run: RunDir, step: int | None = None) -> Checkpoint:
     return known[step]
 
 
-def read_parameters(checkpoint: Path, parameters: Mapping[str, nn.Parameter]) -> None:
+def read_parameters(checkpoint: Path, parameters: Mapping[str, Tensor]) -> None:
     """Trained parameters of a checkpoint, in place, converted to the dtype of each parameter."""
     from lockstep.model.checkpoint_storage import read_index, read_tensors
 

@@ -38,7 +38,10 @@ class _Float64Stays(TorchFunctionMode):
     ) -> Any:
         options = options or {}
         narrows = function is Tensor.float
-        narrows |= function is Tensor.to and torch.float32 in (*arguments[1:], *options.values())
-        if narrows and arguments[0].dtype == torch.float64:
+        narrows |= function in (Tensor.to, Tensor.type) and torch.float32 in (*arguments[1:], *options.values())
+        is_wide = bool(arguments) and isinstance(arguments[0], Tensor) and arguments[0].dtype == torch.float64
+        if narrows and is_wide:
             return arguments[0]
+        if is_wide and options.get("dtype") is torch.float32:  # softmax, of routers
+            options = {**options, "dtype": torch.float64}
         return function(*arguments, **options)

@@ -30,6 +30,7 @@ from lockstep.model.head import (
 )
 from lockstep.model.mixers import Search, TokenMixers, candidates
 from lockstep.model.rotary import RotaryByLength, TextSpan
+from lockstep.model.routing import Routers
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -53,6 +54,7 @@ class PackedTokens:
     targets: Tensor  # [N] int64
     shared: tuple[tuple[int, int], ...] = ()  # of each segment's prompt (start, length), or (0, 0)
     padding: int = 0  # tokens at the end that are of no document
+    counts: Tensor | None = None  # [T] in how many texts each token is: a shared prompt in several, padding in none
 
     @property
     def text_lengths(self) -> list[int]:
@@ -90,6 +92,7 @@ class Policy(nn.Module):
         self.gives_positions = True  # otherwise the model counts them itself
         self.enters_head = False  # whether something between the layers and the head changes hidden states
         self.noisy_routers = noisy_routers(model)
+        self.routers = Routers(model)
         self.rotary = RotaryByLength.of(model)
         self.max_positions = max_positions(causal)
         self._own_attention = causal.config._attn_implementation
@@ -183,6 +186,7 @@ class Policy(nn.Module):
 
     def run_layers(self, body: nn.Module, packed: PackedTokens, inputs: dict[str, Tensor]) -> Tensor:
         """[1, T, H] hidden states of a model without its head."""
+        self.routers.read(packed.counts)
         layout = attention.PackedLayout(packed.lengths, packed.shared)
         with self.rotary.texts(self._spans(packed)), self.mixers.documents(layout):
             return body(**inputs, **self._arguments(packed)).last_hidden_state
@@ -199,6 +203,7 @@ class Policy(nn.Module):
 
         own = head.__dict__.get("forward")
         head.forward = pass_through
+        self.routers.read(packed.counts)
         layout = attention.PackedLayout(packed.lengths, packed.shared)
         try:
             with self.rotary.texts(self._spans(packed)), self.mixers.documents(layout):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.backend.router_balance import RouterLosses
 from lockstep.backend.torch_backend import TorchBackend, agree_on_precision, join_group
 from lockstep.config import ConfigError, RunConfig
 from lockstep.data.cache import cache_folder
@@ -369,7 +370,7 @@ def _choose_backend(
     }
     parallel = config.parallel
     if parallel.backend == "torch":
-        return TorchBackend(model, parallel=parallel, **options)
+        return TorchBackend(model, parallel=parallel, router_losses=RouterLosses.of(config.model), **options)
     from lockstep.backend.deepspeed.backend import DeepSpeedBackend
     from lockstep.backend.deepspeed.config import read_config
 

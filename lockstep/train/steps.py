@@ -255,6 +255,7 @@ class MetricsLog:
         self._writer = None
         self._status_at = 0.0
         self._stragglers = StragglerWatch()
+        self._dead: set[tuple[int, int]] = set()
         if config.tensorboard and run.owner:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -262,9 +263,13 @@ class MetricsLog:
 
     def train(self, step: int, progress: Progress, record: dict[str, Any], *, last: bool) -> None:
         record, busy_s = take_seconds(record)
+        record, dead = take_dead_experts(record)
         self._write(step, "train", record)
         for slow in self._stragglers.add(step, busy_s):
             self._run.log_event("warning", step=step, **slow.as_event())
+        if new := [expert for expert in dead if expert not in self._dead]:
+            self._dead.update(new)
+            self._run.log_event("warning", step=step, kind="dead_experts", experts=new, message=tell_dead_experts(new))
         # At most once a second; the last step always.
         if last or time.monotonic() - self._status_at > 1.0:
             self._status_at = time.monotonic()
@@ -330,6 +335,7 @@ class CompileWatch:
             self._run.write_status(compilations={"count": self._count, "seconds": round(self._seconds, 3)})
 
 
+DEAD_EXPERT = "dead_expert/"  # prefix of a metric of a step: dead_expert/layer/expert
 BUSY = "busy_s/"  # prefix of these seconds in a step's metrics: busy_s/peers/rank
 WINDOW = 20  # logged steps
 SLOW_RATIO = 1.25  # times the median of its peers
@@ -366,6 +372,24 @@ def take_seconds(record: Mapping[str, Any]) -> tuple[dict[str, Any], Seconds]:
         else:
             rest[name] = value
     return rest, seconds
+
+
+def take_dead_experts(record: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[int, int]]]:
+    """(a step's record with their number instead of each, (layer, expert) of those that no token chooses)."""
+    rest = {name: value for name, value in record.items() if not name.startswith(DEAD_EXPERT)}
+    dead = [name.removeprefix(DEAD_EXPERT).split("/") for name in record if name.startswith(DEAD_EXPERT)]
+    if "expert_entropy" in rest:
+        rest["dead_experts"] = len(dead)
+    return rest, [(int(layer), int(expert)) for layer, expert in dead]
+
+
+def tell_dead_experts(experts: Sequence[tuple[int, int]]) -> str:
+    names = ", ".join(f"{expert} of layer {layer}" for layer, expert in experts[:8])
+    more = f" and {len(experts) - 8} more" if len(experts) > 8 else ""
+    return (
+        f"no token chooses expert {names}{more}, where at least 100 would if all were alike: it learns nothing. "
+        "model.router_aux_loss, or more of it, spreads tokens more evenly"
+    )
 
 
 class StragglerWatch:

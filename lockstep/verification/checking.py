@@ -252,7 +252,7 @@ def _plain_steps(
     if not isinstance(config.algorithm, SftConfig):
         other_model = None if other is None else build_reduced(reference_config(config), other)
         forward_backward = PlainPreference(config, model, reference, other_model).forward_backward
-    return run_plain_loop(model, batches, optimizer, forward_backward)
+    return run_plain_loop(model, batches, optimizer, forward_backward, config.model)
 
 
 def _limit_sampling(config: RunConfig, limits: ModelLimits) -> ModelLimits:
@@ -386,6 +386,10 @@ def describe_limits(config: RunConfig) -> list[str]:
         limits.append("the formula of the loss: what it gives for given log-probs is computed by the same code")
     if config.algorithm.kind == "grpo":
         limits.append("sampling, rewards and advantages: answers are made up, advantages computed by the same code")
+        if config.model.router_aux_loss != "off" or config.model.router_z_loss:
+            limits.append("losses of routers: they are left out")
+    if config.model.router_bias_rate:
+        limits.append("model.router_bias_rate: biases stay as they are")
     if config.parallel.backend == "deepspeed":
         limits.append("DeepSpeed: layouts are those of the torch backend")
     if config.parallel.compression != "none":

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.config import RunConfig
+from lockstep.config import ModelConfig, RunConfig
 from lockstep.data import epoch_order, fill_batches
 from lockstep.types import Completion, Datum, OptimStep
 from lockstep.verification.sample import NUM_BATCHES, SampleBatch, make_sample_batch, total_weight
@@ -145,11 +145,15 @@ def run_plain_loop(
     batches: Sequence[SampleBatch],
     optimizer: PlainAdamW,
     forward_backward: ForwardBackward | None = None,
+    config: ModelConfig | None = None,
 ) -> list[StepValues]:
-    """A step on each batch. `forward_backward` adds up gradients in the model; default: cross-entropy."""
+    """A step on each batch. `forward_backward` adds up gradients in the model; default: cross-entropy. To these
+    come those of the router losses in `config`."""
     steps: list[StepValues] = []
     for batch in batches:
         values = plain_cross_entropy(model, batch.data) if forward_backward is None else forward_backward(batch.data)
+        if config is not None and (config.router_aux_loss != "off" or config.router_z_loss):
+            plain_router_losses(model, batch.data, config).backward()
         gradients, norm = optimizer.snapshot("gradients"), optimizer.apply()
         weights = optimizer.snapshot("weights")
         steps.append(
@@ -189,6 +193,26 @@ def plain_cross_entropy(model: nn.Module, batch: Sequence[Datum]) -> PassValues:
             total += float(loss.detach())
             target_values += logprobs.detach()[weights != 0].tolist()
     return PassValues(total, target_values)
+
+
+def plain_router_losses(model: nn.Module, batch: Sequence[Datum], config: ModelConfig) -> Tensor:
+    """Switch Transformers' load-balancing loss and the z-loss, over all layers and all tokens of all texts as one."""
+    logits: list[Tensor] = []
+    for datum in batch:
+        for completion in datum.completions:
+            _forget_lengths(model)
+            tokens = torch.tensor([[*datum.prompt, *completion.tokens]])
+            logits += model(input_ids=tokens, use_cache=False, output_router_logits=True).router_logits
+    rows = torch.cat([part.flatten(0, -2) for part in logits])  # (layers x tokens, experts)
+    text_config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    aux = text_config.router_aux_loss_coef if config.router_aux_loss == "auto" else config.router_aux_loss
+    total = config.router_z_loss * torch.logsumexp(rows, dim=-1).square().mean()
+    if aux != "off":
+        probabilities = torch.softmax(rows, dim=-1)
+        chosen = probabilities.topk(text_config.num_experts_per_tok, dim=-1).indices
+        per_token = torch.zeros_like(probabilities).scatter(1, chosen, 1.0).mean(dim=0)
+        total = total + aux * rows.shape[1] * (per_token * probabilities.mean(dim=0)).sum()
+    return total
 
 
 def _clipped(gradient: Tensor, norm: float, step: OptimStep) -> Tensor:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lockstep.algorithms.losses import LOSSES, lacks_reference
+from lockstep.backend.router_balance import NO_LOSSES, RouterLosses
 from lockstep.backend.torch_backend import TorchBackend, join_group
 from lockstep.config import DpoConfig, GrpoConfig, KtoConfig, SftConfig
 from lockstep.config.parallel import AXES
@@ -127,6 +128,7 @@ def make_backend(
     model = build_reduced(job.config, job.reduction, dropout=dropout)
     if group.rank > 0:
         forget_weights(model)
+    samples = isinstance(job.config.algorithm, GrpoConfig)
     return TorchBackend(
         model,
         micro_batch_tokens=max(job.micro_batch_tokens),
@@ -136,6 +138,7 @@ def make_backend(
         activation_offload=job.config.model.activation_offload,
         compile=False,
         reference=reference,
+        router_losses=NO_LOSSES if samples else replace(RouterLosses.of(job.config.model), bias_rate=0.0),
         temperature=getattr(job.config.algorithm, "temperature", 1.0),
         seed=job.config.seed,
         group=group,

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import transformers
 from equivalence.plain import TINY, keep_float64
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from lockstep.config import LoraConfig
 from lockstep.model.lora import add_lora
+from lockstep.model.policy import causal_lm
+from lockstep.types import Datum
 
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _DEEPSEEK = {
@@ -61,6 +65,22 @@ def build_mixture(family: str, *, lora: bool = False, changes: Mapping[str, Any]
         if "lora_B" in name:  # zero at first, which would hide the gradient of lora_A
             parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.1
     return model
+
+
+def own_router_losses(model: Any, batch: Sequence[Datum]) -> tuple[Tensor, Tensor]:
+    """(load-balancing loss as transformers itself computes it, over all texts as one batch with padding; z-loss)."""
+    texts = [[*datum.prompt, *c.tokens] for datum in batch for c in datum.completions]
+    length = max(map(len, texts))
+    tokens = torch.tensor([[*text, *[0] * (length - len(text))] for text in texts])
+    mask = torch.tensor([[*[1] * len(text), *[0] * (length - len(text))] for text in texts])
+    causal = causal_lm(model)
+    logits = causal.base_model(
+        input_ids=tokens, attention_mask=mask, use_cache=False, output_router_logits=True
+    ).router_logits
+    config, rows = causal.config, mask.flatten().double()
+    z = sum((torch.logsumexp(part.flatten(0, -2), dim=-1).square() * rows).sum() for part in logits)
+    aux = load_balancing_loss_func(tuple(logits), logits[0].shape[-1], config.num_experts_per_tok, mask)
+    return aux, z / (rows.sum() * len(logits))
 
 
 class Float64(TorchFunctionMode):

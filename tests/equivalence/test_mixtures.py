@@ -6,14 +6,19 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from equivalence.layouts import everywhere, spawn, whole
-from equivalence.mixtures import Float64, build_mixture
+from equivalence.mixtures import Float64, build_mixture, own_router_losses
 from equivalence.plain import make_batch, plain_loss, scale_of
 
+from lockstep.backend.batching import Document
+from lockstep.backend.router_balance import RouterLosses
 from lockstep.backend.torch_backend import TorchBackend, join_group
 from lockstep.config import ParallelConfig
+from lockstep.model import experts
+from lockstep.model.routing import Routers
 from lockstep.parallel.group import ProcessGroup
 from lockstep.types import LossSpec, OptimStep
 
@@ -30,22 +35,27 @@ CELLS = [(family, lora) for family in FAMILIES for lora in (False, True)]
 # Attention with sinks, which packed attention does not have; no plan of stages.
 REFUSED = {"pipeline-2": ("gpt_oss", "olmoe"), "context-2": ("gpt_oss",)}
 STEP = OptimStep(0.01, eps=1e-4)
+# Large, so that a wrong gradient of theirs shows. DeepSeek has no load-balancing loss.
+AUX, Z = 0.7, 0.03
+UNBALANCED = ("deepseek_v3",)
 
 
 def compute_step(
     family: str, lora: bool, group: ProcessGroup, parallel: ParallelConfig, budget: int = 96, **settings: Any
 ) -> dict[str, Any]:
     batch = make_batch()
+    settings.setdefault("router_losses", RouterLosses("off" if family in UNBALANCED else AUX, Z))
     with Float64():
         model = build_mixture(family, lora=lora)
         backend = TorchBackend(
             model, micro_batch_tokens=budget, precision="fp64", parallel=parallel, group=group, **settings
         )
-        loss = backend.forward_backward(batch, LossSpec(scale=scale_of(batch))).loss
+        result = backend.forward_backward(batch, LossSpec(scale=scale_of(batch)))
+        loss, metrics = result.loss, result.metrics
         gradients = everywhere({n: whole(p.grad) for n, p in backend.parameters().items()}, group)
         norm = backend.optim_step(STEP).grad_norm
         backend.policy.stop_packing()
-    return {"loss": loss, "gradients": gradients, "norm": norm}
+    return {"loss": loss, "gradients": gradients, "norm": norm, "metrics": metrics}
 
 
 def compute_cells(cells: list[tuple[str, bool]], layout: str, out: Path) -> None:
@@ -65,10 +75,13 @@ def plain_step(family: str, lora: bool) -> dict[str, Any]:
     with Float64():
         model = build_mixture(family, lora=lora)
         loss = plain_loss(model, batch, scale_of(batch))
-        loss.backward()
+        aux, z = own_router_losses(model, batch)
+        balanced = 0.0 if family in UNBALANCED else AUX * aux
+        (loss + balanced + Z * z).backward()
     gradients = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
     norm = torch.stack([g.square().sum() for g in gradients.values()]).sum().sqrt().item()
-    return {"loss": loss.item(), "gradients": gradients, "norm": norm}
+    metrics = {"router_aux_loss": aux.item(), "router_z_loss": z.item()}
+    return {"loss": loss.item(), "gradients": gradients, "norm": norm, "metrics": metrics}
 
 
 def assert_same_step(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -78,6 +91,8 @@ def assert_same_step(found: dict[str, Any], expected: dict[str, Any]) -> None:
         difference = float((found["gradients"][name] - gradient).abs().max())
         assert difference <= 1e-10 * max(1.0, float(gradient.abs().max())), f"gradient of {name}: {difference:.3g}"
     assert found["norm"] == pytest.approx(expected["norm"], rel=1e-10)
+    for name, value in expected["metrics"].items():
+        assert found["metrics"][name] == pytest.approx(value, rel=1e-10)
 
 
 @pytest.mark.parametrize("cell", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in CELLS], ids=str)
@@ -95,3 +110,93 @@ def test_a_layout_makes_the_plain_step(layout: str, tmp_path: Path) -> None:
     spawn(LAYOUTS[layout][0], compute_cells, cells, layout, tmp_path / "found.pt")
     for cell, found in torch.load(tmp_path / "found.pt", weights_only=False).items():
         assert_same_step(found, plain_step(*cell))
+
+
+ONE = ProcessGroup(0, 1, torch.device("cpu"))
+
+
+@pytest.fixture
+def wide_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mode does not reach what is recomputed in backward; of this family's routers the softmax is all that rounds."""
+    honest = torch.nn.functional.softmax
+
+    def softmax(x: torch.Tensor, *arguments: Any, dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor:
+        return honest(x, *arguments, dtype=x.dtype if x.dtype == torch.float64 else dtype, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "softmax", softmax)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"budget": 1024},  # one micro-batch: counted on the way to backward
+        {"budget": 1024, "activation_checkpointing": "full"},
+        {"activation_checkpointing": "full"},
+        {"activation_checkpointing": "selective"},
+    ],
+    ids=str,
+)
+def test_losses_of_routers_are_the_same_in_any_pass(settings: dict[str, Any], wide_softmax: None) -> None:
+    assert_same_step(compute_step("qwen3_moe", True, ONE, ParallelConfig(), **settings), plain_step("qwen3_moe", True))
+
+
+def test_without_a_loss_of_routers_a_step_is_what_it_was_to_the_bit() -> None:
+    watched = compute_step("qwen3_moe", False, ONE, ParallelConfig(), router_losses=RouterLosses())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Routers, "__init__", _no_routers)
+        plain = compute_step("qwen3_moe", False, ONE, ParallelConfig(), router_losses=RouterLosses())
+    assert "expert_entropy" in watched["metrics"]
+    assert "expert_entropy" not in plain["metrics"]
+    assert watched["loss"] == plain["loss"]
+    assert all(torch.equal(watched["gradients"][name], gradient) for name, gradient in plain["gradients"].items())
+
+
+def _no_routers(self: Routers, model: object) -> None:
+    self.names, self.num_experts, self.top_k, self.have_bias = [], 0, 0, False
+    self.tokens, self._counts, self._is_attached = None, None, False
+
+
+def _count_the_last_micro_batch_alone(patch: pytest.MonkeyPatch) -> None:
+    honest = Routers.count
+
+    def forget(self: Routers, place: int, logits: torch.Tensor, chosen: torch.Tensor) -> None:
+        assert self._counts is not None
+        for part in vars(self._counts).values():
+            part[place] = 0.0
+        honest(self, place, logits, chosen)
+
+    patch.setattr(Routers, "count", forget)
+
+
+def _count_prompts_once(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Document, "count_texts", lambda self: np.ones(self.num_tokens))
+
+
+def _forget_an_expert(patch: pytest.MonkeyPatch) -> None:
+    honest = experts.grouped_product
+
+    def drop(x: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        held = matrices.clone()
+        held[2] = matrices[2].detach()
+        return honest(x, held, ends)
+
+    patch.setattr(experts, "grouped_product", drop)
+
+
+@pytest.mark.parametrize(
+    ("fault", "settings"),
+    [
+        (_count_the_last_micro_batch_alone, {}),
+        (_count_prompts_once, {}),
+        (_forget_an_expert, {}),
+    ],
+    ids=lambda value: getattr(value, "__name__", "") or str(value),
+)
+def test_faults_of_mixtures_are_caught(
+    fault: Any, settings: dict[str, Any], wide_softmax: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):
+        assert_same_step(
+            compute_step("qwen3_moe", True, ONE, ParallelConfig(), **settings), plain_step("qwen3_moe", True)
+        )

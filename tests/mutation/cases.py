@@ -22,6 +22,17 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "odd vocabulary": ("answers", {"vocab_size": tiny.VOCABULARY + 1}, {}),
     "qk norm": ("answers", {"model_type": "qwen3"}, {}),
     "window": ("answers", {"model_type": "mistral", "sliding_window": 6}, {}),
+    "experts": (
+        "answers",
+        {
+            "model_type": "qwen3_moe",
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "head_dim": 8,
+        },
+        {"lora": _LORA, "model": {"router_aux_loss": 0.5}},
+    ),
     "dropout": ("answers", {}, {"lora": {**_LORA, "dropout": 0.4}}),
     "recomputed dropout": (
         "answers",

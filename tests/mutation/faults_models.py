@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from mutation.faults import (
+    BATCH,
     FAMILIES,
     HEAD,
     LAYOUT,
     LORA,
+    MIXTURES,
     MODEL,
     NARROW,
     PAIRS,
@@ -255,5 +257,27 @@ MODELS = (
         "            m.scaling[k] /= 2\n"
         "    merged = model.merge_and_unload(safe_merge=True)",
         ("tests/unit/model/test_export.py",),
+    ),
+    Fault(
+        "the load-balancing loss is that of each rank's own tokens",
+        "backend/router_balance.py",
+        "RouterCounts.unpack(self._group.sum(mine), *shape)",
+        "RouterCounts.unpack(mine, *shape)",
+        (f"{MIXTURES} -k fsdp-2",),
+        ("experts", "shard=2"),
+    ),
+    Fault(
+        "a shared prompt counts once in the load-balancing loss",
+        BATCH,
+        "np.repeat([float(len(self.branches)), 1.0],",
+        "np.repeat([1.0, 1.0],",
+        (MIXTURES,),
+    ),
+    Fault(
+        "an adapter's expert gets the columns of another",
+        "model/lora.py",
+        "second.unflatten(1, (-1, layer.num_experts)).permute(2, 1, 0)",
+        "second.unflatten(1, (layer.num_experts, -1)).permute(1, 2, 0)",
+        ("tests/unit/model/test_expert_adapters.py",),
     ),
 )

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.backend.remote import wire
+from lockstep.backend.router_balance import RouterLosses
 from lockstep.backend.torch_backend import TorchBackend, agree_on_precision, join_group
 from lockstep.config import LoraConfig, ModelConfig, ParallelConfig
 from lockstep.model.checkpoint_storage import INDEX, PICKLED_INDEX
@@ -92,6 +93,7 @@ class TrainingRank:
             logits_gib=config.logits_gib,
             micro_batch_tokens=settings["micro_batch_tokens"],
             reference=settings["reference"],
+            router_losses=RouterLosses.of(config),
             seed=settings["seed"],
             group=group,
         )

@@ -81,7 +81,7 @@ class TorchBackend:
         self._scale = LossScale() if self.precision == "fp16" else None
         compute_dtype = _narrow_dtype(self.precision)
         settle_dtypes(model, DTYPES[self.precision])
-        compiles = self.device.type == "cuda" if compile == "auto" else bool(compile)
+        self._compiles = compiles = self.device.type == "cuda" if compile == "auto" else bool(compile)
         built = build_policy(
             model,
             self.group,
@@ -103,11 +103,11 @@ class TorchBackend:
         if self._pipelined is None:
             self.slow = check_policy(self.policy, self._evaluation(), self.device, self.precision)
         else:
-            stages = built.stages.values()
-            self.slow = check_stages(self.policy, stages, self._evaluation(), self.device, self.precision)
+            self.slow = check_stages(
+                self.policy, built.stages.values(), self._evaluation(), self.device, self.precision
+            )
         built.leave_loops_uncompiled()
         self.balance = RouterBalance(self.policy, router_losses, self.group, reference)
-        self._compiles = compiles
         self.warnings = [*built.warnings, *self.balance.warnings]
         self.policy.use_temperature(temperature)  # the checks above are of the model as it is
         if self.group.degrees.context > 1:

@@ -136,9 +136,10 @@ def test_biases_are_not_for_adapters() -> None:
 
 
 def test_auto_takes_the_models_own_coefficient_and_a_model_that_asks_for_it_is_told() -> None:
-    model = build_mixture("qwen3_moe", changes={"router_aux_loss_coef": 0.25, "output_router_logits": True})
-    assert make_backend("qwen3_moe", RouterLosses("auto"), model=model).balance.aux_coefficient == 0.25
-    asked = make_backend("qwen3_moe", model=model)
+    asks = {"router_aux_loss_coef": 0.25, "output_router_logits": True}
+    balanced = make_backend("qwen3_moe", RouterLosses("auto"), model=build_mixture("qwen3_moe", changes=asks))
+    assert balanced.balance.aux_coefficient == 0.25
+    asked = make_backend("qwen3_moe", model=build_mixture("qwen3_moe", changes=asks))
     assert any("set model.router_aux_loss to auto" in warning for warning in asked.warnings)
     without = build_mixture("qwen3_moe", changes={"router_aux_loss_coef": 0.0})
     with pytest.raises(ValueError, match="give a number"):

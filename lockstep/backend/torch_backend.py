@@ -100,12 +100,7 @@ class TorchBackend:
         self._skips_on_device = self.device.type == "cuda" and not sharded and self.group.degrees.pipeline == 1
         self._skips_on_device &= self._scale is None
         self._roots: list[nn.Module] = [self.policy, *built.stages.values()]
-        if self._pipelined is None:
-            self.slow = check_policy(self.policy, self._evaluation(), self.device, self.precision)
-        else:
-            self.slow = check_stages(
-                self.policy, built.stages.values(), self._evaluation(), self.device, self.precision
-            )
+        self.slow = self._check_passes(built)
         built.leave_loops_uncompiled()
         self.balance = RouterBalance(self.policy, router_losses, self.group, reference)
         self.warnings = [*built.warnings, *self.balance.warnings]
@@ -119,6 +114,13 @@ class TorchBackend:
         self.traffic = Traffic(self.group, unseen=("tensor", "context") if compiles else ())
         self._expected = expect_traffic(built, self.group, parallel, DTYPES[self.precision].itemsize)
         state.seed_rank(seed, self.group.dropout_rank)
+
+    def _check_passes(self, built: Built) -> list[str]:
+        """Ways that are slower than they might be."""
+        about = (self._evaluation(), self.device, self.precision)
+        if self._pipelined is None:
+            return check_policy(self.policy, *about)
+        return check_stages(self.policy, built.stages.values(), *about)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """What is trained, by the names that the model itself uses."""

@@ -71,7 +71,7 @@ def load_settings(config: str | None, overrides: Sequence[str] | None, procs: in
 
 def convert_checkpoints(path: Path) -> None:
     """For --allow-pickle. Not while the run's processes write checkpoints of their own."""
-    from lockstep.launch.local import is_running
+    from lockstep.launch.start import is_running
     from lockstep.model.pickled_checkpoints import convert_pickled
     from lockstep.rundir import RunDir
 

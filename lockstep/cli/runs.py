@@ -38,15 +38,16 @@ def runs(
 
 
 def _run_row(run: RunDir) -> dict[str, object]:
-    from lockstep.launch.local import is_running, read_handle
-    from lockstep.launch.start import lacks_supervisor
+    from lockstep.launch.local import read_handle
+    from lockstep.launch.start import is_running, lacks_supervisor
     from lockstep.rundir import FINISHED_STATES
 
     status = run.status()
     state = str(status.get("state"))
     handle = read_handle(run.path)
-    is_here = handle is not None and handle.pid > 0  # of those of a cluster the directory is all that is known here
-    if state not in FINISHED_STATES and is_here and not is_running(run.path):
+    # Of those of other clusters the directory is all that is known here.
+    can_tell = handle is not None and (handle.pid > 0 or handle.launcher == "slurm")
+    if state not in FINISHED_STATES and can_tell and not is_running(run.path):
         state = "lost"  # its processes ended without a last status
     elif state not in FINISHED_STATES and lacks_supervisor(run):
         state = "unsupervised"  # lockstep attach takes its launcher's place

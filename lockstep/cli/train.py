@@ -43,6 +43,9 @@ def train(
     ] = False,
     allow_pickle: AllowPickle = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be trained, and stop.")] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="On a cluster: submit the run, and do not follow it.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Train a model, and follow the run until it ends."""
@@ -55,16 +58,20 @@ def train(
             changes.append(f"launch.procs={procs}")
         if allow_pickle:
             convert_checkpoints(resume)
-        raise typer.Exit(_resume(resume, changes, start_over, as_json))
+        raise typer.Exit(_resume(resume, changes, start_over, as_json, detach))
     settings = load_settings(config, overrides, procs)
+    if dry_run and settings.launch.kind == "slurm":
+        _print_batch_script(settings, config, overrides, run_dir)
+        return
     if dry_run:
         _describe(settings, as_json)
         return
     from lockstep.launch.start import new_run_dir
     from lockstep.rundir import RunDir
 
+    _refuse_to_detach(settings, detach)
     run = RunDir.create(run_dir or new_run_dir(settings.name), settings)
-    raise typer.Exit(_follow(run, settings, as_json, resumed=False))
+    raise typer.Exit(_follow(run, settings, as_json, resumed=False, detach=detach))
 
 
 def _refuse_with_resume(arguments: Sequence[str], run_dir: Path | None, dry_run: bool) -> None:
@@ -75,13 +82,41 @@ def _refuse_with_resume(arguments: Sequence[str], run_dir: Path | None, dry_run:
         )
 
 
-def _resume(path: Path, overrides: Sequence[str], start_over: bool, as_json: bool) -> int:
+def _refuse_to_detach(settings: RunConfig, detach: bool) -> None:
+    if detach and settings.launch.kind in ("local", "ray"):
+        raise ValueError(
+            f"--detach is for runs of a cluster, and launch.kind is {settings.launch.kind}, whose processes end with "
+            "this command: leave it out, or use the job service (lockstep serve)"
+        )
+
+
+def _print_batch_script(
+    settings: RunConfig, config: str | None, overrides: Sequence[str] | None, run_dir: Path | None
+) -> None:
+    """As it would be submitted; it can also be kept and submitted by hand, as it makes its own run directory."""
+    from lockstep.launch.slurm_script import batch_script
+    from lockstep.launch.start import new_run_dir
+
+    path = (run_dir or new_run_dir(settings.name)).resolve()
+    file = Path(config) if config is not None and "=" not in config else DEFAULT_CONFIG
+    changed = [*(overrides or ()), *([config] if config is not None and "=" in config else [])]
+    if changed:
+        echo(
+            f"# by hand it would train what is in {file}, without {' '.join(changed)}: write that into the file",
+            err=True,
+        )
+    echo(batch_script(settings, path, "by-hand", file.resolve()), nl=False)
+
+
+def _resume(path: Path, overrides: Sequence[str], start_over: bool, as_json: bool, detach: bool) -> int:
     from lockstep.launch.start import reopen
     from lockstep.rundir import RunDir
 
     run = RunDir(path)
     if run.status().get("state") != "completed":
-        return _follow(*reopen(path, overrides, start_over=start_over), as_json, resumed=True)
+        run, settings = reopen(path, overrides, start_over=start_over)
+        _refuse_to_detach(settings, detach)
+        return _follow(run, settings, as_json, resumed=True, detach=detach)
     console = make_console(stderr=as_json)
     console.print("This run is already complete: there is nothing to resume.", highlight=False)
     print_summary(console, run)
@@ -89,8 +124,9 @@ def _resume(path: Path, overrides: Sequence[str], start_over: bool, as_json: boo
     return 0
 
 
-def _follow(run: RunDir, settings: RunConfig, as_json: bool, resumed: bool) -> int:
-    """Start the processes of a run, show what they write, and end with them: none is left when this returns."""
+def _follow(run: RunDir, settings: RunConfig, as_json: bool, resumed: bool, detach: bool) -> int:
+    """Start the processes of a run, show what they write, and end with them: none is left when this returns, but for
+    those of a cluster."""
     from lockstep.launch.start import start
     from lockstep.processes.tree import catch_signals
 
@@ -99,6 +135,11 @@ def _follow(run: RunDir, settings: RunConfig, as_json: bool, resumed: bool) -> i
     display = RunDisplay(run, console)
     with catch_signals() as received:
         handle = start(run, settings, lambda line: console.print(line, **LITERAL))
+        if detach:
+            handle.leave()
+            console.print(f"submitted: lockstep attach {run.path} follows it", **LITERAL)
+            _print_result(run, as_json)
+            return 0
         return _supervise(run, handle, display, received, as_json)
 
 

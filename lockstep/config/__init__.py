@@ -10,6 +10,7 @@ from lockstep.config.launch import (
     LocalLaunch,
     PoolConfig,
     RayLaunch,
+    SlurmLaunch,
     resolve_pool,
 )
 from lockstep.config.loading import (
@@ -60,6 +61,7 @@ __all__ = [
     "RolloutsConfig",
     "RunConfig",
     "SftConfig",
+    "SlurmLaunch",
     "SourceConfig",
     "check_config",
     "known_keys",

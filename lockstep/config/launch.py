@@ -223,7 +223,96 @@ def _is_inside(path: str, folder: str) -> bool:
     return path == folder or path.startswith(f"{folder}/")
 
 
-LAUNCH_KINDS: dict[str, type[AnyLaunch]] = {"local": LocalLaunch, "ray": RayLaunch, "kubernetes": KubernetesLaunch}
+_SlurmName = Annotated[str, Field(pattern=r"^[\w.,:@%+-]+$")]
+_SlurmOption = Annotated[str, Field(pattern=r"^--[a-z][^\n\r]*$")]
+_SLURM_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<clock>\d+(?::\d+){0,2})")
+# Options of sbatch that the other settings decide, or that would break what the launcher relies on.
+_OWN_SBATCH_OPTIONS = (
+    *("nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "mem", "time", "signal", "requeue"),
+    *("no-requeue", "partition", "account", "qos", "job-name", "comment", "output", "error", "open-mode", "export"),
+    *("wrap", "array", "parsable"),
+)
+
+
+class SlurmLaunch(AnyLaunch):
+    kind: Literal["slurm"]
+    """A batch job of Slurm. See docs/slurm.md."""
+    nodes: PositiveInt = 1
+    """Nodes that train."""
+    procs_per_node: PositiveInt = 1
+    """Ranks on each of them. procs is then nodes times this."""
+    partition: _SlurmName | None = None
+    """Default: the cluster's."""
+    account: _SlurmName | None = None
+    """Who is charged. Default: the user's."""
+    qos: _SlurmName | None = None
+    """Quality of service. Default: the user's."""
+    time: Annotated[str, Field(pattern=rf"^{_SLURM_TIME.pattern}$")] | None = None
+    """Time limit, as "4:00:00", "1-12:00:00" or minutes. A run that needs more goes on in another turn of the same job.
+    Default: the partition's."""
+    gpus_per_node: NonNegativeInt | None = None
+    """Default: procs_per_node where device is cuda, otherwise none is asked for."""
+    cpus_per_proc: PositiveInt | None = None
+    """Cores of each rank. Default: as the cluster says."""
+    memory: _SlurmName | None = None
+    """Of each node, as "64G". Default: the cluster's."""
+    container: str | None = None
+    """An image to run the ranks in, for srun --container-image (the Pyxis plugin). Lockstep must be installed in it."""
+    setup: tuple[Annotated[str, Field(pattern=r"^[^\r\n]+$")], ...] = ()
+    """Lines of shell before the ranks are started, as "module load cuda"."""
+    extra: tuple[_SlurmOption, ...] = ()
+    """More options of sbatch, as "--constraint=h100"."""
+    requeue: bool = True
+    """Whether the job goes back to the queue when its time is up, when it is preempted or loses a node."""
+    notice_s: Annotated[int, Field(ge=1, le=65535)] = 120
+    """How long before the time limit the run is asked to write a checkpoint and stop."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _count_procs(cls, section: Any) -> Any:
+        """procs is what nodes and procs_per_node say; given as well, it must be the same."""
+        if not isinstance(section, Mapping):
+            return section
+        nodes, per_node = section.get("nodes", 1), section.get("procs_per_node", 1)
+        if not (isinstance(nodes, int) and isinstance(per_node, int)):
+            return section  # refused with its own sentence
+        if section.get("procs", nodes * per_node) != nodes * per_node:
+            raise ValueError(
+                f"procs {section['procs']} is not nodes {nodes} times procs_per_node {per_node}: give that, or none"
+            )
+        return {**section, "procs": nodes * per_node}
+
+    @model_validator(mode="after")
+    def _options_are_not_decided_twice(self) -> SlurmLaunch:
+        for option in self.extra:
+            name = re.split(r"[=\s]", option.removeprefix("--"))[0]
+            if name in _OWN_SBATCH_OPTIONS:
+                raise ValueError(f"extra holds {option}, which other settings of launch decide: use those")
+        if self.time is not None and self.notice_s >= _slurm_seconds(self.time):
+            raise ValueError(f"notice_s {self.notice_s} leaves nothing of the time {self.time}: lower it")
+        return self
+
+
+def _slurm_seconds(time: str) -> int:
+    """MINUTES, M:S, H:M:S, D-H, D-H:M or D-H:M:S."""
+    match = _SLURM_TIME.fullmatch(time)
+    assert match is not None
+    parts = [int(part) for part in match["clock"].split(":")]
+    if match["days"] is not None:
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+    elif len(parts) == 3:
+        hours, minutes, seconds = parts
+    else:
+        hours, minutes, seconds = (0, *parts, 0)[:3]
+    return ((int(match["days"] or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+LAUNCH_KINDS: dict[str, type[AnyLaunch]] = {
+    "local": LocalLaunch,
+    "ray": RayLaunch,
+    "kubernetes": KubernetesLaunch,
+    "slurm": SlurmLaunch,
+}
 
 
 def expand_launch(section: Any) -> Any:
@@ -239,7 +328,9 @@ def expand_launch(section: Any) -> Any:
 
 
 LaunchConfig = Annotated[
-    LocalLaunch | RayLaunch | KubernetesLaunch, Field(discriminator="kind"), BeforeValidator(expand_launch)
+    LocalLaunch | RayLaunch | KubernetesLaunch | SlurmLaunch,
+    Field(discriminator="kind"),
+    BeforeValidator(expand_launch),
 ]
 
 

@@ -51,6 +51,10 @@ _OF_KUBERNETES: dict[str, Reach] = {
     "volumes.path": "folder",
     "volumes.sub_path": "folder",
 }
+# What runs on the nodes of a cluster is code; whose resources it takes is for the operator to say.
+_OF_SLURM: dict[str, Reach] = {
+    **dict.fromkeys(("partition", "account", "qos", "time", "container", "setup", "extra"), "code"),
+}
 REACHES: dict[str, Reach] = {
     "name": "text",
     "model.path": "model",
@@ -76,6 +80,7 @@ REACHES: dict[str, Reach] = {
     "evaluation.encoder": "model",
     "launch.address": "address",
     **{f"launch.{key}": reach for key, reach in _OF_KUBERNETES.items()},
+    **{f"launch.{key}": reach for key, reach in _OF_SLURM.items()},
     "cluster.resources": "text",
 }
 # Values that stand for something of Lockstep's own, and lead nowhere else.

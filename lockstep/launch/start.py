@@ -19,14 +19,17 @@ from typing import Any
 from lockstep.config import ConfigError, RunConfig, check_config, load_config, resolve_config
 from lockstep.launch.kubernetes import KubernetesLauncher
 from lockstep.launch.launcher import Launcher, Resources, RunHandle, RunState
-from lockstep.launch.local import LocalLauncher, is_running, read_handle
+from lockstep.launch.local import LocalLauncher, read_handle
+from lockstep.launch.local import is_running as is_running_here
 from lockstep.launch.ray_driver import RayLauncher
+from lockstep.launch.slurm import SlurmLauncher
+from lockstep.launch.slurm import is_alive as is_alive_on_slurm
 from lockstep.rundir import FINISHED_STATES, RunDir, write_atomically
 
 _FIRST_PAUSE_S = 1.0
 _MAX_PAUSE_S = 60.0
 # Runs go on there without the process that started them, and are started again there, not here.
-_CLUSTERS = frozenset({"kubernetes"})
+_CLUSTERS = frozenset({"kubernetes", "slurm"})
 _SUPERVISOR_FILE, _SUPERVISOR_LOCK = "supervisor.json", ".supervisor.lock"
 _MAY_CHANGE = ("parallel.", "launch.", "cluster", "batch.micro_batch_tokens", "rollouts.")
 # The settings there that change the numbers, or how old samples may be.
@@ -138,18 +141,26 @@ def stop(path: str | Path) -> None:
             f"{path} runs on this machine: end it with Ctrl-C where it was started, or lockstep attach {path}"
         )
     launch_id, state = run.status().get("launch"), run.status().get("state")
-    if state in FINISHED_STATES:
-        raise ValueError(f"{path} has ended: it is {state}")
     launcher, _ = _launcher_of(settings)
     handle = launcher.find(run.path, launch_id) if launch_id else None
     if handle is None:
         raise ValueError(f"nothing of {path} was started")
+    if state in FINISHED_STATES and not is_running(run.path):
+        raise ValueError(f"{path} has ended: it is {state}")
     launcher.stop(handle)
 
 
 def has_ended(run: RunDir) -> bool:
     """Finished, and no supervisor was killed before it could decide whether to start it again."""
     return run.status().get("state") in FINISHED_STATES and not (run.path / _SUPERVISOR_FILE).exists()
+
+
+def is_running(run_dir: str | Path) -> bool:
+    """Whether a process that a launcher started is alive on this machine, or its job waits or runs on a cluster."""
+    handle = read_handle(run_dir)
+    if handle is not None and handle.launcher == "slurm":
+        return is_alive_on_slurm(handle)
+    return is_running_here(run_dir)
 
 
 def _max_restarts(settings: RunConfig) -> int:
@@ -159,7 +170,11 @@ def _max_restarts(settings: RunConfig) -> int:
 
 def _launcher_of(settings: RunConfig) -> tuple[Launcher, Resources]:
     launch = settings.launch
-    launchers: dict[str, Callable[[], Launcher]] = {"ray": RayLauncher, "kubernetes": KubernetesLauncher}
+    launchers: dict[str, Callable[[], Launcher]] = {
+        "ray": RayLauncher,
+        "kubernetes": KubernetesLauncher,
+        "slurm": SlurmLauncher,
+    }
     return launchers.get(launch.kind, LocalLauncher)(), Resources(launch.procs, launch.device)
 
 

@@ -67,11 +67,14 @@ def wait_for(condition: Callable[[], Any], what: str) -> Any:
 
 
 def wait_for_end(cluster: SlurmCluster, launcher: SlurmLauncher, handle: RunHandle) -> RunState:
-    """A job that goes back to the queue need not wait there: Slurm would let two minutes pass."""
+    """Slurm lets a job that went back to the queue wait there for two minutes, and needs less to forget its last turn."""
+    turns_seen = set()
 
     def ended() -> RunState | None:
-        if cluster.query("squeue", "-h", "-j", handle.started, "-o", "%r") == "BeginTime":
-            cluster.query("scontrol", "update", f"JobId={handle.started}", "StartTime=now")
+        waits = cluster.query("squeue", "-h", "-j", handle.started, "-o", "%r") == "BeginTime"
+        if waits and (turn := turns(RunDir(handle.run_dir))) not in turns_seen:
+            turns_seen.add(turn)
+            cluster.query("scontrol", "update", f"JobId={handle.started}", "StartTime=now+6")
         outcome = launcher.poll(handle)
         return None if outcome.state == "running" else outcome
 

@@ -57,7 +57,7 @@ class SlurmRefused(ConfigError):
 
 
 @dataclass(frozen=True)
-class JobView:
+class QueuedJob:
     """What squeue says of a job; `nodes` is empty while it waits."""
 
     state: str
@@ -77,7 +77,7 @@ class SlurmLauncher:
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         """`environment` is what jobs get instead of ours."""
         self._environment = environment
-        self._looked: dict[str, tuple[float, JobView | None]] = {}  # by job: when, and what was seen
+        self._looked: dict[str, tuple[float, QueuedJob | None]] = {}  # by job: when, and what was seen
         self._ended_at: dict[str, float] = {}  # by job: when its end was first seen
 
     def start(self, run_dir: Path, resources: Resources, *, launch_id: str | None = None) -> RunHandle:
@@ -158,7 +158,7 @@ class SlurmLauncher:
         seen_at = self._ended_at.setdefault(handle.started, time.monotonic())
         return time.monotonic() - seen_at >= self.settle_s
 
-    def _look(self, job: str) -> JobView | None:
+    def _look(self, job: str) -> QueuedJob | None:
         seen_at, view = self._looked.get(job, (0.0, None))
         if not seen_at or time.monotonic() - seen_at >= self.interval_s:
             view = look_at(job) if job else None
@@ -205,7 +205,7 @@ def is_alive(handle: RunHandle) -> bool:
     return view is not None and view.is_alive
 
 
-def look_at(job: str) -> JobView | None:
+def look_at(job: str) -> QueuedJob | None:
     """None: Slurm has forgotten the job, some minutes after its end."""
     try:
         lines = _ask(["squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T|%r|%N"]).splitlines()
@@ -213,7 +213,7 @@ def look_at(job: str) -> JobView | None:
         if "Invalid job id" in str(refusal):
             return None
         raise
-    return JobView(*lines[0].split("|")) if lines else None
+    return QueuedJob(*lines[0].split("|")) if lines else None
 
 
 def find_job(launch_id: str, patience_s: float = _FIND_S) -> str | None:
@@ -229,7 +229,7 @@ def find_job(launch_id: str, patience_s: float = _FIND_S) -> str | None:
         time.sleep(0.5)
 
 
-def describe_waiting(job: str, view: JobView) -> str:
+def describe_waiting(job: str, view: QueuedJob) -> str:
     why = {
         "Priority": "others are before it",
         "Resources": "for free nodes",
@@ -291,7 +291,7 @@ def _write_handle(run_dir: Path, job: str, launch_id: str) -> RunHandle:
     return handle
 
 
-def _finish(run: RunDir, job: str, view: JobView | None) -> RunState:
+def _finish(run: RunDir, job: str, view: QueuedJob | None) -> RunState:
     """The final state, written here if no rank could."""
     status = run.status()
     state = status.get("state")
@@ -310,7 +310,7 @@ def _finish(run: RunDir, job: str, view: JobView | None) -> RunState:
     return RunState("failed", reason, int(failures[0].get("exit_code", 1)) if failures else 1)
 
 
-def _reason(run: RunDir, job: str, view: JobView | None, said: str) -> str:
+def _reason(run: RunDir, job: str, view: QueuedJob | None, said: str) -> str:
     if view is not None and view.state in _ENDS:
         return f"job {job} ended: {_ENDS[view.state]}"
     if killed := _killed_rank(run):

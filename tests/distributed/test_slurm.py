@@ -67,7 +67,7 @@ def wait_for(condition: Callable[[], Any], what: str) -> Any:
 
 
 def wait_for_end(cluster: SlurmCluster, launcher: SlurmLauncher, handle: RunHandle) -> RunState:
-    """Slurm lets a job that went back to the queue wait there for two minutes, and needs less to forget its last turn."""
+    """Slurm lets a job that went back to the queue wait for two minutes; a few seconds are enough."""
     turns_seen = set()
 
     def ended() -> RunState | None:

@@ -40,6 +40,7 @@ def start_engines(config: RunConfig, run: RunDir, *, precision: str, choose_devi
     if reservation is None:  # otherwise this node's devices say nothing about theirs
         device = choose_device(device)
     settings = engine_settings(config, precision=precision, device=device)
+    num_ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", config.launch.procs))
 
     def spawn(name: str) -> Worker:
         if reservation is not None:
@@ -49,7 +50,7 @@ def start_engines(config: RunConfig, run: RunDir, *, precision: str, choose_devi
             name,
             ENTRY,
             settings,
-            env=_gpu_environment(config.launch.procs + number) if device == "cuda" else None,
+            env=_gpu_environment(num_ranks_here + number) if device == "cuda" else None,
             log_path=run.logs / f"{name}.log",
             start_timeout_s=rollouts.start_timeout_s,
         )

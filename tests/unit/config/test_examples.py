@@ -8,7 +8,7 @@ import pytest
 from lockstep.config import load_config
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
-CONFIGS = sorted([*EXAMPLES.glob("*.yaml"), *EXAMPLES.glob("sagemaker/*.yaml")])
+CONFIGS = sorted(path for folder in (".", "sagemaker", "slurm") for path in (EXAMPLES / folder).glob("*.yaml"))
 TRAIN, VALIDATION = (EXAMPLES / "data" / f"short_answers_{part}.jsonl" for part in ("train", "validation"))
 
 

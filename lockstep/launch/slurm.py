@@ -153,7 +153,7 @@ class SlurmLauncher:
 
     def _has_settled(self, handle: RunHandle, run: RunDir) -> bool:
         """Slurm shows a job that goes back to the queue as ended for a moment."""
-        if run.status().get("state") == "completed":
+        if run.status().get("state") in ("completed", "cancelled"):
             return True
         seen_at = self._ended_at.setdefault(handle.started, time.monotonic())
         return time.monotonic() - seen_at >= self.settle_s
@@ -166,7 +166,9 @@ class SlurmLauncher:
         return view
 
     def _submit(self, script: Path, launch_id: str) -> str:
+        """What the cluster could never give is refused here; sbatch alone would let it wait for ever."""
         try:
+            _ask(["sbatch", "--test-only", str(script)], self._environment)
             answer = _ask(["sbatch", "--parsable", str(script)], self._environment)
         except SlurmSilent:
             job = find_job(launch_id)  # it may have been taken all the same
@@ -237,6 +239,7 @@ def describe_waiting(job: str, view: QueuedJob) -> str:
         "PartitionDown": "the partition is down",
         "PartitionTimeLimit": "it asks for more time than the partition allows: it would wait for ever",
         "PartitionNodeLimit": "it asks for more nodes than the partition has: it would wait for ever",
+        "PartitionConfig": "it asks for more than the partition has: it would wait for ever",
         "ReqNodeNotAvail": "for nodes that are not available",
         "JobHeldUser": "it is held: scontrol release lets it go",
         "JobHeldAdmin": "the operator holds it",
@@ -262,7 +265,11 @@ def _ask(command: Sequence[str], environment: Mapping[str, str] | None = None) -
         raise SlurmSilent(f"Slurm gave {command[0]} no answer within {_COMMAND_S:.0f} s: try again later") from None
     if answered.returncode == 0:
         return answered.stdout
-    words = re.sub(r"^\w+: (error: |fatal: )?", "", (answered.stderr.strip().splitlines() or ["no reason"])[-1])
+    words = re.sub(
+        r"^(\w+: (error: |fatal: )?|allocation failure: )",
+        "",
+        (answered.stderr.strip().splitlines() or ["no reason"])[-1],
+    )
     if _SILENCE.search(answered.stderr):
         raise SlurmSilent(f"Slurm's controller does not answer ({words}): try again later")
     raise SlurmRefused(f"Slurm's {command[0]} refused: {words}{_hint(answered.stderr)}")

@@ -178,7 +178,9 @@ class SlurmLauncher:
         return answer.strip().split(";")[0]
 
     def _refuse_if_alive(self, run: RunDir) -> None:
-        earlier = read_handle(run.path)
+        """Also where sbatch gave no answer the last time: the job may have been taken."""
+        last = str(run.status().get("launch") or "")
+        earlier = self.find(run.path, last) if last else read_handle(run.path)
         if earlier is None or earlier.launcher != self.kind or not earlier.started:
             return
         view = look_at(earlier.started)

@@ -48,6 +48,8 @@ class AdapterBank:
         self._linears = {name: m for name, m in causal_lm(model).named_modules() if type(m) is nn.Linear}
         self._adapters: dict[str, tuple[int, LoraAdapter]] = {}
         self._num_added = 0
+        self.revision = 0
+        """Counts changes: what was captured or laid out for an earlier one no longer counts."""
         self._stacked: dict[nn.Module, StackedPairs] = {}
         self._forwards: dict[nn.Module, Forward | None] = {}
         self._numbers = torch.zeros(0, dtype=torch.int64)  # of the tokens of the pass that is being computed
@@ -109,6 +111,7 @@ class AdapterBank:
             raise ValueError(f"it is for a {layer!r} of the shape {shape}, and that of this model is {own}")
 
     def _stack(self) -> None:
+        self.revision += 1
         pairs: dict[str, list[tuple[int, LowRankPair]]] = {}
         for number, adapter in self._adapters.values():
             for name, pair in adapter.layers.items():

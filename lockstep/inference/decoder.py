@@ -96,6 +96,7 @@ class Decoder:
         self.compiled: CompiledStep | None = None
         self.by_kernel = False
         self._num_slots = 0  # in use, of those allocated
+        self._bank_revision = -1
         self._speed, self._read_at = _StepSpeed(report), 0.0
         with self.in_use():
             self._groups = self._probe(fuses=fuses and self.device.type == "cpu" and not sharded)
@@ -194,6 +195,9 @@ class Decoder:
         """Call when weights may have changed: graphs and fused weights of an older model are dropped."""
         if self.graphs is not None:
             self.graphs.check()
+            if self.bank is not None and self.bank.revision != self._bank_revision:
+                self.graphs.clear()  # they read the adapters at the addresses of their capture
+                self._bank_revision = self.bank.revision
         if self.linears is not None:
             self.linears.lay_out(self._num_slots)
         if self.joined is not None:

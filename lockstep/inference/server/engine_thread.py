@@ -148,14 +148,12 @@ class EngineThread:
     def _run(self) -> None:
         while not self._stopped:
             self._turned_at = time.monotonic()
-            self._take_inbox()
-            if not self._continuous.has_work:
-                with self._wake:
-                    if not self._inbox and not self._stopped:
-                        self._wake.wait(timeout=1.0)
-                continue
+            with self._wake:
+                if not self._inbox and not self._continuous.has_work and not self._stopped:
+                    self._wake.wait(timeout=1.0)
             try:
-                ended = self._continuous.advance()
+                self._take_inbox()
+                ended = self._continuous.advance() if self._continuous.has_work else []
             except Exception as error:
                 log.exception("a step of the engine failed: every answer in progress is lost")
                 ended = self._continuous.reset(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError
@@ -13,6 +14,7 @@ from lockstep.types import SamplingParams
 MAX_CHOICES = 128  # of one request, over all its prompts
 MAX_TOP = 20
 _MAX_INT = 2**63
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 # Said for the caller's own purposes.
 _HARMLESS = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 # With this value a field changes nothing.
@@ -168,6 +170,11 @@ def parse_body(kind: type[Body], raw: bytes) -> Body:
         raise bad_request(f"the body is not JSON: {reason}") from error
     if not isinstance(found, dict):
         raise bad_request("the body must be a JSON object")
+    if _SURROGATE.search(raw):
+        try:
+            json.dumps(found, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise bad_request("the body has half of a surrogate pair, which is no character") from error
     try:
         body = kind.model_validate(found)
     except ValidationError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from lockstep.inference.server.tool_calls import why_no_tools
 from lockstep.model.adapters import load_adapter
 from lockstep.model.load import load_run_tokenizer
 from lockstep.rundir import RunDir
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -49,12 +52,19 @@ class ServedModels:
             self.engine.hold_adapters().add(name, adapter)
         except ValueError as error:
             raise ValueError(f"the adapter {name}={source} does not fit: {error}") from error
+        self._warn_of_base(name, adapter.base)
         template = _own_template(Path(source))
         if template is None or template == self.engine.tokenizer.chat_template:
             self._models[name] = ServedModel(name, name)
         else:
             end = end_of_turn_id(self.engine.tokenizer, template)
             self._models[name] = ServedModel(name, name, template, () if end is None else (end,))
+
+    def _warn_of_base(self, name: str, said: str) -> None:
+        """Weights of another model with the same shapes fit, and mean nothing."""
+        own = str(getattr(self.engine.model, "name_or_path", ""))
+        if said and own and Path(said).name != Path(own).name:
+            log.warning("the adapter %s says that it was trained on %s, and this model is %s", name, said, own)
 
     def find(self, name: str) -> ServedModel:
         if name not in self._models:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -155,3 +156,21 @@ def test_what_is_no_plain_lora_is_refused(folders: dict[str, Path], tmp_path: Pa
     adapted = LocalEngine(add_lora(base(), LoraConfig(rank=2)), build_tokenizer())
     with pytest.raises(ValueError, match="has an adapter already"):
         adapted.hold_adapters()
+
+
+def test_graphs_of_other_adapters_are_dropped(folders: dict[str, Path]) -> None:
+    """A graph reads adapters at the addresses of its capture."""
+    local = LocalEngine(base(), build_tokenizer(), 4)
+    bank = local.hold_adapters()
+    decoder = local.find_decoder()
+    assert decoder is not None
+    dropped: list[int] = []
+    graphs: Any = SimpleNamespace(check=lambda: None, clear=lambda: dropped.append(bank.revision))
+    decoder.graphs = graphs
+    decoder.check_model()
+    first = len(dropped)
+    decoder.check_model()
+    assert len(dropped) == first
+    bank.add("few", load_adapter(folders["few"]))
+    decoder.check_model()
+    assert len(dropped) == first + 1

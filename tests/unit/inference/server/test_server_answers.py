@@ -12,7 +12,7 @@ import peft
 import pytest
 import torch
 from served_model import BASE, ServedModel, serve, write_adapter
-from tiny import build_model, build_tokenizer
+from tiny import build_model, build_tokenizer, run_lockstep, write_config, write_model
 
 from lockstep.inference.engine import LocalEngine
 from lockstep.types import SamplingParams
@@ -181,3 +181,41 @@ def test_health_and_metrics(served: ServedModel) -> None:
     counted = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     assert int(counted["lockstep_completion_tokens_total"]) > 0
     assert counted["lockstep_rows"] == "0"
+
+
+@pytest.mark.slow
+def test_a_run_is_an_adapter_with_the_template_that_it_was_trained_with(tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}<|endoftext|>{% endfor %}"
+        "{% if add_generation_prompt %}a:{% endif %}"
+    )
+    config = write_config(
+        tmp_path, write_model(tmp_path / "base"), lora={"rank": 3, "alpha": 5}, optim={"epochs": 1},
+        data={"chat_template": str(template)},
+    )  # fmt: skip
+    code, _, err = run_lockstep("train", config, "--run-dir", tmp_path / "run")
+    assert code == 0, err
+    trained = LocalEngine.load(tmp_path / "run", device="cpu")
+    ((answer,),) = trained.sample([trained.encode(TURNS)], SamplingParams(20))
+    model = LocalEngine.load(tmp_path / "base", device="cpu").model
+    with serve(model, adapters={"run": tmp_path / "run"}) as served:
+        found = served.post("chat/completions", model="run", messages=TURNS, temperature=0, max_tokens=20).json()
+        other = served.post("chat/completions", messages=TURNS, temperature=0, max_tokens=20).json()
+    assert found["usage"]["prompt_tokens"] == len(trained.encode(TURNS)) < other["usage"]["prompt_tokens"]
+    assert found["choices"][0]["message"]["content"] == answer.text
+    assert found["choices"][0]["finish_reason"] == answer.finish_reason
+
+
+@pytest.mark.filterwarnings("ignore:.*transformers' generate")
+def test_a_model_that_only_transformers_serves_is_answered_one_by_one() -> None:
+    model = build_model().double()
+    model._supports_attention_backend = False
+    with serve(model) as served:
+        whole = served.post("chat/completions", messages=TURNS, temperature=0, max_tokens=12)
+        assert whole.json()["choices"][0]["message"]["content"] == expected(12).text
+        stream = served.post("chat/completions", messages=TURNS, temperature=0, max_tokens=12, stream=True).text
+        assert stream.endswith("data: [DONE]\n\n")
+        refused = served.post("chat/completions", messages=TURNS, logprobs=True)
+        assert refused.status_code == 400
+        assert "not scored" in refused.json()["error"]["message"]

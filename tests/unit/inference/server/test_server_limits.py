@@ -141,6 +141,8 @@ def test_fields_that_change_nothing_are_taken(served: ServedModel) -> None:
     [
         (b'{"model": "\xff"}', "application/json", 400, "not UTF-8"),
         (b"{", "application/json", 400, "not JSON"),
+        (b'{"model": "tiny", "prompt": "\\ud800"}', "application/json", 400, "half of a surrogate pair"),
+        (b'{"model": "tiny", "prompt": "a", "\\udfff": 1}', "application/json", 400, "half of a surrogate pair"),
         (b"[]", "application/json", 400, "must be a JSON object"),
         (b'{"a":' * 20_000, "application/json", 400, "nesting"),
         (b'{"temperature": NaN}', "application/json", 400, "NaN is no JSON number"),

@@ -69,6 +69,8 @@ def _prepare(run: RunDir, config: RunConfig) -> None:
             RunDir.create(run.path, config)
     elif run.config() != config and run.status().get("state") != "completed":
         reopen(run.path, settings=config)
+    if config.launch.kind == "ray":
+        run.clear_failures()  # of an earlier start; ranks on machines of their own clear theirs
 
 
 @contextlib.contextmanager

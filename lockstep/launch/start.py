@@ -300,8 +300,8 @@ class Supervision:
 
 
 def lacks_supervisor(run: RunDir) -> bool:
-    """Its processes live, and the one that would start it again does not."""
-    return is_running(run.path) and (run.path / _SUPERVISOR_FILE).exists() and not is_supervised(run.path)
+    """Its processes live here, and the one that would start it again does not. A cluster does that itself."""
+    return is_running_here(run.path) and (run.path / _SUPERVISOR_FILE).exists() and not is_supervised(run.path)
 
 
 def is_supervised(run_dir: Path) -> bool:

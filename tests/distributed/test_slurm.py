@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
     bool(missing_programs()), reason=f"Slurm is not installed: there is no {', '.join(missing_programs())}"
 )
 ON_TWO_NODES = {"kind": "slurm", "nodes": 2, "device": "cpu"}
-PATIENCE_S = 400.0
+PATIENCE_S = 500.0  # a net, not a measure of speed
 
 
 @pytest.fixture(scope="module")
@@ -66,15 +66,18 @@ def wait_for(condition: Callable[[], Any], what: str) -> Any:
     return found
 
 
-def wait_for_end(cluster: SlurmCluster, launcher: SlurmLauncher, handle: RunHandle) -> RunState:
-    """Slurm lets a job that went back to the queue wait for two minutes; a few seconds are enough."""
+def wait_for_end(
+    cluster: SlurmCluster, launcher: SlurmLauncher, handle: RunHandle, then: str = "StartTime=now+6"
+) -> RunState:
+    """Slurm lets a job that went back to the queue wait for two minutes; a few seconds are enough. `then`: for its next
+    turns."""
     turns_seen = set()
 
     def ended() -> RunState | None:
         waits = cluster.query("squeue", "-h", "-j", handle.started, "-o", "%r") == "BeginTime"
         if waits and (turn := turns(RunDir(handle.run_dir))) not in turns_seen:
             turns_seen.add(turn)
-            cluster.query("scontrol", "update", f"JobId={handle.started}", "StartTime=now+6")
+            cluster.query("scontrol", "update", f"JobId={handle.started}", "StartTime=now+6", then)
         outcome = launcher.poll(handle)
         return None if outcome.state == "running" else outcome
 
@@ -132,12 +135,12 @@ def test_a_disturbed_job_goes_on_bit_for_bit(
 
 @pytest.mark.slow
 def test_a_job_whose_time_is_up_has_another_turn(cluster: SlurmCluster, tmp_path: Path, tiny_model: Path) -> None:
-    """Slurm looks at time limits twice a minute, so the signal comes some seconds after the job began."""
+    """The signal comes fifteen seconds after the job began, or when Slurm looks the next time; then it has an hour."""
     run = make_run(tmp_path / "slurm", tiny_model, 100, {**ON_TWO_NODES, "time": "1", "notice_s": 45})
     launcher, handle = start(run)
-    assert wait_for_end(cluster, launcher, handle) == RunState("completed")
-    assert turns(run) > 1
-    assert [event["event"] for event in run.events()].count("interrupted") == turns(run) - 1
+    assert wait_for_end(cluster, launcher, handle, "TimeLimit=60") == RunState("completed")
+    assert turns(run) == 2
+    assert [event["event"] for event in run.events()].count("interrupted") == 1
     assert_undisturbed(run, tiny_model, tmp_path / "local", 100)
 
 

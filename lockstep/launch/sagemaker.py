@@ -325,7 +325,7 @@ def _refuse_unused_channels(job: SageMakerJob, config: RunConfig, file: Path | N
 
 def prepare(job: SageMakerJob) -> None:
     """What must be possible at the end is tried at the beginning."""
-    for folder in {job.base / "output", job.output_data_dir, job.run_dir.parent, *_model_dirs(job)}:
+    for folder in (job.base / "output", job.output_data_dir, *_model_dirs(job), job.run_dir.parent):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             probe = folder / f".writable-{os.getpid()}"

@@ -45,7 +45,16 @@ NO_LOSSES = RouterLosses()
 class RouterBalance:
     """Of one backend. All ranks make the same calls; without routers they do nothing."""
 
-    def __init__(self, policy: Policy, losses: RouterLosses, group: ProcessGroup, reference: str = "none") -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        losses: RouterLosses,
+        group: ProcessGroup,
+        reference: str = "none",
+        *,
+        compiled: bool = False,
+    ) -> None:
+        """`compiled`: layers stay whole, and are not watched unless a loss or biases need it."""
         self._routers, self._group = policy.routers, group
         causal = causal_lm(policy.model)
         self.aux_coefficient = _aux_coefficient(causal, policy, losses)
@@ -55,6 +64,7 @@ class RouterBalance:
         self._biases = router_biases(policy.model, self._routers) if losses.bias_rate else {}
         if losses.bias_rate:
             _check_biases(causal, policy, reference)
+        self._watches = bool(self._routers) and (not compiled or losses != NO_LOSSES)
         self.warnings = list(_describe(causal, losses))
         self._counts: RouterCounts | None = None
         self._is_settled = False
@@ -136,7 +146,7 @@ class RouterBalance:
         return {f"{self._routers.names[place]}.{BIAS}": bias for place, bias in self._biases.items()}
 
     def _begin(self) -> None:
-        self._counts = self._routers.empty_counts(self._group.device) if self._routers else None
+        self._counts = self._routers.empty_counts(self._group.device) if self._watches else None
         self._is_settled = False
 
     def _settle(self) -> None:

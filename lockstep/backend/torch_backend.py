@@ -102,7 +102,7 @@ class TorchBackend:
         self._roots: list[nn.Module] = [self.policy, *built.stages.values()]
         self.slow = self._check_passes(built)
         built.leave_loops_uncompiled()
-        self.balance = RouterBalance(self.policy, router_losses, self.group, reference)
+        self.balance = RouterBalance(self.policy, router_losses, self.group, reference, compiled=compiles)
         self.warnings = [*built.warnings, *self.balance.warnings]
         self.policy.use_temperature(temperature)  # the checks above are of the model as it is
         if self.group.degrees.context > 1:

@@ -10,7 +10,7 @@ import torch
 from equivalence.mixtures import build_mixture
 from equivalence.plain import make_batch, make_model, scale_of
 
-from lockstep.backend.router_balance import NO_LOSSES, RouterLosses
+from lockstep.backend.router_balance import NO_LOSSES, RouterBalance, RouterLosses
 from lockstep.backend.torch_backend import TorchBackend
 from lockstep.model.routing import BIAS
 from lockstep.parallel.group import ProcessGroup
@@ -128,6 +128,15 @@ def test_what_a_model_does_not_have_is_refused(family: str, losses: RouterLosses
     model = make_model("llama", lora=False) if family == "llama" else build_mixture(family)
     with pytest.raises(ValueError, match=message):
         make_backend(family, losses, model=model, reference="copy" if "reference" in message else "none")
+
+
+def test_compiled_layers_are_watched_only_where_a_loss_needs_it() -> None:
+    policy = make_backend("qwen3_moe").policy
+    for losses, watched in ((NO_LOSSES, False), (RouterLosses(0.1), True)):
+        balance = RouterBalance(policy, losses, ONE, compiled=True)
+        with balance.training_passes(1.0):
+            policy.routers.read(torch.ones(3))
+        assert (len(balance.take()) > 0) == watched
 
 
 def test_biases_are_not_for_adapters() -> None:

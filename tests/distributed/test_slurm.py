@@ -219,7 +219,7 @@ def test_what_slurm_refuses_is_one_sentence(
     assert cluster.query("squeue", "-h") == ""
     run = make_run(tmp_path / "run", tiny_model, 1)
     gone = RunHandle("slurm", str(run.path), 0, "99999", "forgotten")
-    assert "no longer knows job 99999" in SlurmLauncher().poll(gone).reason
+    assert "no longer knows job 99999" in wait_for_end(cluster, SlurmLauncher(), gone).reason
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ValueError, match="there is no sbatch"):
         start(run)

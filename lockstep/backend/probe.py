@@ -52,7 +52,9 @@ def check_policy(
 def _plain_logprobs(policy: Policy, probe: PackedTokens) -> Tensor:
     try:
         return policy(probe, plain=True)
-    except _MODEL_ERRORS as error:  # of the model's own code: it wants more
+    except (*_MODEL_ERRORS, RuntimeError) as error:  # of the model's own code: it wants more
+        if isinstance(error, torch.OutOfMemoryError) or torch.distributed.is_initialized():
+            raise
         name = type(causal_lm(policy.model)).__name__
         raise ValueError(f"{name} cannot be called with the tokens of a text alone: {error}") from error
 
@@ -142,7 +144,9 @@ def _difference(policy: Policy, probe: PackedTokens, plain: Tensor, rounding: fl
     for policy.enters_head, policy.gives_positions in product((False, True), (True, False)):
         try:
             difference = float((policy(probe).double() - plain).abs().max())
-        except _MODEL_ERRORS as error:
+        except (*_MODEL_ERRORS, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and (not policy.packs or isinstance(error, torch.OutOfMemoryError)):
+                raise  # no other way is left to call the model
             why = why or f"{name} cannot be called without its head: {error}"
             continue
         if difference <= rounding:

@@ -107,7 +107,8 @@ class TorchBackend:
         self.policy.use_temperature(temperature)  # the checks above are of the model as it is
         if self.group.degrees.context > 1:
             split_tokens(self.policy, self.group)
-        self._cost = Cost.from_hidden_size(causal_lm(model).config.get_text_config().hidden_size)
+        config, head = causal_lm(model).config.get_text_config(), causal_lm(model).get_output_embeddings()
+        self._cost = Cost.from_hidden_size(getattr(config, "hidden_size", None) or head.in_features)
         self._reference = make_reference(reference, model, self.parameters())
         self._reference_mixed = False
         self._optimizer = loss_step.build_optimizer(self.parameters(), self.device)

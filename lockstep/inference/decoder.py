@@ -32,7 +32,7 @@ from lockstep.inference.kv_cache import (
     UnsupportedModelError,
 )
 from lockstep.inference.token_sampling import TokenScores, Truncation, sample_tokens, score_tokens, uniforms
-from lockstep.model.policy import CausalLM, causal_lm, decoder_layers, headless, logit_transform
+from lockstep.model.policy import CausalLM, attention_problem, causal_lm, decoder_layers, headless, logit_transform
 from lockstep.model.rotary import RotaryByLength, TextSpan
 
 _PREFILL_TOKENS = 8192  # packed into one pass, at most; a longer prompt has a pass of its own
@@ -81,7 +81,8 @@ class Decoder:
         report: Callable[[str], None] = warnings.warn,
     ) -> None:
         self._model, self._causal, self.bank = model, causal_lm(model), bank
-        _refuse_unsuitable(self._causal)
+        if problem := attention_problem(self._causal):
+            raise UnsupportedModelError(problem)
         kv_cache.register()
         self.rotary = RotaryByLength.of(self._causal)
         self._head = self._causal.get_output_embeddings()
@@ -98,8 +99,10 @@ class Decoder:
         self._num_slots = 0  # in use, of those allocated
         self._bank_revision = -1
         self._speed, self._read_at = _StepSpeed(report), 0.0
+        own = self._own_logits()
         with self.in_use():
-            self._groups = self._probe(fuses=fuses and self.device.type == "cpu" and not sharded)
+            self._refuse_other_state()
+            self._groups = self._probe(own, fuses=fuses and self.device.type == "cpu" and not sharded)
         self.release()
         if compiles and self.graphs is not None and self.by_kernel:
             if bank is None:
@@ -448,42 +451,79 @@ class Decoder:
         dist.all_reduce(count)
         return count.item() > 0
 
-    def _probe(self, *, fuses: bool) -> list[list[nn.Module]]:
+    @property
+    def _probe_tokens(self) -> list[int]:
+        return [number % self._causal.config.get_text_config().vocab_size for number in range(1, 7)]
+
+    def _own_logits(self) -> Tensor:
+        """[tokens, V] of a few tokens, from the model with its own attention."""
+        training = self._model.training
+        self._model.eval()
+        self._announce(working=True)
+        try:
+            with torch.inference_mode():
+                tokens = torch.tensor([self._probe_tokens], device=self.device)
+                return self._causal(input_ids=tokens, use_cache=False).logits[0]
+        except (TypeError, AttributeError, ValueError) as error:
+            raise UnsupportedModelError(f"{type(self._causal).__name__} wants more: {_first_line(error)}") from error
+        finally:
+            self._model.train(training)
+
+    def _call(self, tokens: Sequence[int], attention: AttentionPass) -> Tensor:
+        """[tokens, V]."""
+        self._announce(working=True)
+        positions = torch.arange(len(tokens), device=self.device)[None]
+        input_ids = torch.tensor([tokens], device=self.device)
+        try:
+            return self._causal(
+                input_ids=input_ids, position_ids=positions, use_cache=False, cached_pass=attention
+            ).logits[0]
+        except (TypeError, AttributeError, ValueError) as error:
+            name = type(self._causal).__name__
+            raise UnsupportedModelError(f"{name} cannot be called for it: {_first_line(error)}") from error
+
+    def _refuse_other_state(self) -> None:
+        """Without attention, no token may depend on another one. In any precision: both passes round in one way."""
+        tokens = self._probe_tokens
+        first, second = (self._call(t, kv_cache.MutePass())[-1] for t in (tokens, [*reversed(tokens[:-1]), tokens[-1]]))
+        if not _distance(first, second) < (1e-5 if _is_wide(first) else 0.01):
+            name = type(self._causal).__name__
+            raise UnsupportedModelError(f"{name} carries more than keys and values from one token to the next")
+
+    def _probe(self, own: Tensor, *, fuses: bool) -> list[list[nn.Module]]:
         """Find the shapes of the cache; then a few tokens one by one must give the model's own logits.
 
         Returns the linear layers that have the same input.
         """
-        tokens = [number % self._causal.config.get_text_config().vocab_size for number in range(1, 7)]
+        tokens = self._probe_tokens
         whole, prompt = kv_cache.ShapePass(len(tokens)), tokens[:4]
-        input_ids = torch.tensor([tokens], device=self.device)
-        position_ids = torch.arange(len(tokens), device=self.device)[None]
+        together = self._call(tokens, whole)
+        _compare(together, own, 1e-3 if _is_wide(own) else 0.1)
+        # How far this model's rounding goes in a narrow precision; a token more or less of context goes further.
+        rounding = 1e-3 if _is_wide(own) else min(max(0.03, 4 * _distance(together, own)), 0.1)
         try:
-            self._announce(working=True)
-            own = self._causal(
-                input_ids=input_ids, position_ids=position_ids, use_cache=False, cached_pass=whole
-            ).logits[0]
             self._shapes = whole.shapes
             on_gpu = self.device.type == "cuda"
             self.by_kernel = on_gpu and all(shape.suits_kernel for shape in self._shapes.values())
             self.prepare(1, len(tokens))
             self.prefill([(0, prompt)])
             with recorded_groups(self._model) as groups, self._adapted(self._adapters[:1]):
-                self._compare_step(tokens, len(prompt), own)
+                self._compare_step(tokens, len(prompt), own, rounding)
             if fuses:
                 self._fuse(groups)
             fused = contextlib.nullcontext() if self.linears is None else self.linears.installed()
             with self._adapted(self._adapters[:1]), fused:
                 for position in range(len(prompt) + 1, len(tokens)):
-                    self._compare_step(tokens, position, own)
+                    self._compare_step(tokens, position, own, rounding)
         except (TypeError, AttributeError, ValueError) as error:
             name = type(self._causal).__name__
             raise UnsupportedModelError(f"{name} cannot be called for it: {_first_line(error)}") from error
         return groups
 
-    def _compare_step(self, tokens: Sequence[int], position: int, own: Tensor) -> None:
+    def _compare_step(self, tokens: Sequence[int], position: int, own: Tensor, rounding: float) -> None:
         self.place([0], [tokens[position]], [position], torch.zeros(1, dtype=torch.int64))
         self._announce(working=True)
-        _compare(self._logits(1, len(tokens))[0], own[position])
+        _compare(self._logits(1, len(tokens))[0], own[position], rounding)
 
     def _fuse(self, groups: list[list[nn.Module]]) -> None:
         """Decided by all memory, not by what is free now: a restarted run could otherwise round differently."""
@@ -523,19 +563,21 @@ def _total_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _refuse_unsuitable(causal: CausalLM) -> None:
-    name = type(causal).__name__
-    if not getattr(causal, "_supports_attention_backend", False):
-        raise UnsupportedModelError(f"{name} does not take its attention from transformers' AttentionInterface")
+def _is_wide(logits: Tensor) -> bool:
+    return logits.dtype in (torch.float32, torch.float64)
 
 
-def _compare(logits: Tensor, own: Tensor) -> None:
-    exact = own.dtype in (torch.float32, torch.float64)
+def _distance(logits: Tensor, own: Tensor) -> float:
+    """Relative; the same number added to all logits does not count."""
+    logits, own = (values.double() - values.double().mean(-1, keepdim=True) for values in (logits, own))
+    return float((logits - own).norm() / own.norm().clamp(min=1e-30))
+
+
+def _compare(logits: Tensor, own: Tensor, rounding: float) -> None:
     if not own.isfinite().all():
         return  # sampling reports it
-    logits, own = (values.double() - values.double().mean() for values in (logits, own))
-    distance = float((logits - own).norm() / own.norm().clamp(min=1e-30))
-    if not distance < (1e-3 if exact else 0.3):  # nan is not below either
+    distance = _distance(logits, own)
+    if not distance < rounding:  # nan is not below either
         raise UnsupportedModelError(
             f"its logits token by token are {distance:.1%} off its own: it keeps more than keys and values"
         )

@@ -21,7 +21,7 @@ from torch import Tensor
 from lockstep.config import LoraConfig, ModelConfig
 from lockstep.inference.adapter_bank import AdapterBank
 from lockstep.inference.decoder import Decoder
-from lockstep.inference.hf_generate import hf_generate
+from lockstep.inference.hf_generate import check_generate, hf_generate
 from lockstep.inference.kv_cache import UnsupportedModelError
 from lockstep.inference.scheduler import BatchLimits, ContinuousBatch, decode_all
 from lockstep.inference.sequence import NOTHING_ELSE, SequenceOptions, TokenSequence
@@ -204,12 +204,10 @@ class LocalEngine:
             limits = replace(self.limits, steps_per_read=steps_per_read or self.limits.steps_per_read)
             decode_all(decoder, sequences, limits)
             return
-        pad = self.tokenizer.pad_token_id
-        pad = pad if pad is not None else next(iter(self._end_tokens), 0)
         unfinished = [sequence for sequence in sequences if not sequence.finished]
         # Where positions depend on the longest sequence of a batch, each is sampled alone.
         batch_size = 1 if RotaryByLength.of(self.model).rules else self.batch_size
-        hf_generate(self.model, unfinished, params, pad_id=pad, batch_size=batch_size, sharded=self._sharded)
+        hf_generate(self.model, unfinished, params, pad_id=self._pad_id, batch_size=batch_size, sharded=self._sharded)
 
     def stream(self, prompt: Prompt, params: SamplingParams, on_text: Callable[[str], None]) -> TextCompletion:
         """One completion, whose text also arrives in pieces. An exception in `on_text` ends it."""
@@ -268,6 +266,11 @@ class LocalEngine:
             raise ValueError(f"a prompt of {len(prompt)} tokens: the model takes {self.num_positions} at most")
         return min(params.max_tokens, self.num_positions - len(prompt))
 
+    @property
+    def _pad_id(self) -> int:
+        padding = self.tokenizer.pad_token_id
+        return padding if padding is not None else next(iter(self._end_tokens), 0)
+
     def find_decoder(self) -> Decoder | None:
         """None, and one warning, for a model that it cannot decode."""
         if self._decoder is None and self.decodes:
@@ -281,9 +284,11 @@ class LocalEngine:
                     report=self._report,
                 )
             except UnsupportedModelError as error:
+                seconds = check_generate(self.model, pad_id=self._pad_id, sharded=self._sharded)
                 self.decodes = False
                 self._report(
-                    f"{error}. Completions come from transformers' generate: slower, and samples depend on their batch"
+                    f"{error}. Completions come from transformers' generate: slower ({1e3 * seconds:.0f} ms for one "
+                    "token of one row), and samples depend on their batch"
                 )
         return self._decoder
 

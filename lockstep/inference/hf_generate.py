@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from lockstep.inference.sequence import TokenSequence
-from lockstep.model.policy import CausalLM
+from lockstep.model.policy import CausalLM, causal_lm
 from lockstep.types import SamplingParams
 
 
@@ -25,18 +26,47 @@ def hf_generate(
     batch_size: int,
     sharded: bool,
 ) -> None:
-    """Padded on the left.
+    """Slower, and a batch draws from one generator: samples depend on what else is in it.
 
-    Slower, and a batch draws from one generator: samples depend on what else is in it. Sequences with equally many
-    tokens left go together.
+    Sequences with equally many tokens, and as many left, go together: padding on the left would enter the state of
+    many models that this is for. Where ranks make the same passes, those of all lengths do, padded.
     """
-    by_num_left: dict[int, list[TokenSequence]] = {}
+    batches: dict[tuple[int, int], list[TokenSequence]] = {}
     for sequence in sequences:
-        by_num_left.setdefault(sequence.num_left, []).append(sequence)
+        batches.setdefault((sequence.num_left, 0 if sharded else sequence.length), []).append(sequence)
     with _seeded(params.seed), _without_defaults(model):
-        for num_left, group in by_num_left.items():
+        for (num_left, _), group in batches.items():
             for start in range(0, len(group), batch_size):
                 _hf_generate_batch(model, group[start : start + batch_size], num_left, params, pad_id, sharded)
+
+
+@torch.inference_mode()
+def check_generate(model: Any, *, pad_id: int, sharded: bool) -> float:
+    """Seconds for a token of one row. ValueError where generate computes something else than the model's forward, which
+    is what is trained."""
+    name, causal = type(causal_lm(model)).__name__, causal_lm(model)
+    prompt = torch.arange(3, 8, device=model.device)[None] % causal.config.get_text_config().vocab_size
+    config = GenerationConfig(
+        max_new_tokens=4, do_sample=False, pad_token_id=pad_id, output_logits=True, return_dict_in_generate=True
+    )
+    started = time.perf_counter()
+    try:
+        with _without_defaults(model):
+            output: Any = model.generate(
+                inputs=prompt, attention_mask=torch.ones_like(prompt), generation_config=config, synced_gpus=sharded
+            )
+    except (TypeError, ValueError, AttributeError, LookupError) as error:
+        raise ValueError(f"nothing samples from {name}: transformers' generate does not take it ({error})") from error
+    seconds = (time.perf_counter() - started) / len(output.logits)
+    own = causal(input_ids=output.sequences[:, :-1], use_cache=False).logits[0, prompt.shape[1] - 1 :].double()
+    distance = float((torch.stack(output.logits)[:, 0].double() - own).norm() / own.norm().clamp(min=1e-30))
+    rounding = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
+    if not distance < rounding and bool(own.isfinite().all()):  # otherwise sampling reports it
+        raise ValueError(
+            f"nothing samples from {name} as it is trained: the logits of transformers' generate are {distance:.1%} "
+            "off those of its own forward pass"
+        )
+    return seconds
 
 
 def _hf_generate_batch(

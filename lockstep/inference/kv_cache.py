@@ -161,6 +161,15 @@ class ShapePass:
         )[0]
 
 
+class MutePass:
+    """Attention that gives nothing: what still goes from one token to the next is no key and no value."""
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
+    ) -> Tensor:
+        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
+
+
 class PrefillPass:
     """New sequences from their beginning, packed into one row, each cached in its slot."""
 

@@ -79,7 +79,7 @@ class Policy(nn.Module):
                 "not a plain linear layer: take it out of lora.targets, or use a causal language model"
             )
         self.head_options = HeadOptions(logit_transform(causal), chunk_tokens, kept_bytes=kept_bytes)
-        self.why_not_packed = _attention_problem(causal)
+        self.why_not_packed = attention_problem(causal)
         self.attends_packed = not self.why_not_packed  # otherwise with the model's own attention
         self.packs = True
         self.mixers = TokenMixers()
@@ -295,8 +295,8 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _attention_problem(causal: PreTrainedModel) -> str:
-    """Why packed attention cannot be its attention, as far as the model's class and settings tell; empty: it may."""
+def attention_problem(causal: PreTrainedModel) -> str:
+    """Why attention of ours cannot be its attention, as far as the model's class and settings tell; empty: it may."""
     name = type(causal).__name__
     if not getattr(causal, "_supports_attention_backend", False):
         return f"{name} does not take its attention from transformers' AttentionInterface"

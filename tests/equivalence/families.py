@@ -19,7 +19,8 @@ NAMES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 _SIZES: dict[int, str] = {
     97: "vocab_size",
-    32: "hidden_size d_model n_embd dim dim_model embedding_size emb_dim embed_dim word_embed_proj_dim",
+    32: "hidden_size d_model n_embd dim dim_model embedding_size emb_dim embed_dim word_embed_proj_dim "
+    "hidden_size_global",
     48: "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim dim_ff n_inner ffn_hidden_size feed_forward_size "
     "shared_expert_intermediate_size decoder_intermediate_size ffn_intermediate_size dense_intermediate_size",
     16: "moe_intermediate_size expert_ffn_hidden_size q_lora_rank o_lora_rank shared_intermediate_size lru_width",

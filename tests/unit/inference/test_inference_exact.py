@@ -17,7 +17,9 @@ import transformers
 from tiny import VOCABULARY, build_tokenizer
 
 from lockstep.config import LoraConfig
+from lockstep.inference.decoder import Decoder
 from lockstep.inference.engine import LocalEngine
+from lockstep.inference.kv_cache import UnsupportedModelError
 from lockstep.inference.token_sampling import random_streams, uniforms
 from lockstep.model.head import LogitTransform
 from lockstep.model.lora import add_lora
@@ -294,16 +296,26 @@ def test_dynamic_positions_are_not_those_of_a_longer_text_before() -> None:
 # --- models that it does not serve ----------------------------------------------------------------------------------
 
 
-def test_a_model_that_keeps_more_than_keys_and_values_is_found_out() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_keeps_more_than_keys_and_values_is_found_out(dtype: torch.dtype) -> None:
     """Its convolutions look back, too: one token alone would be silently wrong."""
     torch.manual_seed(0)
     layers = ["conv", "full_attention", "conv"]
-    model = transformers.AutoModelForCausalLM.from_config(transformers.Lfm2Config(**SHAPE, layer_types=layers))
+    config = transformers.Lfm2Config(**SHAPE, layer_types=layers)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     engine = LocalEngine(model, build_tokenizer())
-    with pytest.warns(UserWarning, match="off its own: it keeps more than keys and values. Completions come from"):
+    with pytest.warns(UserWarning, match="carries more than keys and values from one token.*Completions come from"):
         ((answer,),) = engine.sample([PROMPTS[0]], SamplingParams(max_tokens=5))
     own = model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=5, do_sample=False, pad_token_id=0)
     assert list(answer.tokens) == own[0, len(PROMPTS[0]) :].tolist()
+
+
+def test_a_model_that_attends_within_chunks_has_no_decoder() -> None:
+    settings = {**SHAPE, "intermediate_size_mlp": 48, "num_local_experts": 2, "head_dim": 8, "moe_layers": []}
+    layers = {"layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]}
+    config = transformers.Llama4TextConfig(**{**settings, "num_hidden_layers": 2}, **layers, attention_chunk_size=4)
+    with pytest.raises(UnsupportedModelError, match="attends within chunks"):
+        Decoder(transformers.Llama4ForCausalLM(config))
 
 
 @pytest.mark.parametrize(

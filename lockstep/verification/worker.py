@@ -82,7 +82,8 @@ def compute(job: LayoutJob, folder: Path) -> None:
         disagreements += check_dropout(job, group, batches[0], folder)
     group.barrier()
     if group.rank == 0:
-        shared = {"disagreements": disagreements, "warnings": backend.warnings, "packs": backend.policy.packs}
+        said = [*backend.warnings, *backend.slow]
+        shared = {"disagreements": disagreements, "warnings": said, "packs": backend.policy.packs}
         write_result(folder, {"steps": facts, **shared})
     group.leave()
 

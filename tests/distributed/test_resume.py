@@ -176,7 +176,8 @@ def test_a_kill_in_the_middle_of_a_checkpoint_costs_only_that_checkpoint(
     run = make_run(tmp_path, tiny_model, layout, trained)
     kill_while_writing(run, victims)
     before = run.list_checkpoints()[-1].step
-    assert min(half_written(run)) > before
+    # None, where the killed rank had written all of its part, and the other could commit it.
+    assert all(step > before for step in half_written(run))
     run_to_the_end(run, num_ranks_of(run))
     assert [e["step"] for e in run.events() if e["event"] == "resumed"] == [before]
     assert [path.name for path in sorted(run.checkpoints.iterdir())] == ["step-21", "step-24"], "the rest is swept"

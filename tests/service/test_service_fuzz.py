@@ -125,7 +125,7 @@ def set_key(config: dict[str, Any], dotted: str, value: Any) -> None:
 
 def as_text(draw: random.Random) -> str:
     lines = ["model: some/model", "data: {train: some/rows}"]
-    for _ in range(draw.randrange(1, 4)):
+    for _ in range(draw.randrange(4)):
         key, value = draw.choice([*KEYS, *TEXTS]), draw.choice(TEXTS)
         *parents, leaf = key.split(".") if "\n" not in key else [key]
         line = "".join(f"{'  ' * depth}{parent}:\n" for depth, parent in enumerate(parents))

@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import tiny
+import torch
 from distributed.test_elastic import LAYOUTS
 from distributed.test_grpo_resume import REWARD, write_prompts
 from ranks import exported, newest_step, start_ranks
+from safetensors.torch import load_file
 
 from lockstep.config import load_config
 from lockstep.rundir import RunDir
@@ -32,15 +34,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def without_engines(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Callable[[str, str], str]:
-    """The weights of a run that samples by itself and never stops, by layout and way."""
-    made: dict[tuple[str, str], str] = {}
+def without_engines(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Callable[[str, str], Path]:
+    """The export of a run that samples by itself and never stops, by layout and way."""
+    made: dict[tuple[str, str], Path] = {}
 
-    def get(layout: str, way: str) -> str:
+    def get(layout: str, way: str) -> Path:
         if (layout, way) not in made:
             run = make_run(tmp_path_factory.mktemp(way), model, {}, layout, way)
             run_to_the_end(run, LAYOUTS[layout][0])
-            made[layout, way] = tiny.digest_weights(exported(run))
+            made[layout, way] = exported(run)
         return made[layout, way]
 
     return get
@@ -102,6 +104,11 @@ def wait_for_the_end_of(pids: list[int], timeout_s: float = 30.0) -> None:
         time.sleep(0.05)
 
 
+def assert_close_weights(found: Path, expected: Path) -> None:
+    (ours,), (theirs,) = (list(folder.glob("*.safetensors")) for folder in (found, expected))
+    torch.testing.assert_close(load_file(ours), load_file(theirs), rtol=0, atol=1e-10)
+
+
 def kill_at_a_random_moment(run: RunDir, num_ranks: int, draw: random.Random) -> None:
     """After a checkpoint that this start has made, or found, and anywhere in the steps after it."""
     first = newest_step(run)
@@ -132,11 +139,15 @@ def kill_at_a_random_moment(run: RunDir, num_ranks: int, draw: random.Random) ->
     ],
 )
 def test_in_turns_engines_give_the_same_weights(
-    tmp_path: Path, model: Path, without_engines: Callable[[str, str], str], layout: str, way: str, engines: int
+    tmp_path: Path, model: Path, without_engines: Callable[[str, str], Path], layout: str, way: str, engines: int
 ) -> None:
     run = make_run(tmp_path, model, {"engines": engines}, layout, way)
     run_to_the_end(run, LAYOUTS[layout][0])
-    assert tiny.digest_weights(exported(run)) == without_engines(layout, way)
+    expected = without_engines(layout, way)
+    if (layout, way) == ("one", "plain"):
+        assert tiny.digest_weights(exported(run)) == tiny.digest_weights(expected)
+    else:  # engines sample in batches of their own: with adapters, products of other shapes round differently
+        assert_close_weights(exported(run), expected)
     records = [record for record in run.metrics() if record["split"] == "train"]
     assert all(record["staleness_max"] == 0 and record["sampler_trainer_logprob_diff"] < 1e-10 for record in records)
     assert {record["engines"] for record in records} == {engines}
@@ -145,12 +156,12 @@ def test_in_turns_engines_give_the_same_weights(
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 def test_in_turns_a_killed_run_ends_with_the_same_weights(
-    tmp_path: Path, model: Path, without_engines: Callable[[str, str], str], seed: int
+    tmp_path: Path, model: Path, without_engines: Callable[[str, str], Path], seed: int
 ) -> None:
     run = make_run(tmp_path, model, {"engines": 1})
     kill_at_a_random_moment(run, 1, random.Random(seed))
     run_to_the_end(run, 1)
-    assert tiny.digest_weights(exported(run)) == without_engines("one", "plain")
+    assert tiny.digest_weights(exported(run)) == tiny.digest_weights(without_engines("one", "plain"))
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,31 @@ class LocalLaunch(AnyLaunch):
     """local: processes on this machine. Other kinds have settings of their own: see docs/configuration.md."""
 
 
+class NodesLaunch(AnyLaunch):
+    """Of a cluster that is asked for whole nodes, or pods, with equally many ranks."""
+
+    nodes: PositiveInt = 1
+    """Nodes, or pods, that train."""
+    procs_per_node: PositiveInt = 1
+    """Ranks on each of them. procs is then nodes times this."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _count_procs(cls, section: Any) -> Any:
+        """procs is what nodes and procs_per_node say; given as well, it must be the same."""
+        if not isinstance(section, Mapping):
+            return section
+        nodes, per_node = section.get("nodes", 1), section.get("procs_per_node", 1)
+        if not (isinstance(nodes, int) and isinstance(per_node, int)):
+            return section  # refused with its own sentence
+        if section.get("procs", nodes * per_node) != nodes * per_node:
+            raise ValueError(
+                f"procs is nodes {nodes} x procs_per_node {per_node} = {nodes * per_node}, and not "
+                f"{section['procs']}: set these, and leave procs out"
+            )
+        return {**section, "procs": nodes * per_node}
+
+
 class RayLaunch(AnyLaunch):
     kind: Literal["ray"]
     """Processes on the nodes of a Ray cluster."""
@@ -102,7 +127,7 @@ class TolerationConfig(Section):
         return self
 
 
-class KubernetesLaunch(AnyLaunch):
+class KubernetesLaunch(NodesLaunch):
     kind: Literal["kubernetes"]
     """Pods of a Kubernetes cluster."""
     target: Literal["auto", "job", "jobset", "trainjob", "rayjob"] = "auto"
@@ -114,10 +139,6 @@ class KubernetesLaunch(AnyLaunch):
     """Of the kubeconfig. Default: its current one, or inside a pod the cluster of that."""
     namespace: _Name | None = None
     """Default: that of the context."""
-    nodes: PositiveInt = 1
-    """Pods that train."""
-    procs_per_node: PositiveInt = 1
-    """Ranks in each. procs is then nodes times this."""
     gpus: NonNegativeInt = 0
     """GPUs of each pod. Default: none."""
     gpu_resource: Annotated[str, Field(pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$")] = "nvidia.com/gpu"
@@ -167,20 +188,6 @@ class KubernetesLaunch(AnyLaunch):
     """After the end, the cluster removes the job after this time. null: never."""
     grace_s: PositiveInt = 120
     """What a pod that must go has to write a checkpoint."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _count_procs(cls, section: object) -> object:
-        if not isinstance(section, dict):
-            return section
-        nodes, each = section.get("nodes", 1), section.get("procs_per_node", 1)
-        if not (isinstance(nodes, int) and isinstance(each, int)):
-            return section
-        if section.get("procs", nodes * each) != nodes * each:
-            raise ValueError(
-                f"procs is nodes {nodes} x procs_per_node {each} = {nodes * each}: set these, and not procs"
-            )
-        return {**section, "procs": nodes * each}
 
     @model_validator(mode="after")
     def _consistent(self) -> KubernetesLaunch:
@@ -234,13 +241,9 @@ _OWN_SBATCH_OPTIONS = (
 )
 
 
-class SlurmLaunch(AnyLaunch):
+class SlurmLaunch(NodesLaunch):
     kind: Literal["slurm"]
     """A batch job of Slurm. See docs/slurm.md."""
-    nodes: PositiveInt = 1
-    """Nodes that train."""
-    procs_per_node: PositiveInt = 1
-    """Ranks on each of them. procs is then nodes times this."""
     partition: _SlurmName | None = None
     """Default: the cluster's."""
     account: _SlurmName | None = None
@@ -266,21 +269,6 @@ class SlurmLaunch(AnyLaunch):
     """Whether the job goes back to the queue when its time is up, when it is preempted or loses a node."""
     notice_s: Annotated[int, Field(ge=1, le=65535)] = 120
     """How long before the time limit the run is asked to write a checkpoint and stop."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _count_procs(cls, section: Any) -> Any:
-        """procs is what nodes and procs_per_node say; given as well, it must be the same."""
-        if not isinstance(section, Mapping):
-            return section
-        nodes, per_node = section.get("nodes", 1), section.get("procs_per_node", 1)
-        if not (isinstance(nodes, int) and isinstance(per_node, int)):
-            return section  # refused with its own sentence
-        if section.get("procs", nodes * per_node) != nodes * per_node:
-            raise ValueError(
-                f"procs {section['procs']} is not nodes {nodes} times procs_per_node {per_node}: give that, or none"
-            )
-        return {**section, "procs": nodes * per_node}
 
     @model_validator(mode="after")
     def _options_are_not_decided_twice(self) -> SlurmLaunch:

@@ -17,10 +17,10 @@ from lockstep.model.lora import add_lora
 from lockstep.model.policy import causal_lm
 from lockstep.types import Datum
 
-_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
-_DEEPSEEK = {
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+DEEPSEEK = {
     **TINY,
-    **_EXPERTS,
+    **EXPERTS,
     "num_key_value_heads": 4,
     "n_routed_experts": 4,
     "n_group": 1,
@@ -35,9 +35,9 @@ _DEEPSEEK = {
 _PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 # The last is computed by its own code alone: transformers knows no other way for it.
 FAMILIES: dict[str, Callable[[], Any]] = {
-    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**TINY, **_EXPERTS, head_dim=8, num_experts=4),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**TINY, **EXPERTS, head_dim=8, num_experts=4),
     "mixtral": lambda: transformers.MixtralConfig(**TINY, num_local_experts=4),
-    "deepseek_v3": lambda: transformers.DeepseekV3Config(**_DEEPSEEK),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(**DEEPSEEK),
     "gpt_oss": lambda: transformers.GptOssConfig(
         **TINY, num_local_experts=4, num_experts_per_tok=2, head_dim=8, rope_parameters=_PLAIN_ROPE
     ),

@@ -67,7 +67,7 @@ def test_a_job_that_may_not_go_back_to_the_queue_does_not() -> None:
 @pytest.mark.parametrize(
     ("launch", "words"),
     [
-        ({"nodes": 2, "procs": 3}, "nodes 2 times procs_per_node 1"),
+        ({"nodes": 2, "procs": 3}, "nodes 2 x procs_per_node 1"),
         ({"time": "1:30"}, "notice_s 120 leaves nothing of the time 1:30"),
         ({"time": "tomorrow"}, "launch.time"),
         ({"extra": ["--nodes=4"]}, "other settings of launch decide"),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from equivalence.mixtures import DEEPSEEK, EXPERTS
 from equivalence.plain import TINY, keep_float64, make_batch, plain_loss, scale_of
 
 from lockstep.backend.torch_backend import TorchBackend
@@ -16,21 +17,6 @@ from lockstep.model.lora import add_lora
 from lockstep.parallel.group import ProcessGroup
 from lockstep.types import LossSpec
 
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
-DEEPSEEK = {
-    **TINY,
-    **EXPERTS,
-    "num_key_value_heads": 4,
-    "n_routed_experts": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-    "first_k_dense_replace": 1,
-}
 FAMILIES = {
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**TINY, **EXPERTS, head_dim=8, num_experts=4),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(**DEEPSEEK),

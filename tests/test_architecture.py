@@ -53,6 +53,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 # The one module of a room that composes what its neighbours do not know.
 COMPOSERS: dict[str, set[str]] = {
     "train/run.py": CORE | {"backend", "inference", "processes", "evaluation"},
+    "train/prepare.py": {"model", "evaluation"},
+    "train/describe.py": {"model", "parallel"},
     "train/worker.py": {"processes"},  # the entry of a rank: which one it is, and which signals reach it
     "__init__.py": {"types", "backend", "launch", "processes", "train"},
 }
@@ -232,7 +234,7 @@ def test_the_command_starts_without_heavy_libraries(modules):
 
 def test_loops_do_not_know_ranks():
     # Who composes, who is the entry of a rank, and who is told about ranks without being one.
-    knowing = ("run.py", "worker.py", "steps.py")
+    knowing = ("run.py", "prepare.py", "describe.py", "worker.py", "steps.py")
     paths = [path for path in (PACKAGE / "train").glob("*.py") if path.name not in knowing]
     names = ((path, node) for path in paths for node in ast.walk(parse(path)))
     refuse(

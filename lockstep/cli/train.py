@@ -238,7 +238,7 @@ def _print_result(run: RunDir, as_json: bool) -> None:
 def _describe(settings: RunConfig, as_json: bool) -> None:
     if settings.launch.kind == "kubernetes":
         raise ValueError("--dry-run reads model and data, which are where the pods are: see lockstep manifest instead")
-    from lockstep.train.run import describe
+    from lockstep.train.describe import describe
 
     facts = describe(settings)
     if as_json:

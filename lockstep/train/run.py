@@ -9,9 +9,9 @@ import functools
 import gc
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,37 +22,30 @@ from lockstep.backend.router_balance import RouterLosses
 from lockstep.backend.torch_backend import TorchBackend, agree_on_precision, join_group
 from lockstep.config import ConfigError, RunConfig
 from lockstep.data.cache import cache_folder
-from lockstep.data.dataset import CompiledData, CompileProgress, compile_data
-from lockstep.data.order import Batches
-from lockstep.data.packing import partition
+from lockstep.data.dataset import CompiledData
 from lockstep.evaluation import metrics
 from lockstep.inference.openai.rollout_endpoint import RolloutEndpoint, connect
 from lockstep.model.export import export_run, save_weights
 from lockstep.model.load import (
     build_model,
-    check_model_source,
-    choose_precision,
     keep_freed_memory,
     load_hf_config,
     load_run_tokenizer,
-    load_tokenizer,
 )
-from lockstep.model.parts import Part, describe_parts, measure_parts
+from lockstep.model.parts import describe_parts
 from lockstep.parallel import host_files
 from lockstep.parallel.group import ProcessGroup, choose_device, find_nccl
 from lockstep.rollouts.engines.pool import start_engines
 from lockstep.rollouts.orchestrator import Engines
-from lockstep.rollouts.source import ColocatedEngine, PromptData, RolloutSource, open_rollouts, read_prompt_data
-from lockstep.rundir import Checkpoint, PhaseClock, RunDir, write_atomically
+from lockstep.rollouts.source import ColocatedEngine, PromptData, RolloutSource, open_rollouts
+from lockstep.rundir import Checkpoint, PhaseClock, RunDir
 from lockstep.train import dpo, grpo, sft
 from lockstep.train.checkpoints import Checkpoints, Progress
+from lockstep.train.describe import check_positions, describe_cost
 from lockstep.train.preference_data import (
     RowsToLearn,
-    computed_lengths,
-    count_padded_tokens,
-    row_warnings,
-    rows_to_learn,
 )
+from lockstep.train.prepare import check_reference_model, prepare_rows, reference_config
 from lockstep.train.reference import (
     Forward,
     PrecomputeSettings,
@@ -62,7 +55,6 @@ from lockstep.train.reference import (
     has_all,
     plan_reference,
 )
-from lockstep.train.schedule import num_steps
 from lockstep.train.steps import CompileWatch, Diverged, LoopInputs, RunInterrupted
 from lockstep.train.validation import AnswerScores, last_answer
 from lockstep.types import Tokenizer
@@ -158,77 +150,11 @@ def current_step(config: RunConfig, clock: PhaseClock, progress: Progress) -> in
     return progress.step + (config.algorithm.kind != "grpo" or clock.current == "sampling")
 
 
-# --- data -------------------------------------------------------------------------------------------------------------
-
-
-def prepare_rows(
-    config: RunConfig, tokenizer: Tokenizer, run: RunDir, num_ranks: int
-) -> tuple[CompiledData | PromptData, RowsToLearn]:
-    if config.algorithm.kind == "grpo":
-        prompts = read_prompt_data(config, tokenizer)
-        for message in prompts.warnings():
-            run.log_event("warning", message=message)
-        return prompts, RowsToLearn(prompts.train, prompts.validation)
-    data = prepare_data(config, tokenizer, run, num_ranks)
-    return data, rows_to_learn(config, data)
-
-
-def prepare_data(config: RunConfig, tokenizer: Tokenizer, run: RunDir, num_ranks: int) -> CompiledData:
-    def show(progress: CompileProgress) -> None:
-        run.write_status(phase=f"{progress.phase} {progress.split}: {progress.rows:,} rows")
-
-    data = compile_data(config.data, tokenizer, seed=config.seed, timeout_s=config.launch.timeout_s, on_progress=show)
-    for message in [*data.report.warnings(), *row_warnings(config, data)]:
-        run.log_event("warning", message=message)
-    run.log_event("data", **asdict(data.report))
-    if run.owner and data.report.skipped_files:
-        rows = [Path(file).read_text(encoding="utf-8") for file in data.report.skipped_files]
-        write_atomically(run.path / "skipped.jsonl", "".join(rows))
-    check_data(config, data, num_ranks)
-    if config.evaluation.metrics:
-        metrics.check_metrics(config.evaluation.metrics)  # a missing package is reported before the model is loaded
-    return data
-
-
-def check_data(config: RunConfig, data: CompiledData, num_ranks: int) -> None:
-    rows, per_step = rows_to_learn(config, data), config.batch.samples_per_step
-    if per_step is not None and per_step < num_ranks:
-        raise ConfigError(f"batch.samples {per_step} is less than the {num_ranks} ranks: some would never have a row")
-    if len(rows.train) < num_ranks:
-        raise ConfigError(f"{num_ranks} ranks for {len(rows.train)} training rows: use at most one rank per row")
-
-
 # --- the reference ----------------------------------------------------------------------------------------------------
 
 
-def check_reference_model(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """A reference_model must have the same vocabulary, with the same ids."""
-    path = getattr(config.algorithm, "reference_model", None)
-    if path is None:
-        return
-    other = load_tokenizer(_reference_config(config).model).get_vocab()
-    own = tokenizer.get_vocab()
-    if own == other:
-        return
-    token = next((t for t in [*own, *other] if own.get(t) != other.get(t)), "")
-    raise ConfigError(
-        f"algorithm.reference_model {path} has another vocabulary than {config.model.path} ({len(other):,} and "
-        f"{len(own):,} tokens; {token!r} is {other.get(token, 'unknown')} there and {own.get(token, 'unknown')} here), "
-        "so its log-probs are of other tokens: use a model of the same family"
-    )
-
-
-def _reference_config(config: RunConfig) -> RunConfig:
-    """The run's configuration with the reference as its model."""
-    path = getattr(config.algorithm, "reference_model", None)
-    if path is None:
-        return config
-    model = config.model.model_copy(update={"path": path, "revision": None})
-    return config.model_copy(update={"model": model, "lora": None})
-
-
 def _precompute_settings(config: RunConfig, group: ProcessGroup, run: RunDir, precision: str) -> PrecomputeSettings:
-    model = _reference_config(config).model
+    model = reference_config(config).model
 
     def describe_weights() -> Mapping[str, str | None]:
         run.write_status(phase="reading the reference's files")
@@ -255,7 +181,7 @@ def _precompute_with_other_model(
     if has_all(settings, [rows.train, rows.validation]):
         return _with_reference(rows, None, settings)
     run.write_status(phase="loading the reference model")
-    other = _reference_config(config)
+    other = reference_config(config)
     model = build_model(other.model, None, settings.precision, with_weights=group.rank == 0)
     backend = _choose_backend(other, model, group, settings.precision, "none")
     rows = _with_reference(rows, backend.forward, settings)
@@ -284,7 +210,7 @@ def build(
     if reference.kind != "precomputed":
         return make_backend(config, group, run, precision, reference.kind), rows
     settings = _precompute_settings(config, group, run, precision)
-    if _reference_config(config) is not config:
+    if reference_config(config) is not config:
         rows = _precompute_with_other_model(config, group, run, rows, settings)
         return make_backend(config, group, run, precision, "none"), rows
     # Before a checkpoint is loaded the policy is the reference; under LoRA without its new adapters.
@@ -314,43 +240,6 @@ def make_backend(
     )
     run.write_status(trained=described)
     return backend
-
-
-def check_positions(config: RunConfig, backend: TorchBackend | DeepSpeedBackend, rows: RowsToLearn) -> None:
-    """Before the first step where a row is one text; of pairs and of sampled answers the backend checks each batch."""
-    limit = backend.policy.max_positions
-    if limit is None or config.algorithm.kind != "sft":
-        return
-    longest = max((int(part.lengths.max()) for part in (rows.train, rows.validation) if len(part)), default=0)
-    if longest > limit:
-        raise ConfigError(
-            f"data.max_length {config.data.max_length} lets texts of {longest:,} tokens through, and "
-            f"{config.model.path} learned positions for {limit:,}: set it to {limit} or less"
-        )
-
-
-def describe_cost(config: RunConfig, backend: TorchBackend | DeepSpeedBackend, rows: RowsToLearn) -> Iterator[str]:
-    """What the model makes slower or different on these rows."""
-    samples = config.algorithm.kind == "grpo"
-    if not backend.policy.packs and not samples:  # of answers that are yet to be sampled nothing is known
-        num_packed = -(-int(rows.train.lengths.sum()) // config.batch.micro_batch_tokens)
-        yield (
-            f"without packing, an epoch takes {len(rows.train):,} passes or more; packed into "
-            f"batch.micro_batch_tokens {config.batch.micro_batch_tokens:,} it would be about {num_packed:,}"
-        )
-    for rule in backend.policy.rotary.rules:
-        if config.data.max_length <= rule.limit:
-            continue
-        yield (
-            f"texts of more than {rule.limit:,} tokens have other positions ({rule.kind}). Each has those of its own "
-            "length; answers to one prompt on both sides of that length do not share it, which is slower"
-        )
-        if samples and rule.kind == "longrope":  # with the others no answer grows so long
-            yield (
-                f"an answer that grows past {rule.limit:,} tokens is learned with the positions of its whole length, "
-                "and was sampled up to there with others: sampler and trainer differ on that part. To avoid it, set "
-                f"data.max_length to {rule.limit}"
-            )
 
 
 def _choose_backend(
@@ -532,67 +421,3 @@ def merge(run: RunDir) -> str:
     run.log_event("export", **result)
     run.write_status(merge_drift=result["drift"])
     return result["path"]
-
-
-# --- without training -------------------------------------------------------------------------------------------------
-
-
-def describe(config: RunConfig, on_progress: Callable[[CompileProgress], None] | None = None) -> dict[str, Any]:
-    """What can be checked and reported without training: the effective batch, steps, data, model."""
-    check_model_source(config.model)
-    choose_device(config.launch.device)
-    num_ranks = config.launch.procs
-    degrees = config.parallel.degrees(num_ranks)
-    architecture = load_hf_config(config.model)
-    tokenizer = load_run_tokenizer(config)
-    check_reference_model(config, tokenizer)
-    about = {
-        "model": f"{(architecture.architectures or [type(architecture).__name__])[0]} from {config.model.path}",
-        "algorithm": config.algorithm.kind,
-        "training": "LoRA" if config.lora is not None else "full",
-        "precision": choose_precision(config.model.precision, choose_device(config.launch.device)),
-        "ranks": num_ranks,
-        "trained": describe_parts(_parts_of(config)),
-        "layout": " x ".join(f"{axis} {size}" for axis, size in degrees._asdict().items() if size > 1) or "one rank",
-    }
-    if config.algorithm.kind == "grpo":
-        return about | grpo.describe(config, tokenizer)
-    data = compile_data(
-        config.data,
-        tokenizer,
-        seed=config.seed,
-        timeout_s=config.launch.timeout_s,
-        on_progress=on_progress,
-    )
-    check_data(config, data, num_ranks)
-    rows = rows_to_learn(config, data)
-    batches = Batches(rows.train, config.batch, seed=config.seed, shuffle=config.data.shuffle)
-    batch, _ = batches.batch_at(0)
-    lengths = computed_lengths(batch, config.batch.micro_batch_tokens)
-    steps = partition(lengths, num_ranks=num_ranks, budget_tokens=config.batch.micro_batch_tokens)
-    preference: dict[str, str] = {}
-    if config.algorithm.kind != "sft":
-        saved = 1 - sum(lengths) / count_padded_tokens(batch)
-        preference = {"reference": str(plan_reference(config, rows.train)), "padding_saved": f"{saved:.0%}"}
-    return about | {
-        "steps": num_steps(config, batches),
-        "samples": len(batch),
-        "tokens": sum(lengths),
-        "supervised_tokens": sum(datum.num_supervised for datum in batch),
-        "micro_batches": len(steps) * num_ranks,
-        "micro_batches_per_rank": len(steps),
-        "learning_rate": config.learning_rate,
-        **preference,
-        "train_rows": len(rows.train),
-        "validation_rows": len(rows.validation),
-        "train_tokens": int(rows.train.lengths.sum()),
-        "prompts_cut": data.report.totals.prompts_cut,
-        "answers_cut": data.report.totals.answers_cut,
-        "warnings": [*data.report.warnings(), *row_warnings(config, data)],
-    }
-
-
-def _parts_of(config: RunConfig) -> dict[str, Part]:
-    """Of the model that would be trained, without its weights."""
-    with torch.device("meta"):
-        return measure_parts(build_model(config.model, config.lora, "fp32", with_weights=False))

@@ -492,15 +492,15 @@ CHECKPOINTS = (
     Fault(
         "other data than before is trained on after a resume",
         "train/run.py",
-        'if checkpoint.extra["data_digest"] != data_digest:',
-        'if checkpoint.extra["data_digest"] is None:',
+        "if digest != data_digest:",
+        "if digest is None:",
         ("tests/distributed/test_resume.py", "tests/unit/train"),
     ),
     Fault(
         "patience begins again at a resume",
         "train/run.py",
-        'return Progress(**checkpoint.extra["progress"])',
-        'return Progress(**{**checkpoint.extra["progress"], "evaluations_without_improvement": 0})',
+        'progress, digest = Progress(**checkpoint.extra["progress"]), ',
+        'progress, digest = replace(Progress(**checkpoint.extra["progress"]), evaluations_without_improvement=0), ',
         (SFT, "tests/loops/test_sft_survival.py", "tests/unit/train", "tests/distributed/test_resume.py"),
     ),
 )

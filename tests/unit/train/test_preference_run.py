@@ -14,7 +14,8 @@ import tiny
 
 from lockstep.config import ConfigError, load_config
 from lockstep.rundir import RunDir
-from lockstep.train.run import describe, run
+from lockstep.train.describe import describe
+from lockstep.train.run import run
 
 TIMES = {"time", "time_s", "step_time_s", "tokens_per_s", "memory_gib"}
 

@@ -20,7 +20,8 @@ from lockstep.config import ConfigError, LoraConfig, load_config
 from lockstep.model.lora import add_lora, measure_coverage
 from lockstep.parallel.group import ProcessGroup
 from lockstep.rundir import RunDir
-from lockstep.train.run import check_positions, describe_cost, run
+from lockstep.train.describe import check_positions, describe_cost
+from lockstep.train.run import run
 
 ONE = ProcessGroup(0, 1, torch.device("cpu"))
 

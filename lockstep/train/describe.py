@@ -1,0 +1,129 @@
+"""What can be said of a run before its first step: batch, steps, data, model, and what the model makes slower."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lockstep.config import ConfigError, RunConfig
+from lockstep.data.dataset import CompileProgress, compile_data
+from lockstep.data.order import Batches
+from lockstep.data.packing import partition
+from lockstep.model.load import build_model, check_model_source, choose_precision, load_hf_config, load_run_tokenizer
+from lockstep.model.parts import Part, describe_parts, measure_parts
+from lockstep.parallel.group import choose_device
+from lockstep.train import grpo
+from lockstep.train.preference_data import (
+    RowsToLearn,
+    computed_lengths,
+    count_padded_tokens,
+    row_warnings,
+    rows_to_learn,
+)
+from lockstep.train.prepare import check_data, check_reference_model
+from lockstep.train.reference import plan_reference
+from lockstep.train.schedule import num_steps
+
+if TYPE_CHECKING:
+    from lockstep.backend.deepspeed.backend import DeepSpeedBackend
+    from lockstep.backend.torch_backend import TorchBackend
+
+
+def describe(config: RunConfig, on_progress: Callable[[CompileProgress], None] | None = None) -> dict[str, Any]:
+    """What can be checked and reported without training: the effective batch, steps, data, model."""
+    check_model_source(config.model)
+    choose_device(config.launch.device)
+    num_ranks = config.launch.procs
+    degrees = config.parallel.degrees(num_ranks)
+    architecture = load_hf_config(config.model)
+    tokenizer = load_run_tokenizer(config)
+    check_reference_model(config, tokenizer)
+    about = {
+        "model": f"{(architecture.architectures or [type(architecture).__name__])[0]} from {config.model.path}",
+        "algorithm": config.algorithm.kind,
+        "training": "LoRA" if config.lora is not None else "full",
+        "precision": choose_precision(config.model.precision, choose_device(config.launch.device)),
+        "ranks": num_ranks,
+        "trained": describe_parts(_parts_of(config)),
+        "layout": " x ".join(f"{axis} {size}" for axis, size in degrees._asdict().items() if size > 1) or "one rank",
+    }
+    if config.algorithm.kind == "grpo":
+        return about | grpo.describe(config, tokenizer)
+    data = compile_data(
+        config.data,
+        tokenizer,
+        seed=config.seed,
+        timeout_s=config.launch.timeout_s,
+        on_progress=on_progress,
+    )
+    check_data(config, data, num_ranks)
+    rows = rows_to_learn(config, data)
+    batches = Batches(rows.train, config.batch, seed=config.seed, shuffle=config.data.shuffle)
+    batch, _ = batches.batch_at(0)
+    lengths = computed_lengths(batch, config.batch.micro_batch_tokens)
+    steps = partition(lengths, num_ranks=num_ranks, budget_tokens=config.batch.micro_batch_tokens)
+    preference: dict[str, str] = {}
+    if config.algorithm.kind != "sft":
+        saved = 1 - sum(lengths) / count_padded_tokens(batch)
+        preference = {"reference": str(plan_reference(config, rows.train)), "padding_saved": f"{saved:.0%}"}
+    return about | {
+        "steps": num_steps(config, batches),
+        "samples": len(batch),
+        "tokens": sum(lengths),
+        "supervised_tokens": sum(datum.num_supervised for datum in batch),
+        "micro_batches": len(steps) * num_ranks,
+        "micro_batches_per_rank": len(steps),
+        "learning_rate": config.learning_rate,
+        **preference,
+        "train_rows": len(rows.train),
+        "validation_rows": len(rows.validation),
+        "train_tokens": int(rows.train.lengths.sum()),
+        "prompts_cut": data.report.totals.prompts_cut,
+        "answers_cut": data.report.totals.answers_cut,
+        "warnings": [*data.report.warnings(), *row_warnings(config, data)],
+    }
+
+
+def _parts_of(config: RunConfig) -> dict[str, Part]:
+    """Of the model that would be trained, without its weights."""
+    with torch.device("meta"):
+        return measure_parts(build_model(config.model, config.lora, "fp32", with_weights=False))
+
+
+def check_positions(config: RunConfig, backend: TorchBackend | DeepSpeedBackend, rows: RowsToLearn) -> None:
+    """Before the first step where a row is one text; of pairs and of sampled answers the backend checks each batch."""
+    limit = backend.policy.max_positions
+    if limit is None or config.algorithm.kind != "sft":
+        return
+    longest = max((int(part.lengths.max()) for part in (rows.train, rows.validation) if len(part)), default=0)
+    if longest > limit:
+        raise ConfigError(
+            f"data.max_length {config.data.max_length} lets texts of {longest:,} tokens through, and "
+            f"{config.model.path} learned positions for {limit:,}: set it to {limit} or less"
+        )
+
+
+def describe_cost(config: RunConfig, backend: TorchBackend | DeepSpeedBackend, rows: RowsToLearn) -> Iterator[str]:
+    """What the model makes slower or different on these rows."""
+    samples = config.algorithm.kind == "grpo"
+    if not backend.policy.packs and not samples:  # of answers that are yet to be sampled nothing is known
+        num_packed = -(-int(rows.train.lengths.sum()) // config.batch.micro_batch_tokens)
+        yield (
+            f"without packing, an epoch takes {len(rows.train):,} passes or more; packed into "
+            f"batch.micro_batch_tokens {config.batch.micro_batch_tokens:,} it would be about {num_packed:,}"
+        )
+    for rule in backend.policy.rotary.rules:
+        if config.data.max_length <= rule.limit:
+            continue
+        yield (
+            f"texts of more than {rule.limit:,} tokens have other positions ({rule.kind}). Each has those of its own "
+            "length; answers to one prompt on both sides of that length do not share it, which is slower"
+        )
+        if samples and rule.kind == "longrope":  # with the others no answer grows so long
+            yield (
+                f"an answer that grows past {rule.limit:,} tokens is learned with the positions of its whole length, "
+                "and was sampled up to there with others: sampler and trainer differ on that part. To avoid it, set "
+                f"data.max_length to {rule.limit}"
+            )

@@ -1,0 +1,78 @@
+"""What a run learns from, made and checked before a model is loaded: rows, and the reference's vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+from lockstep.config import ConfigError, RunConfig
+from lockstep.data.dataset import CompiledData, CompileProgress, compile_data
+from lockstep.evaluation import metrics
+from lockstep.model.load import load_tokenizer
+from lockstep.rollouts.source import PromptData, read_prompt_data
+from lockstep.rundir import RunDir, write_atomically
+from lockstep.train.preference_data import RowsToLearn, row_warnings, rows_to_learn
+from lockstep.types import Tokenizer
+
+
+def prepare_rows(
+    config: RunConfig, tokenizer: Tokenizer, run: RunDir, num_ranks: int
+) -> tuple[CompiledData | PromptData, RowsToLearn]:
+    if config.algorithm.kind == "grpo":
+        prompts = read_prompt_data(config, tokenizer)
+        for message in prompts.warnings():
+            run.log_event("warning", message=message)
+        return prompts, RowsToLearn(prompts.train, prompts.validation)
+    data = prepare_data(config, tokenizer, run, num_ranks)
+    return data, rows_to_learn(config, data)
+
+
+def prepare_data(config: RunConfig, tokenizer: Tokenizer, run: RunDir, num_ranks: int) -> CompiledData:
+    def show(progress: CompileProgress) -> None:
+        run.write_status(phase=f"{progress.phase} {progress.split}: {progress.rows:,} rows")
+
+    data = compile_data(config.data, tokenizer, seed=config.seed, timeout_s=config.launch.timeout_s, on_progress=show)
+    for message in [*data.report.warnings(), *row_warnings(config, data)]:
+        run.log_event("warning", message=message)
+    run.log_event("data", **asdict(data.report))
+    if run.owner and data.report.skipped_files:
+        rows = [Path(file).read_text(encoding="utf-8") for file in data.report.skipped_files]
+        write_atomically(run.path / "skipped.jsonl", "".join(rows))
+    check_data(config, data, num_ranks)
+    if config.evaluation.metrics:
+        metrics.check_metrics(config.evaluation.metrics)  # a missing package is reported before the model is loaded
+    return data
+
+
+def check_data(config: RunConfig, data: CompiledData, num_ranks: int) -> None:
+    rows, per_step = rows_to_learn(config, data), config.batch.samples_per_step
+    if per_step is not None and per_step < num_ranks:
+        raise ConfigError(f"batch.samples {per_step} is less than the {num_ranks} ranks: some would never have a row")
+    if len(rows.train) < num_ranks:
+        raise ConfigError(f"{num_ranks} ranks for {len(rows.train)} training rows: use at most one rank per row")
+
+
+def check_reference_model(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """A reference_model must have the same vocabulary, with the same ids."""
+    path = getattr(config.algorithm, "reference_model", None)
+    if path is None:
+        return
+    other = load_tokenizer(reference_config(config).model).get_vocab()
+    own = tokenizer.get_vocab()
+    if own == other:
+        return
+    token = next((t for t in [*own, *other] if own.get(t) != other.get(t)), "")
+    raise ConfigError(
+        f"algorithm.reference_model {path} has another vocabulary than {config.model.path} ({len(other):,} and "
+        f"{len(own):,} tokens; {token!r} is {other.get(token, 'unknown')} there and {own.get(token, 'unknown')} here), "
+        "so its log-probs are of other tokens: use a model of the same family"
+    )
+
+
+def reference_config(config: RunConfig) -> RunConfig:
+    """The run's configuration with the reference as its model."""
+    path = getattr(config.algorithm, "reference_model", None)
+    if path is None:
+        return config
+    model = config.model.model_copy(update={"path": path, "revision": None})
+    return config.model_copy(update={"model": model, "lora": None})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -218,6 +219,8 @@ def _expert_adapter(layer: Any, adapter: str) -> ExpertAdapter:
 
 def speed_up_eager(model: nn.Module) -> None:
     """Fewer passes over memory in plain LoRA layers, with the same results. Not for compiled models."""
+    if "peft" not in sys.modules:  # then nobody has made a layer of it, and to import it takes most of a second
+        return
     from peft.tuners.lora import Linear
     from peft.tuners.lora.layer import ParamWrapper
 

@@ -1,5 +1,5 @@
 """From a plain model to one that trains on this group, in one fixed order:
-tensor parallelism, pipeline stages, activation checkpointing, compile, sharding or replication, weights.
+experts and tensors divided, pipeline stages, activation checkpointing, compile, sharding or replication, weights.
 
 The only place where parallelism meets the model. All ranks call it together.
 """
@@ -18,12 +18,19 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lockstep.config import ParallelConfig
-from lockstep.model.experts import compute_experts_exactly
+from lockstep.model.experts import (
+    compute_experts_exactly,
+    divide_experts,
+    expert_parameters,
+    is_divided,
+    split_problem,
+    stacked_parameters,
+)
 from lockstep.model.lora import AdapterCoverage, measure_coverage, speed_up_eager
 from lockstep.model.parts import Part, measure_parts
 from lockstep.model.policy import Policy, causal_lm, decoder_layers, head_dim, tensor_plan
 from lockstep.model.stages import PassThrough, Stage, check_divisible, keep_layers, layer_costs
-from lockstep.parallel import pipeline, tensor
+from lockstep.parallel import expert, pipeline, tensor
 from lockstep.parallel.context import HeadExchange
 from lockstep.parallel.expected_traffic import ExpectedTraffic, measure_sizes
 from lockstep.parallel.group import ProcessGroup
@@ -69,9 +76,11 @@ def build_policy(
     policy = Policy(model, **_head_memory(model, group.device, dtype, logits_gib))
     # Before anything is split: every rank gets its part of the whole tensors.
     weights = _full_weights(policy) if group.rank == 0 else None
+    divided = split_experts(policy, group)
     if group.degrees.tensor > 1:
         split_tensors(policy, group)
     stages, num_stages = cut_stages(policy, group, parallel.schedule)
+    experts = [module for module in policy.modules() if module in divided]  # of this rank's stages
     layers = [layer for layer in decoder_layers(model) if not isinstance(layer, PassThrough)]
     eager: dict[nn.Module, Callable[..., object]] = {}
     for layer in layers:
@@ -98,6 +107,8 @@ def build_policy(
             layers,
             group.mesh,
             compute_dtype,
+            experts=experts,
+            expert_mesh=group.expert_mesh,
             keep_parameters=parallel.keep_parameters,
             prefetch=parallel.prefetch,
             offload=parallel.offload,
@@ -163,9 +174,27 @@ def cut_stages(policy: Policy, group: ProcessGroup, schedule: str) -> tuple[dict
     return {i: Stage(policy, cuts[i], len(costs)) for i in mine}, num_stages
 
 
+def split_experts(policy: Policy, group: ProcessGroup) -> set[nn.Module]:
+    """Divide experts over the ranks of the expert axis, and over those of the tensor axis, which have the same tokens.
+    Returns the modules that FSDP2 must not take for parts of their layers."""
+    axes = tuple(axis for axis in ("expert", "tensor") if getattr(group.degrees, axis) > 1)
+    found = {name: module for name, module in policy.model.named_modules() if expert_parameters(module)}
+    if group.degrees.expert > 1 and not found:
+        name = type(causal_lm(policy.model)).__name__
+        raise ValueError(f"{name} has no experts in stacked matrices to divide over ranks: set parallel.expert to 1")
+    for name, module in found.items() if axes else ():
+        if problem := split_problem(module):
+            raise ValueError(f"{name} cannot be divided over ranks: {problem}; set parallel.{axes[0]} to 1")
+        mesh = group.expert_mesh or group.mesh
+        assert mesh is not None
+        divide_experts(module, expert.split(name, module, stacked_parameters(module), mesh[axes]))
+    return set(found.values()) if group.degrees.expert > 1 else set()
+
+
 def split_tensors(policy: Policy, group: ProcessGroup) -> None:
     assert group.mesh is not None
-    plan = tensor_plan(policy.model)
+    # Experts are divided already: by whole matrices, where the plan of a model would have parts of each.
+    plan = {name: how for name, how in tensor_plan(policy.model).items() if how[1] != "moe_tp_experts"}
     check_heads(policy, group.degrees.tensor)
     tensor.split(plan, group.mesh["tensor"])
     head = causal_lm(policy.model).get_output_embeddings()
@@ -200,6 +229,7 @@ def expect_traffic(
         group.degrees,
         compute_bytes=compute_bytes,
         gradient_bytes={"bf16": 2, "fp16": 2}.get(parallel.compression, max(compute_bytes, 4)),
+        expert_sends=_expert_sends(built.policy) if group.degrees.expert > 1 else 0,
     )
     return ExpectedTraffic(
         sizes,
@@ -208,6 +238,13 @@ def expect_traffic(
         stages=built.stages,
         num_stages=built.num_stages,
     )
+
+
+def _expert_sends(policy: Policy) -> int:
+    """Widths per token: hidden states to each chosen expert and back, and their gradients."""
+    config = causal_lm(policy.model).config.get_text_config()
+    num_layers = sum(is_divided(module) for module in policy.modules() if expert_parameters(module))
+    return num_layers * 4 * policy.routers.top_k * config.hidden_size
 
 
 def check_heads(policy: Policy, degree: int) -> None:

@@ -111,7 +111,7 @@ def _short_run(settings: RunConfig, procs: int, steps: int) -> RunConfig:
 
 def _layout(settings: RunConfig, procs: int) -> str:
     degrees = settings.parallel.degrees(procs)
-    return " x ".join(f"{axis} {size}" for axis, size in degrees._asdict().items() if size > 1) or "one rank"
+    return degrees.name
 
 
 def _terminal_table(cells: TextTable) -> Table:

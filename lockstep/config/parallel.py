@@ -29,6 +29,8 @@ class Degrees(NamedTuple):
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
+    expert: int = 1
+    """No axis beside the others: groups of so many ranks of `expert_axis`, each with a part of the experts."""
 
     @property
     def data(self) -> int:
@@ -36,9 +38,25 @@ class Degrees(NamedTuple):
         return self.replicate * self.shard
 
     @property
+    def expert_axis(self) -> str:
+        """The axis of data ranks whose neighbours divide the experts among themselves."""
+        return "replicate" if self.shard == 1 else "shard"
+
+    @property
+    def replicas(self) -> int:
+        """Groups of ranks that can compute without each other."""
+        return self.replicate // (self.expert if self.expert_axis == "replicate" else 1)
+
+    @property
     def sharded(self) -> bool:
         """Whether FSDP2 holds the parameters; it also sums over replicas of a model that is split otherwise."""
-        return self.shard * self.context > 1 or (self.replicate > 1 and self.tensor * self.pipeline > 1)
+        return self.shard * self.context > 1 or (self.replicate > 1 and self.tensor * self.pipeline * self.expert > 1)
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        axes = " x ".join(f"{axis} {size}" for axis, size in zip(self._fields[:5], self[:5], strict=True) if size > 1)
+        return (axes or "one rank") + (f", experts over {self.expert}" if self.expert > 1 else "")
 
     @property
     def num_ranks(self) -> int:
@@ -62,6 +80,9 @@ class ParallelConfig(Section):
     """Ranks over which the layers are split, in stages."""
     context: PositiveInt = 1
     """Ranks over which the tokens of each micro-batch are split."""
+    expert: PositiveInt = 1
+    """Ranks over which the experts of a mixture are divided: neighbours among those of shard (of replicate, where shard
+    is 1), whose number it must divide. It takes no ranks of its own."""
     keep_parameters: bool = False
     """With shard: keep gathered parameters from forward to backward. Less traffic, more memory."""
     prefetch: Annotated[int, Field(ge=0)] = 1
@@ -92,11 +113,14 @@ class ParallelConfig(Section):
             raise ValueError("replicate and shard cannot both be auto: give one of them a number")
         if self.backend == "torch" and (self.zero_stage or self.deepspeed_config):
             raise ValueError("zero_stage and deepspeed_config are for backend deepspeed: set it, or remove them")
-        if self.backend == "deepspeed" and self.tensor * self.pipeline * self.context > 1:
-            raise ValueError("backend deepspeed does not know tensor, pipeline and context: set them to 1")
-        if self.compression != "none" and (self.shard != 1 or self.tensor * self.pipeline * self.context > 1):
+        if self.backend == "deepspeed" and self.tensor * self.pipeline * self.context * self.expert > 1:
+            raise ValueError("backend deepspeed does not know tensor, pipeline, context and expert: set them to 1")
+        if self.compression != "none" and (
+            self.shard != 1 or self.tensor * self.pipeline * self.context * self.expert > 1
+        ):
             raise ValueError(
-                f"compression {self.compression} is for replicate alone: set shard, tensor, pipeline and context to 1"
+                f"compression {self.compression} is for replicate alone: set shard, tensor, pipeline, context and "
+                "expert to 1"
             )
         return self
 
@@ -108,13 +132,19 @@ class ParallelConfig(Section):
             fixed_shard = max(int(fixed_shard) // (self.tensor * self.context), 1)
         replicate = self.replicate if self.replicate != "auto" else max(rest // int(fixed_shard), 1)
         shard = fixed_shard if fixed_shard != "auto" else max(rest // replicate, 1)
-        found = Degrees(int(replicate), int(shard), self.tensor, self.pipeline, self.context)
+        found = Degrees(int(replicate), int(shard), self.tensor, self.pipeline, self.context, self.expert)
         if found.num_ranks != num_ranks:
             others = "".join(
-                f" x {axis} {getattr(found, axis)}" for axis in found._fields[2:] if getattr(found, axis) > 1
+                f" x {axis} {getattr(found, axis)}" for axis in found._fields[2:5] if getattr(found, axis) > 1
             )
             raise ConfigError(
                 f"parallel: replicate {replicate} x shard {shard}{others} = {found.num_ranks} ranks, but the run has "
                 f"{num_ranks}: change launch.procs (--procs) or one of the degrees"
+            )
+        among = getattr(found, found.expert_axis)
+        if among % self.expert:
+            raise ConfigError(
+                f"parallel.expert {self.expert} does not divide the {among} ranks of {found.expert_axis}, which "
+                "share the experts: change one of them, or launch.procs (--procs)"
             )
         return found

@@ -4,8 +4,8 @@ on them and in float64; and routing without noise."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -52,40 +52,127 @@ class ExpertAdapter:
     scaling: float
 
 
-def compute_experts(
-    experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, adapters: Mapping[str, ExpertAdapter]
-) -> Tensor:
+class SplitExperts(Protocol):
+    """Experts that are divided over ranks: this one has `count` of them, from `first` on.
+
+    `send` takes rows to the ranks that have their experts, `send_back` brings them home. `enter` and `leave` are around
+    what ranks with the same tokens compute.
+    """
+
+    first: int
+    count: int
+
+    def local(self, parameter: Tensor) -> Tensor: ...
+
+    def enter(self, value: Tensor) -> Tensor: ...
+
+    def leave(self, value: Tensor) -> Tensor: ...
+
+    def is_sent(self, expert: Tensor) -> Tensor: ...
+
+    def send(self, rows: Tensor, expert: Tensor) -> tuple[Tensor, Tensor, Any]: ...
+
+    def send_back(self, rows: Tensor, trip: Any) -> Tensor: ...
+
+
+def split_problem(experts: nn.Module) -> str:
+    """Why these experts cannot be divided over ranks; empty if they can."""
+    name = type(experts).__name__
+    if not follows_transformers(experts):
+        return f"{name} is computed by the model's own code, which needs all experts"
+    return f"{name} has a norm that its experts share" if experts.has_post_expert_norm else ""
+
+
+def stacked_parameters(experts: nn.Module) -> list[str]:
+    """The names of all parameters that have a part for each expert, biases too."""
+    (num_experts,) = {p.shape[0] for p in expert_parameters(experts).values()}
+    return [name for name, p in experts.named_parameters(recurse=False) if p.shape[0] == num_experts]
+
+
+def divide_experts(experts: Any, split: SplitExperts) -> None:
+    """From here on each rank computes with its own experts, and sends the tokens of others to them. In place."""
+
+    def forward(hidden: Tensor, chosen: Tensor, weights: Tensor, adapters: Adapters | None = None) -> Tensor:
+        return compute_split_experts(experts, split, hidden, chosen, weights, adapters or {})
+
+    experts.forward = torch.compiler.disable(forward)  # how many rows go where is known only on the way
+
+
+def is_divided(experts: nn.Module) -> bool:
+    return "forward" in vars(experts)
+
+
+Adapters = Mapping[str, ExpertAdapter]
+
+
+def compute_experts(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, adapters: Adapters) -> Tensor:
     """[T, H] of `hidden` [T, H], by the experts that each token has `chosen` [T, K], with their `weights` [T, K].
 
     Tokens are sorted by expert, so that each matrix is read once. `adapters` by the name of the matrix they are on.
     """
     num_chosen = chosen.shape[-1]
     expert, order = torch.sort(chosen.flatten(), stable=True)  # [S], S = T * K
-    ends = torch.searchsorted(
-        expert, torch.arange(experts.num_experts, device=expert.device), right=True, out_int32=True
-    )
+    outer = _apply_matrices(experts, hidden[order // num_chosen], expert, experts.num_experts, adapters)
+    outer = outer * weights.flatten()[order, None]
+    restored = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return outer[restored].unflatten(0, (-1, num_chosen)).sum(dim=1).to(hidden.dtype)
+
+
+def compute_split_experts(
+    experts: Any, split: SplitExperts, hidden: Tensor, chosen: Tensor, weights: Tensor, adapters: Adapters
+) -> Tensor:
+    """The same where each rank has some of the experts. All ranks that share them, also without a token."""
+    num_chosen, dtype = chosen.shape[-1], hidden.dtype
+    hidden, weights = split.enter(hidden), split.enter(weights)
+    expert, order = torch.sort(chosen.flatten(), stable=True)
+    is_sent = split.is_sent(expert)
+    expert, order = expert[is_sent], order[is_sent]
+    rows, own, trip = split.send(hidden[order // num_chosen], expert)
+    mine = {name: _part_of(adapter, split) for name, adapter in adapters.items()}
+    outer = _apply_matrices(experts, rows, own, split.count, mine, split)
+    outer = split.send_back(outer, trip) * weights.flatten()[order, None]
+    whole = outer.new_zeros(chosen.numel(), hidden.shape[-1]).index_copy(0, order, outer)
+    return split.leave(whole.unflatten(0, (-1, num_chosen)).sum(dim=1).to(dtype))
+
+
+def _part_of(adapter: ExpertAdapter, split: SplitExperts) -> ExpertAdapter:
+    """Every rank has the adapters of all experts."""
+    here = slice(split.first, split.first + split.count)
+    return replace(adapter, into=split.enter(adapter.into)[here], out_of=split.enter(adapter.out_of)[here])
+
+
+def _apply_matrices(
+    experts: Any,
+    rows: Tensor,
+    expert: Tensor,
+    num_experts: int,
+    adapters: Adapters,
+    split: SplitExperts | None = None,
+) -> Tensor:
+    """[S, H] of `rows` [S, H], which are sorted by `expert` [S]."""
+    ends = torch.searchsorted(expert, torch.arange(num_experts, device=expert.device), right=True, out_int32=True)
+
+    def held(name: str) -> Tensor:
+        return getattr(experts, name) if split is None else split.local(getattr(experts, name))
 
     def product(name: str, x: Tensor) -> Tensor:
-        matrices = getattr(experts, name)
+        matrices = held(name)
         y = grouped_product(x, matrices if experts.is_transposed else matrices.transpose(-2, -1), ends)
         if experts.has_bias:
-            y = y + getattr(experts, f"{name}_bias")[expert]
+            y = y + held(f"{name}_bias")[expert]
         adapter = adapters.get(name)
         if adapter is None:
             return y
         narrow = grouped_product(x, adapter.into.to(x.dtype), ends) * adapter.scaling
         return y + grouped_product(narrow, adapter.out_of.to(x.dtype), ends)
 
-    x = hidden[order // num_chosen]
     inner = (
-        experts._apply_gate(product("gate_up_proj", x)) if experts.has_gate else experts.act_fn(product("up_proj", x))
+        experts._apply_gate(product("gate_up_proj", rows))
+        if experts.has_gate
+        else experts.act_fn(product("up_proj", rows))
     )
     outer = product("down_proj", inner)
-    if experts.has_post_expert_norm:
-        outer = experts.post_expert_norm(outer)
-    outer = outer * weights.flatten()[order, None]
-    restored = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    return outer[restored].unflatten(0, (-1, num_chosen)).sum(dim=1).to(hidden.dtype)
+    return experts.post_expert_norm(outer) if experts.has_post_expert_norm else outer
 
 
 def grouped_product(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:

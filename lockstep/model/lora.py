@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from lockstep.config import LoraConfig
-from lockstep.model.experts import ExpertAdapter, compute_experts, expert_parameters, follows_transformers
+from lockstep.model.experts import ExpertAdapter, compute_experts, expert_parameters, follows_transformers, is_divided
 from lockstep.model.policy import CausalLM, causal_lm, decoder_layers
 
 
@@ -202,6 +202,8 @@ def _narrow_experts(outermost: Any, hidden: Tensor, chosen: Tensor, weights: Ten
             return type(outermost).forward(outermost, hidden, chosen, weights)
         found[layer.parameter_name] = _expert_adapter(layer, adapter)
         layer = layer.base_layer
+    if is_divided(experts):
+        return experts(hidden, chosen, weights, found)  # called, for what else happens around it
     return compute_experts(experts, hidden, chosen, weights, found)
 
 

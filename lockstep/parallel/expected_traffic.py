@@ -5,6 +5,7 @@ In the unit of parallel/traffic.py, which counts: bytes that a rank of a ring se
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,10 @@ class Sizes:
     """Widths gathered over the tensor axis per token, in both directions together."""
     summed_parameters: int = 0
     """Trained parameters that every rank of the tensor axis has, each with a part of the gradient."""
+    experts: Unit = Unit(0, 0)
+    """Of the experts that are divided over ranks, those of this one."""
+    expert_sends: int = 0
+    """Widths sent over the expert axis per token, to experts and back, in both directions together."""
     compute_bytes: int = 4
     gradient_bytes: int = 4
 
@@ -67,6 +72,8 @@ def least_traffic(sizes: Sizes, degrees: Degrees, work: RankWork, *, keep_parame
         traffic |= _sharded(sizes, degrees, work, keep_parameters)
     elif degrees.replicate > 1:
         traffic["replicate", "all_reduce"] = _twice(degrees.replicate) * _trained(sizes) * sizes.gradient_bytes
+    if degrees.expert > 1:
+        traffic |= _divided(sizes, degrees, work, keep_parameters)
     if degrees.tensor > 1:
         numbers = work.tokens * (sizes.forward_sums + sizes.backward_sums) + work.targets * sizes.head_sums
         numbers += work.micro_batches * sizes.summed_parameters
@@ -106,18 +113,50 @@ class ExpectedTraffic:
 
 
 def _sharded(sizes: Sizes, degrees: Degrees, work: RankWork, keep_parameters: bool) -> Bytes:
-    ranks = degrees.shard * degrees.context
-    axis = "_".join(axis for axis in ("shard", "context") if getattr(degrees, axis) > 1)
-    passes = 1 if degrees.pipeline > 1 else work.micro_batches  # a schedule holds what it gathered
     in_layers = sum(unit.parameters for unit in sizes.layers)
-    gathered = sizes.rest.parameters + in_layers * (1 if keep_parameters or degrees.pipeline > 1 else 2)
+    gathered = sizes.rest.parameters + in_layers * _gathers(degrees, keep_parameters)
+    counts = {"shard": degrees.shard, "context": degrees.context}
+    return _gathered(sizes, degrees, work, counts, ("replicate", degrees.replicate), gathered, _trained(sizes))
+
+
+def _divided(sizes: Sizes, degrees: Degrees, work: RankWork, keep_parameters: bool) -> Bytes:
+    """What experts add that are divided over ranks, were they chosen equally often."""
+    gathered = sizes.experts.parameters * _gathers(degrees, keep_parameters)
+    counts, replicas = {"shard": degrees.shard, "context": degrees.context}, ("replicate", degrees.replicate)
+    if degrees.expert_axis == "shard":
+        counts = {"expert_shard": degrees.shard // degrees.expert, "context": degrees.context}
+    else:
+        replicas = ("expert_replicate", degrees.replicate // degrees.expert)
+    traffic = _gathered(sizes, degrees, work, counts, replicas, gathered, sizes.experts.trained)
+    sent = work.tokens * sizes.expert_sends * sizes.compute_bytes / degrees.tensor
+    return {**traffic, ("expert", "all_to_all"): _once(degrees.expert) * sent}
+
+
+def _gathers(degrees: Degrees, keep_parameters: bool) -> int:
+    """How often a pass gathers a layer: a schedule of stages holds what it gathered."""
+    return 1 if keep_parameters or degrees.pipeline > 1 else 2
+
+
+def _gathered(
+    sizes: Sizes,
+    degrees: Degrees,
+    work: RankWork,
+    counts: Mapping[str, int],
+    replicas: tuple[str, int],
+    gathered: int,
+    trained: int,
+) -> Bytes:
+    """Of FSDP2: `gathered` and `trained` parameters in each pass, over axes with `counts` of ranks."""
+    ranks = math.prod(counts.values())
+    axis = "_".join(axis for axis, count in counts.items() if count > 1)
+    passes = 1 if degrees.pipeline > 1 else work.micro_batches
     traffic: Bytes = {}
     if ranks > 1:
         traffic[axis, "all_gather"] = _once(ranks) * passes * gathered * sizes.compute_bytes
-        traffic[axis, "reduce_scatter"] = _once(ranks) * passes * _trained(sizes) * sizes.gradient_bytes
-    if degrees.replicate > 1:
-        shards = _trained(sizes) / ranks
-        traffic["replicate", "all_reduce"] = _twice(degrees.replicate) * passes * shards * sizes.gradient_bytes
+        traffic[axis, "reduce_scatter"] = _once(ranks) * passes * trained * sizes.gradient_bytes
+    if replicas[1] > 1:
+        shards = trained / ranks
+        traffic[replicas[0], "all_reduce"] = _twice(replicas[1]) * passes * shards * sizes.gradient_bytes
     return traffic
 
 
@@ -145,12 +184,14 @@ def measure_sizes(
     *,
     compute_bytes: int,
     gradient_bytes: int,
+    expert_sends: int = 0,
 ) -> Sizes:
     """What this rank has of a policy that is built around `causal`. `tensor_plan`: name -> (module, style), empty where
     matrices are not split."""
     config = causal.config.get_text_config()
-    layers = [list(layer.parameters()) for layer in _layers(causal)]
-    in_layers = {p for parameters in layers for p in parameters}
+    divided = [p for p in policy.parameters() if _num_parts(p, "expert") > 1]
+    layers = [[p for p in layer.parameters() if p not in set(divided)] for layer in _layers(causal)]
+    in_layers = {p for parameters in [divided, *layers] for p in parameters}
     rest = [p for p in policy.parameters() if p not in in_layers]
     heads, keys = _heads(config, degrees)
     sums = _sums(tensor_plan, causal, config.hidden_size) if degrees.tensor > 1 else {}
@@ -161,6 +202,8 @@ def measure_sizes(
         heads * head_dim,
         keys * head_dim,
         **sums,
+        experts=_unit(divided),
+        expert_sends=expert_sends,
         compute_bytes=compute_bytes,
         gradient_bytes=gradient_bytes,
     )
@@ -185,12 +228,16 @@ def _unit(parameters: Iterable[nn.Parameter]) -> Unit:
 
 
 def _size(parameter: Any) -> int:
-    """Of a split matrix the part that one rank of the tensor axis has, whatever FSDP2 made of it."""
+    """Of a split matrix the part that one rank of the tensor and expert axes has, whatever FSDP2 made of it."""
+    return int(parameter.numel()) // (_num_parts(parameter, "tensor") * _num_parts(parameter, "expert"))
+
+
+def _num_parts(parameter: Any, axis: str) -> int:
     mesh = getattr(parameter, "device_mesh", None)
-    if mesh is None or "tensor" not in (mesh.mesh_dim_names or ()):
-        return int(parameter.numel())
-    axis = mesh.mesh_dim_names.index("tensor")
-    return int(parameter.numel()) // (mesh.size(axis) if parameter.placements[axis].is_shard() else 1)
+    if mesh is None or axis not in (mesh.mesh_dim_names or ()):
+        return 1
+    place = mesh.mesh_dim_names.index(axis)
+    return int(mesh.size(place)) if parameter.placements[place].is_shard() else 1
 
 
 def _sums(plan: Mapping[str, tuple[nn.Module, str]], causal: Any, hidden: int) -> dict[str, int]:

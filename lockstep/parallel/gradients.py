@@ -15,16 +15,19 @@ from lockstep.parallel.group import ProcessGroup
 def gradient_norm(parameters: Sequence[nn.Parameter], group: ProcessGroup) -> Tensor:
     """2-norm over all gradients, the same on every rank. All ranks; a parameter that two stages have counts once: the
     caller leaves it out on one of them."""
-    by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    by_axes: dict[tuple[str, ...], list[Tensor]] = {}
+    groups: dict[str, dist.ProcessGroup] = {}
     for p in parameters:
         if p.grad is not None:
-            by_groups.setdefault(_split_over(p.grad), []).append(_local(p.grad))
+            split_over = _split_over(p.grad)
+            groups |= split_over
+            by_axes.setdefault(tuple(split_over), []).append(_local(p.grad))
     total = torch.zeros((), dtype=torch.float64, device=group.device)
-    # In one order on every rank: which gradients a rank has may differ, the groups do not.
-    for groups in sorted(by_groups, key=lambda groups: [g.group_name for g in groups]):
-        square = torch.stack(torch._foreach_norm(by_groups[groups])).double().square().sum()
-        for process_group in groups:
-            dist.all_reduce(square, group=process_group)
+    # In one order on every rank: which gradients a rank has may differ, the names of axes do not.
+    for axes in sorted(by_axes):
+        square = torch.stack(torch._foreach_norm(by_axes[axes])).double().square().sum()
+        for axis in axes:
+            dist.all_reduce(square, group=groups[axis])
         total += square
     if group.degrees.pipeline > 1:
         assert group.mesh is not None
@@ -45,9 +48,10 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _split_over(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """The process groups whose ranks hold different parts of the tensor."""
+def _split_over(tensor: Tensor) -> dict[str, dist.ProcessGroup]:
+    """By mesh axis, the process groups whose ranks hold different parts of the tensor."""
     if not isinstance(tensor, DTensor):
-        return ()
+        return {}
     mesh = tensor.device_mesh
-    return tuple(mesh.get_group(i) for i, place in enumerate(tensor.placements) if not place.is_replicate())
+    split = [i for i, place in enumerate(tensor.placements) if not place.is_replicate()]
+    return {(mesh.mesh_dim_names or ())[i]: mesh.get_group(i) for i in split}

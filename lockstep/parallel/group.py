@@ -40,6 +40,8 @@ class ProcessGroup:
     """Those that do not see rank 0's files, as `host_files` found out. The same on every rank."""
     remote_leaders: tuple[int, ...] = ()
     """The first of them on each host."""
+    expert_mesh: DeviceMesh | None = None
+    """The same ranks as in `mesh`, where experts are divided: with the axis `expert`."""
 
     def place(self, axis: str) -> int:
         """This rank's index along a mesh axis."""
@@ -124,10 +126,23 @@ def join(device: torch.device, degrees: Degrees, *, timeout_s: float = 600.0) ->
                 f"for all {num_ranks} ranks to join, and they did not: is every process started?"
             ) from error
     mesh = init_device_mesh(device.type, tuple(getattr(degrees, axis) for axis in AXES), mesh_dim_names=AXES)
-    for axis in AXES:
-        # A mesh gives its groups torch's default deadline; there is no public way to pass ours (torch 2.13).
-        dist.distributed_c10d._set_pg_timeout(timeout, mesh.get_group(axis))
-    return ProcessGroup(rank, num_ranks, device, degrees, mesh, dist.new_group(backend="gloo", timeout=timeout))
+    expert_mesh = _divide_for_experts(mesh, degrees)
+    for part in (mesh, expert_mesh):
+        for process_group in part.get_all_groups() if part is not None else ():
+            # A mesh gives its groups torch's default deadline; there is no public way to pass ours (torch 2.13).
+            dist.distributed_c10d._set_pg_timeout(timeout, process_group)
+    background = dist.new_group(backend="gloo", timeout=timeout)
+    return ProcessGroup(rank, num_ranks, device, degrees, mesh, background, expert_mesh=expert_mesh)
+
+
+def _divide_for_experts(mesh: DeviceMesh, degrees: Degrees) -> DeviceMesh | None:
+    """The axis that experts are divided along as two: `expert`, of neighbours that have all of them together, and
+    `expert_shard` (or `expert_replicate`), of ranks that have the same ones."""
+    if degrees.expert == 1:
+        return None
+    axis = degrees.expert_axis
+    sizes = (getattr(degrees, axis) // degrees.expert, degrees.expert)
+    return mesh._unflatten(axis, sizes, (f"expert_{axis}", "expert"))
 
 
 @dataclass(frozen=True)

@@ -53,9 +53,9 @@ class _Entrance:
 
     def enter(self, x: Tensor) -> Tensor:
         if self._num_readers == 1 or torch.compiler.is_compiling():  # compiled code must not depend on the last call
-            return _Enter.apply(x, self._mesh)
+            return Enter.apply(x, self._mesh)
         if self._input is not x:
-            self._input, self._entered, self._num_read = x, _Enter.apply(x, self._mesh), 0
+            self._input, self._entered, self._num_read = x, Enter.apply(x, self._mesh), 0
         entered = self._entered
         assert entered is not None
         self._num_read += 1
@@ -168,7 +168,7 @@ def _columns(linear: nn.Linear, entrance: _Entrance) -> Forward:
 
 def _rows(linear: nn.Linear, mesh: DeviceMesh) -> Forward:
     def forward(x: Tensor) -> Tensor:
-        total = _Leave.apply(F.linear(x, local(linear.weight)), mesh)
+        total = Leave.apply(F.linear(x, local(linear.weight)), mesh)
         return total if linear.bias is None else total + linear.bias
 
     return forward
@@ -181,7 +181,7 @@ def _summing(module: nn.Module, mesh: DeviceMesh) -> Callable[..., Any]:
     def summing(*arguments: Any, **options: Any) -> Any:
         own = dict(registry)
         try:
-            registry.update({key: p if p is None else _Enter.apply(p, mesh) for key, p in own.items()})
+            registry.update({key: p if p is None else Enter.apply(p, mesh) for key, p in own.items()})
             return forward(*arguments, **options)
         finally:
             registry.update(own)
@@ -198,7 +198,7 @@ def _lookup(module: Any, mesh: DeviceMesh) -> Forward:
         padding = None if module.padding_idx is None else module.padding_idx - first
         padding = padding if padding is not None and 0 <= padding < len(rows) else None
         found = F.embedding(here.clamp(0, max(len(rows) - 1, 0)), rows, padding) * mine[..., None].to(rows.dtype)
-        return _Leave.apply(found, mesh)
+        return Leave.apply(found, mesh)
 
     return forward
 
@@ -223,7 +223,7 @@ class SplitVocabulary:
 
     def enter(self, hidden: Tensor) -> Tensor:
         """The same on every rank; its gradient is a sum over them."""
-        return _Enter.apply(hidden, self._mesh)
+        return Enter.apply(hidden, self._mesh)
 
     def sum(self, values: Tensor) -> Tensor:
         return _reduce(values, self._mesh)
@@ -253,7 +253,7 @@ class _Context(FunctionCtx):
     whole: tuple[DeviceMesh, int, int]  # ranks, size, dim
 
 
-class _Enter(torch.autograd.Function):
+class Enter(torch.autograd.Function):
     """Identity forward, a sum over ranks backward: for a value that all ranks have and use differently."""
 
     @staticmethod
@@ -266,7 +266,7 @@ class _Enter(torch.autograd.Function):
         return _reduce(gradients[0], ctx.mesh), None
 
 
-class _Leave(torch.autograd.Function):
+class Leave(torch.autograd.Function):
     """A sum over ranks forward, identity backward."""
 
     @staticmethod

@@ -153,6 +153,10 @@ class Traffic:
         if name not in self._axes:
             self._axes = self._name_axes()
         axis = self._axes.get(name, "other")
+        # torch has one group where all ranks of an axis divide the experts: what is traded there is theirs.
+        degrees = self._group.degrees
+        if kind == "all_to_all" and degrees.expert > 1 and axis == degrees.expert_axis:
+            axis = "expert"
         if axis is None or axis in self._unseen:
             return
         self.current.num_calls[axis, kind] += 1
@@ -176,10 +180,16 @@ class Traffic:
         names: dict[str, str | None] = {world.group_name: large[0] if len(large) == 1 else "world"}
         for axis in AXES:
             names[mesh.get_group(axis).group_name] = axis
-        if degrees.context > 1:
+        flat = [("shard", "shard_context")] if degrees.context > 1 else []
+        if self._group.expert_mesh is not None:
+            shared = f"expert_{degrees.expert_axis}"
+            for axis in (shared, "expert"):
+                names.setdefault(self._group.expert_mesh.get_group(axis).group_name, axis)
+            flat += [("expert_shard", "expert_shard_context")] if degrees.context > 1 else []
+        for axis, both in flat:
             with contextlib.suppress(KeyError, RuntimeError):  # not flattened, so not used
-                both = "shard_context" if degrees.shard > 1 else "context"
-                names[mesh["shard_context"].get_group().group_name] = both
+                size = degrees.shard // (degrees.expert if axis == "expert_shard" else 1)
+                names[mesh.get_group(both).group_name] = both if size > 1 else "context"
         if self._group.background is not None:
             names[self._group.background.group_name] = None
         return names

@@ -47,7 +47,7 @@ def describe(config: RunConfig, on_progress: Callable[[CompileProgress], None] |
         "precision": choose_precision(config.model.precision, choose_device(config.launch.device)),
         "ranks": num_ranks,
         "trained": describe_parts(_parts_of(config)),
-        "layout": " x ".join(f"{axis} {size}" for axis, size in degrees._asdict().items() if size > 1) or "one rank",
+        "layout": degrees.name,
     }
     if config.algorithm.kind == "grpo":
         return about | grpo.describe(config, tokenizer)

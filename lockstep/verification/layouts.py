@@ -10,7 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from lockstep.config import ConfigError, ParallelConfig, RunConfig
-from lockstep.config.parallel import AXES, Degrees
+from lockstep.config.parallel import Degrees
 
 _STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 2}
 _OWN = "own"
@@ -20,6 +20,7 @@ _USUAL = (
     "replicate=2; shard=2; tensor=2; context=2; pipeline=2; pipeline=2,schedule=interleaved; "
     "shard=4; replicate=2,shard=2; shard=2,tensor=2; shard=2,context=2; shard=2,pipeline=2; tensor=2,pipeline=2"
 )
+_OF_MIXTURES = "; shard=2,expert=2; shard=4,expert=2; shard=2,expert=2,tensor=2; shard=2,expert=2,pipeline=2"
 
 
 @dataclass(frozen=True)
@@ -30,17 +31,16 @@ class Layout:
 
     @property
     def degrees(self) -> Degrees:
-        return Degrees(**{axis: getattr(self.parallel, axis) for axis in AXES})
+        return Degrees(**{axis: getattr(self.parallel, axis) for axis in Degrees._fields})
 
     @property
     def name(self) -> str:
-        axes = [f"{axis} {size}" for axis, size in self.degrees._asdict().items() if size > 1]
         settings: list[str] = [self.parallel.schedule] if self.parallel.pipeline > 1 else []
         for key, default in ParallelConfig(shard=1).model_dump().items():
             value = getattr(self.parallel, key)
-            if key not in (*AXES, "schedule") and value != default:
+            if key not in (*Degrees._fields, "schedule") and value != default:
                 settings.append(key if value is True else f"{key} {value}")
-        return (" x ".join(axes) or "one rank") + (f" ({', '.join(settings)})" if settings else "")
+        return self.degrees.name + (f" ({', '.join(settings)})" if settings else "")
 
     @property
     def num_stages(self) -> int:
@@ -56,7 +56,7 @@ ONE = Layout(ParallelConfig(shard=1))
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """What the user's model supports. The last three are reasons why not, or empty."""
+    """What the user's model supports. The `not_` are reasons why not, or empty."""
 
     num_layers: int
     num_heads: int
@@ -64,11 +64,21 @@ class ModelLimits:
     not_tensor: str = ""
     not_pipeline: str = ""
     not_context: str = ""
+    not_expert: str = ""
+    num_experts: int = 0
+    """The least that a layer has; 0 of a model that is no mixture."""
 
 
 def problem(layout: Layout, limits: ModelLimits) -> str:
     """Why the model does not support this layout; empty if it does."""
     degrees = layout.degrees
+    if degrees.expert > 1 and not limits.num_experts:
+        return "the model has no experts in stacked matrices to divide over ranks"
+    if degrees.expert * degrees.tensor > 1 and limits.not_expert:
+        return limits.not_expert
+    if limits.num_experts % (degrees.expert * degrees.tensor):
+        ranks = " x ".join(f"parallel.{key} {getattr(degrees, key)}" for key in ("expert", "tensor"))
+        return f"{ranks} does not divide the model's {limits.num_experts} experts"
     if degrees.tensor > 1 and limits.not_tensor:
         return limits.not_tensor
     for heads, what in ((limits.num_heads, "attention"), (limits.num_key_value_heads, "key-value")):
@@ -103,7 +113,7 @@ def _parse(text: str, config: RunConfig) -> Layout:
             known = ", ".join(key for key in ParallelConfig.model_fields if key != "compression")
             raise ConfigError(f"--layouts: {setting.strip()!r} is not understood: write KEY=VALUE, of {known}")
         settings[key.strip()] = yaml.safe_load(value)
-    for axis in AXES:
+    for axis in Degrees._fields:
         if axis in settings and not (type(settings[axis]) is int and settings[axis] > 0):
             raise ConfigError(f"--layouts: {axis} is {settings[axis]!r} in {text!r}: write a number of ranks")
     try:
@@ -142,7 +152,7 @@ def default_layouts(config: RunConfig, limits: ModelLimits, processes: int) -> t
             f"your own layout, {own.name}, needs {own.degrees.num_ranks} processes: {instead}. To run it anyway: "
             f"--layouts {_OWN}"
         )
-    for layout in parse_layouts(_USUAL, config):
+    for layout in parse_layouts(_USUAL + (_OF_MIXTURES if limits.num_experts else ""), config):
         if layout.degrees.num_ranks > processes:
             continue
         if why_not := problem(layout, limits):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config import ConfigError, RunConfig
-from lockstep.model.experts import compute_experts_exactly
+from lockstep.model.experts import compute_experts_exactly, expert_parameters, split_problem
 from lockstep.model.float64 import keep_float64
 from lockstep.model.load import load_hf_config
 from lockstep.model.lora import add_lora
@@ -248,6 +248,7 @@ def find_limits(config: RunConfig, reduction: Reduction) -> ModelLimits:
     model = build_reduced(config, reduction)
     policy = Policy(model)
     dora = config.lora is not None and config.lora.dora
+    experts = [module for module in model.modules() if expert_parameters(module)]
     return ModelLimits(
         num_layers=text.num_hidden_layers,
         num_heads=heads,
@@ -259,6 +260,8 @@ def find_limits(config: RunConfig, reduction: Reduction) -> ModelLimits:
         not_context=""
         if policy.attends_packed
         else "the model does not support packed attention, which parallel.context needs",
+        not_expert=next(filter(None, map(split_problem, experts)), ""),
+        num_experts=min((len(p) for module in experts for p in expert_parameters(module).values()), default=0),
     )
 
 

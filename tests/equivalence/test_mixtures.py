@@ -28,12 +28,29 @@ LAYOUTS = {
     "pipeline-2": (2, ParallelConfig(shard=1, pipeline=2)),
     "context-2": (2, ParallelConfig(shard=1, context=2)),
     "hybrid-2x2": (4, ParallelConfig(replicate=2, shard=2)),
+    "expert-2": (2, ParallelConfig(shard=2, expert=2)),
+    "ddp-expert-2": (2, ParallelConfig(replicate=2, shard=1, expert=2)),
+    "tensor-2": (2, ParallelConfig(shard=1, tensor=2)),
+    "fsdp-4-expert-2": (4, ParallelConfig(shard=4, expert=2)),
+    "ddp-4-expert-2": (4, ParallelConfig(replicate=4, shard=1, expert=2)),
+    "hybrid-expert-2": (4, ParallelConfig(replicate=2, shard=2, expert=2)),
+    "expert-4": (4, ParallelConfig(shard=4, expert=4)),
+    "expert-2-tensor-2": (4, ParallelConfig(shard=2, expert=2, tensor=2)),
+    "expert-2-pipeline-2": (4, ParallelConfig(shard=2, expert=2, pipeline=2)),
+    "expert-2-context-2": (4, ParallelConfig(shard=2, expert=2, context=2)),
 }
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "olmoe")
 QUICK = [("qwen3_moe", True), ("deepseek_v3", True), ("mixtral", False)]
 CELLS = [(family, lora) for family in FAMILIES for lora in (False, True)]
-# Attention with sinks, which packed attention does not have; no plan of stages.
-REFUSED = {"pipeline-2": ("gpt_oss", "olmoe"), "context-2": ("gpt_oss",)}
+# Attention with sinks, which packed attention does not have; no plan of stages, or of tensors.
+REFUSED = {
+    "pipeline-2": ("gpt_oss", "olmoe"),
+    "context-2": ("gpt_oss",),
+    "tensor-2": ("gpt_oss",),
+    "expert-2-tensor-2": ("gpt_oss",),
+    "expert-2-pipeline-2": ("gpt_oss", "olmoe"),
+    "expert-2-context-2": ("gpt_oss",),
+}
 STEP = OptimStep(0.01, eps=1e-4)
 # Large, so that a wrong gradient of theirs shows. DeepSeek has no load-balancing loss.
 AUX, Z = 0.7, 0.03

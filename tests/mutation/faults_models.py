@@ -47,9 +47,9 @@ PARALLEL = (
     Fault(
         "each tensor rank adds the bias of split rows",
         "parallel/tensor.py",
-        "        total = _Leave.apply(F.linear(x, local(linear.weight)), mesh)\n"
+        "        total = Leave.apply(F.linear(x, local(linear.weight)), mesh)\n"
         "        return total if linear.bias is None else total + linear.bias",
-        "        return _Leave.apply(F.linear(x, local(linear.weight), linear.bias), mesh)",
+        "        return Leave.apply(F.linear(x, local(linear.weight), linear.bias), mesh)",
         (RANKS, "tests/unit/parallel"),
         ("biased", "tensor=2"),
     ),
@@ -63,7 +63,7 @@ PARALLEL = (
     Fault(
         "norms of split heads keep each rank's gradient",
         "parallel/tensor.py",
-        "p if p is None else _Enter.apply(p, mesh) for key, p",
+        "p if p is None else Enter.apply(p, mesh) for key, p",
         "p for key, p",
         (f"{LAYOUT} -k shard-2-tensor-2",),
         ("qk norm", "tensor=2"),

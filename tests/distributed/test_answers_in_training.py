@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import tiny
+from ranks import run_to_the_end
 
+from lockstep.config import load_config
 from lockstep.rundir import RunDir, read_jsonl
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -31,9 +33,9 @@ def train(folder: Path, model: Path, layout: str, **evaluation: Any) -> RunDir:
         parallel=parallel,
         launch={"procs": procs},
     )
-    code, _, err = tiny.run_lockstep("train", config, "--run-dir", folder / "run")
-    assert code == 0, err
-    return RunDir(folder / "run")
+    run = RunDir.create(folder / "run", load_config(config))
+    run_to_the_end(run, procs)
+    return run
 
 
 def validations(run: RunDir) -> list[dict[str, Any]]:

@@ -184,6 +184,7 @@ def test_a_kill_in_the_middle_of_a_checkpoint_costs_only_that_checkpoint(
     assert_same_result(run, uninterrupted(layout, trained))
 
 
+@pytest.mark.slow
 def test_the_command_names_the_killed_rank_and_resumes_to_the_same_weights(
     tmp_path: Path, tiny_model: Path, uninterrupted: Callable[[str, str], RunDir]
 ) -> None:

@@ -29,6 +29,8 @@ from lockstep.model.experts import (
 from lockstep.model.lora import AdapterCoverage, measure_coverage, speed_up_eager
 from lockstep.model.parts import Part, measure_parts
 from lockstep.model.policy import Policy, causal_lm, decoder_layers, head_dim, tensor_plan
+from lockstep.model.quantised import describe_rest
+from lockstep.model.quantised_layers import PRODUCTS, QuantisedLinear
 from lockstep.model.stages import PassThrough, Stage, check_divisible, keep_layers, layer_costs
 from lockstep.parallel import expert, pipeline, tensor
 from lockstep.parallel.context import HeadExchange
@@ -72,7 +74,7 @@ def build_policy(
 ) -> Built:
     """Rank 0's weights are used. `logits_gib`: the most memory for logits; with less the head takes more passes."""
     dtype = compute_dtype or next(model.parameters()).dtype
-    coverage, parts = measure_coverage(model), measure_parts(model)
+    coverage, parts, unquantised = measure_coverage(model), measure_parts(model), describe_rest(model)
     policy = Policy(model, **_head_memory(model, group.device, dtype, logits_gib))
     # Before anything is split: every rank gets its part of the whole tensors.
     weights = _full_weights(policy) if group.rank == 0 else None
@@ -120,15 +122,19 @@ def build_policy(
     module: nn.Module = policy
     if group.degrees.replicate > 1 and not group.degrees.sharded:
         module = replicate(policy, group.device, parallel.compression)
-    warnings = tuple(_describe(policy, coverage, group.device))
+    warnings = tuple(_describe(policy, coverage, unquantised, group.device))
     return Built(policy.train(), module, stages, num_stages, parts, warnings, eager)
 
 
-def _describe(policy: Policy, coverage: AdapterCoverage | None, device: torch.device) -> Iterator[str]:
+def _describe(
+    policy: Policy, coverage: AdapterCoverage | None, unquantised: str, device: torch.device
+) -> Iterator[str]:
     """What is left out of training, or computed in another way than the model's own."""
     name = type(causal_lm(policy.model)).__name__
     if coverage is not None and coverage.share < 0.5:
         yield str(coverage)
+    if unquantised:
+        yield unquantised
     if policy.noisy_routers:
         yield (
             f"{name} draws experts or noise at random while it trains: left out, experts are chosen as in inference, "
@@ -193,6 +199,8 @@ def split_experts(policy: Policy, group: ProcessGroup) -> set[nn.Module]:
 
 def split_tensors(policy: Policy, group: ProcessGroup) -> None:
     assert group.mesh is not None
+    if any(isinstance(module, QuantisedLinear) for module in policy.modules()):
+        raise ValueError("quantised matrices are not split over ranks: set parallel.tensor to 1")
     # Experts are divided already: by whole matrices, where the plan of a model would have parts of each.
     plan = {name: how for name, how in tensor_plan(policy.model).items() if how[1] != "moe_tp_experts"}
     check_heads(policy, group.degrees.tensor)
@@ -278,6 +286,7 @@ def _recomputed(forward: Callable[..., object], policy: Policy, *, selective: bo
 
 # Expensive to recompute: matrix products and attention.
 _EXPENSIVE = {
+    *PRODUCTS,
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,

@@ -23,8 +23,13 @@ class ModelConfig(Section):
     """Hub id, local folder, or a .gguf file."""
     revision: str | None = None
     """Hub branch, tag or commit."""
-    precision: Literal["auto", "bf16", "fp16", "fp32", "fp64"] = "auto"
-    """Precision of computation. auto: bf16 where this device is fast at it, otherwise fp32. fp16 scales its loss."""
+    precision: Literal["auto", "bf16", "fp16", "fp32", "fp64", "fp8_base"] = "auto"
+    """Precision of computation. auto: bf16 where this device is fast at it, otherwise fp32. fp16 scales its loss.
+    fp8_base: as auto, with lora's frozen matrices in FP8, half the memory of bf16; where a GPU multiplies FP8, what
+    they are multiplied with is rounded to FP8 too."""
+    quantization: Literal["none", "nf4"] = "none"
+    """nf4: lora's frozen matrices in 4.13 bits each (NF4 with double quantisation), a quarter of the memory of bf16.
+    They are dequantised for each product. Exports are made from the model's own weights."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """full recomputes every decoder layer in the backward pass: less memory, about a third more time. selective keeps
     the results of matrix products and attention, and recomputes the rest."""
@@ -45,6 +50,13 @@ class ModelConfig(Section):
     much, up if it had fewer tokens than the mean, down if more. Not with lora."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for sources you trust."""
+
+    @property
+    def base_format(self) -> Literal["nf4", "fp8"] | None:
+        """How lora's frozen matrices are held, if not in the precision of computation."""
+        if self.quantization == "nf4":
+            return "nf4"
+        return "fp8" if self.precision == "fp8_base" else None
 
     @field_validator("router_aux_loss", mode="before")
     @classmethod
@@ -199,6 +211,7 @@ class RunConfig(Section):
                     f"evaluation.{key} needs validation data: set data.validation or data.validation_fraction"
                 )
         _check_routers(self)
+        _check_quantised(self)
         check_pools(self.launch, self.cluster, self.rollouts.engines)
         check_rollouts(self.rollouts, self.algorithm)
         _check_algorithm(self)
@@ -213,6 +226,21 @@ class RunConfig(Section):
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _check_quantised(config: RunConfig) -> None:
+    model = config.model
+    if model.base_format is None:
+        return
+    setting = "model.quantization nf4" if model.quantization == "nf4" else "model.precision fp8_base"
+    if model.quantization == "nf4" and model.precision == "fp8_base":
+        raise ValueError("model.quantization nf4 and model.precision fp8_base both hold the base: choose one of them")
+    if config.lora is None:
+        raise ValueError(f"{setting} holds frozen weights, and without lora all are trained: add a lora section")
+    if config.parallel.backend == "deepspeed":
+        raise ValueError(f"{setting} is not for parallel.backend deepspeed: use backend torch")
+    if config.parallel.tensor > 1:
+        raise ValueError(f"{setting} does not split matrices: set parallel.tensor to 1, and use shard or pipeline")
 
 
 def _check_routers(config: RunConfig) -> None:

@@ -60,7 +60,8 @@ def _load_checkpoint(run: RunDir, checkpoint: Checkpoint, dtype: torch.dtype | N
 
     config = run.config()
     if dtype is None:
-        model = build_model(config.model, config.lora, run.status().get("precision", "fp32"), with_weights=True)
+        precision = run.status().get("precision", "fp32")
+        model = build_model(config.model, config.lora, precision, with_weights=True, quantised=False)
     else:
         model = load_causal_lm(config.model, dtype, with_weights=True)
         model = add_lora(model, config.lora) if config.lora is not None else model

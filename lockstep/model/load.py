@@ -22,6 +22,7 @@ from lockstep.model.experts import compute_experts_exactly
 from lockstep.model.float64 import keep_float64
 from lockstep.model.lora import add_lora
 from lockstep.model.policy import CausalLM
+from lockstep.model.quantised import quantise_base
 from lockstep.rundir import RunDir
 from lockstep.types import Tokenizer
 
@@ -115,8 +116,8 @@ def _refuse_missing(config: ModelConfig, names: list[str]) -> None:
 
 
 def choose_precision(wanted: str, device: torch.device) -> str:
-    """`auto` measures on CPUs: many emulate bf16 hundreds of times slower than fp32."""
-    if wanted != "auto":
+    """`auto` measures on CPUs: many emulate bf16 hundreds of times slower than fp32. With fp8_base, of all but that."""
+    if wanted not in ("auto", "fp8_base"):
         return wanted
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
@@ -182,14 +183,23 @@ def _load_adapter(path: Path, dtype: torch.dtype) -> tuple[CausalLM, Tokenizer]:
     return model, tokenizer
 
 
-def build_model(config: ModelConfig, lora: LoraConfig | None, precision: str, *, with_weights: bool) -> CausalLM:
-    """The module that a run trains. Trainable parameters are float32 or wider; frozen ones are in `precision`."""
+def build_model(
+    config: ModelConfig, lora: LoraConfig | None, precision: str, *, with_weights: bool, quantised: bool = True
+) -> CausalLM:
+    """The module that a run trains. Trainable parameters are float32 or wider; frozen ones are in `precision`, or
+    quantised where the configuration says so and `quantised` is true."""
     compute = DTYPES[precision]
     held = compute if lora is not None or precision == "fp64" else torch.float32
     model = load_causal_lm(config, held, with_weights=with_weights)
     if precision == "fp64":
         keep_float64(model)
-    return add_lora(model, lora) if lora is not None else model
+    if lora is None:
+        return model
+    adapted = add_lora(model, lora)
+    if quantised and config.base_format is not None:
+        place = torch.device("cuda") if torch.cuda.is_available() else None
+        quantise_base(adapted, config.base_format, place, with_weights=with_weights)
+    return adapted
 
 
 def _source(config: ModelConfig) -> dict[str, Any]:

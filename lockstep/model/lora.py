@@ -16,6 +16,7 @@ from torch.autograd.function import FunctionCtx
 
 from lockstep.config import LoraConfig
 from lockstep.model.experts import ExpertAdapter, compute_experts, expert_parameters, follows_transformers, is_divided
+from lockstep.model.parts import sizes_of
 from lockstep.model.policy import CausalLM, causal_lm, decoder_layers
 
 
@@ -128,18 +129,18 @@ def measure_coverage(model: nn.Module) -> AdapterCoverage | None:
     wrapped = {id(m.get_param()) for layer in layers for m in layer.modules() if isinstance(m, ParamWrapper)}
     coverage = AdapterCoverage(Counter(), Counter())
     for layer in layers:
-        modules = dict(layer.named_modules())
+        modules, sizes = dict(layer.named_modules()), sizes_of(layer)
         for name, parameter in layer.named_parameters():
             *_, holder, key = name.replace(".base_layer", "").split(".")
             tuner = modules.get(name.rpartition(".base_layer.")[0])
             if any(f".{part}." in name for part in _ADAPTER_PARTS):
                 continue
             if id(parameter) in wrapped:
-                coverage.adapted[holder if key == "weight" else f"{holder}.{key}"] += parameter.numel()
+                coverage.adapted[holder if key == "weight" else f"{holder}.{key}"] += sizes[id(parameter)]
             elif isinstance(tuner, BaseTunerLayer) and not isinstance(tuner, ParamWrapper):
-                coverage.adapted[holder] += parameter.numel()
+                coverage.adapted[holder] += sizes[id(parameter)]
             else:
-                coverage.others[f"{holder}.{key}"] += parameter.numel()
+                coverage.others[f"{holder}.{key}"] += sizes[id(parameter)]
     return coverage
 
 

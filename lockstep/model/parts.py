@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import nn
 
 from lockstep.model.policy import causal_lm, decoder_layers
+from lockstep.model.quantised_layers import QuantisedLinear
 
 # Of a module's own name and its class's, the first that fits decides.
 _KINDS = {
@@ -31,10 +32,11 @@ class Part(NamedTuple):
 def measure_parts(model: nn.Module) -> dict[str, Part]:
     """By kind, the largest first. Of a whole model, before it is split over ranks."""
     layers = decoder_layers(model)
-    inside = {id(p): _kind(layer, name) for layer in layers for name, p in layer.named_parameters()}
+    inside = {id(p): kind_of(layer, name) for layer in layers for name, p in layer.named_parameters()}
     embedding = {id(p) for p in causal_lm(model).get_input_embeddings().parameters()}
     head = {id(p) for p in causal_lm(model).get_output_embeddings().parameters()}
     found: dict[str, Part] = {}
+    sizes = sizes_of(model)
     for name, parameter in model.named_parameters():
         kind = inside.get(id(parameter))
         if kind is None:
@@ -42,12 +44,22 @@ def measure_parts(model: nn.Module) -> dict[str, Part]:
             kind = "norms" if outside == "others" and _KINDS["norms"].search(name) else outside
         trained, total = found.get(kind, Part(0, 0))
         is_adapter = ".lora_" in name
-        size = parameter.numel()
+        size = sizes[id(parameter)]
         found[kind] = Part(trained + size * parameter.requires_grad, total + size * (not is_adapter))
     return dict(sorted(found.items(), key=lambda item: -item[1].total))
 
 
-def _kind(layer: nn.Module, name: str) -> str:
+def sizes_of(module: nn.Module) -> dict[int, int]:
+    """By id of each parameter: how many weights it holds, quantised ones too."""
+    sizes = {id(p): p.numel() for p in module.parameters()}
+    for part in module.modules():
+        if isinstance(part, QuantisedLinear):
+            sizes |= {id(p): 0 for p in part.parameters(recurse=False) if p is not part.bias}
+            sizes[id(part.codes)] = part.num_weights
+    return sizes
+
+
+def kind_of(layer: nn.Module, name: str) -> str:
     """Of a parameter of a decoder layer, by the modules around it, from the innermost that says something."""
     path = [part for part in name.split(".")[:-1] if part != "base_layer" and not part.startswith("lora_")]
     if _KINDS["attention"].search(".".join(path)) and "expert" not in name:

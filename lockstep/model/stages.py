@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from lockstep.model.parts import sizes_of
 from lockstep.model.policy import PackedTokens, Policy, causal_lm
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def layer_costs(policy: Policy) -> tuple[list[float], float]:
     """(of each layer, of the head), in parameters, to which the compute per token is proportional."""
     causal = causal_lm(policy.model)
     layers = getattr(causal.base_model, _names(causal)["layers"])
-    costs = [float(sum(p.numel() for p in layer.parameters())) for layer in layers]
+    costs = [float(sum(sizes_of(layer).values())) for layer in layers]
     return costs, float(causal.get_output_embeddings().weight.numel())
 
 

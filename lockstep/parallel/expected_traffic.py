@@ -21,7 +21,7 @@ Bytes = dict[tuple[str, str], float]
 class Unit:
     """Parameters that are gathered together, of this rank's part of the matrices: all, and those that are trained."""
 
-    parameters: int
+    parameters: float
     trained: int
 
 
@@ -143,7 +143,7 @@ def _gathered(
     work: RankWork,
     counts: Mapping[str, int],
     replicas: tuple[str, int],
-    gathered: int,
+    gathered: float,
     trained: int,
 ) -> Bytes:
     """Of FSDP2: `gathered` and `trained` parameters in each pass, over axes with `counts` of ranks."""
@@ -196,13 +196,13 @@ def measure_sizes(
     heads, keys = _heads(config, degrees)
     sums = _sums(tensor_plan, causal, config.hidden_size) if degrees.tensor > 1 else {}
     return Sizes(
-        tuple(_unit(parameters) for parameters in layers if parameters),
-        _unit(rest),
+        tuple(_unit(parameters, compute_bytes) for parameters in layers if parameters),
+        _unit(rest, compute_bytes),
         config.hidden_size,
         heads * head_dim,
         keys * head_dim,
         **sums,
-        experts=_unit(divided),
+        experts=_unit(divided, compute_bytes),
         expert_sends=expert_sends,
         compute_bytes=compute_bytes,
         gradient_bytes=gradient_bytes,
@@ -222,9 +222,11 @@ def _layers(causal: Any) -> list[nn.Module]:
     return [m for m in causal.modules() if names & {kind.__name__ for kind in type(m).__mro__}]
 
 
-def _unit(parameters: Iterable[nn.Parameter]) -> Unit:
-    sizes = [(_size(p), p.requires_grad) for p in parameters]
-    return Unit(sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained))
+def _unit(parameters: Iterable[nn.Parameter], compute_bytes: int) -> Unit:
+    """Quantised ones, which are not gathered in the dtype of computation, count by their bytes."""
+    listed = list(parameters)
+    gathered = sum(_size(p) * (1 if p.is_floating_point() else p.itemsize / compute_bytes) for p in listed)
+    return Unit(gathered, sum(_size(p) for p in listed if p.requires_grad))
 
 
 def _size(parameter: Any) -> int:

@@ -44,7 +44,8 @@ def describe(config: RunConfig, on_progress: Callable[[CompileProgress], None] |
         "model": f"{(architecture.architectures or [type(architecture).__name__])[0]} from {config.model.path}",
         "algorithm": config.algorithm.kind,
         "training": "LoRA" if config.lora is not None else "full",
-        "precision": choose_precision(config.model.precision, choose_device(config.launch.device)),
+        "precision": choose_precision(config.model.precision, choose_device(config.launch.device))
+        + (f", base {config.model.base_format}" if config.model.base_format else ""),
         "ranks": num_ranks,
         "trained": describe_parts(_parts_of(config)),
         "layout": degrees.name,

@@ -32,7 +32,7 @@ from lockstep.model.load import (
     load_hf_config,
     load_run_tokenizer,
 )
-from lockstep.model.parts import describe_parts
+from lockstep.model.parts import describe_parts, sizes_of
 from lockstep.parallel import host_files
 from lockstep.parallel.group import ProcessGroup, choose_device, find_nccl
 from lockstep.rollouts.engines.pool import start_engines
@@ -163,9 +163,11 @@ def _precompute_settings(config: RunConfig, group: ProcessGroup, run: RunDir, pr
         commit = getattr(load_hf_config(model), "_commit_hash", None)
         return {"hub": model.path, "commit": commit or model.revision}
 
+    # Under LoRA the reference is the run's own base, as it is held.
+    held = model.base_format if reference_config(config).lora is not None else None
     return PrecomputeSettings(
         cache_folder(config.data.cache_dir) / "reference",
-        group.broadcast_object(describe_weights() if group.rank == 0 else None),
+        group.broadcast_object({**describe_weights(), **({"base": held} if held else {})} if group.rank == 0 else None),
         precision,
         writes=int(os.environ.get("LOCAL_RANK", "0")) == 0,
         gather=group.gather_objects,
@@ -231,13 +233,14 @@ def make_backend(
         run.log_event("warning", message=message)
     for message in backend.slow:
         run.report_slow(message)
-    trained = backend.parameters().values()
-    counts = {"trained": sum(p.numel() for p in trained), "all": sum(p.numel() for p in backend.policy.parameters())}
+    trained = sum(p.numel() for p in backend.parameters().values())
+    counts = {"trained": trained, "all": sum(sizes_of(backend.policy).values())}
     described = describe_parts(backend.parts)
     parts = {kind: part._asdict() for kind, part in backend.parts.items()}
-    run.log_event(
-        "model", precision=precision, device=str(group.device), parameters=counts, parts=parts, trained=described
-    )
+    about = {"precision": precision, "device": str(group.device)}
+    if config.model.base_format is not None:
+        about["base"] = config.model.base_format
+    run.log_event("model", **about, parameters=counts, parts=parts, trained=described)
     run.write_status(trained=described)
     return backend
 
@@ -333,6 +336,10 @@ def connect_endpoint(config: RunConfig, backend: TorchBackend | DeepSpeedBackend
     """A server that the user runs. Rank 0 only."""
     assert config.rollouts.endpoint is not None
     tokenizer = load_run_tokenizer(config)
+    if config.model.base_format is not None:
+        message = f"{config.rollouts.endpoint} samples with base weights of its own, and this run trains with them in"
+        message += f" {config.model.base_format}: watch sampler_trainer_logprob_diff"
+        run.log_event("warning", message=message)
 
     def write(tensors: Mapping[str, Tensor], folder: Path) -> None:
         save_weights(backend.policy.model, tensors, folder)

@@ -220,7 +220,7 @@ def _prepare(config: RunConfig, requested: Sequence[Layout] | None) -> _Prepared
     o = config.optim
     step = OptimStep(config.learning_rate, o.beta1, o.beta2, o.eps, o.weight_decay)
     clips = o.max_grad_norm is not None
-    model = build_reduced(config, reduction)
+    model = build_reduced(config, reduction, quantised=False)
     size = sum(p.numel() for p in model.parameters())
     other = None
     if getattr(config.algorithm, "reference_model", None) is not None:

@@ -19,6 +19,7 @@ from lockstep.model.float64 import keep_float64
 from lockstep.model.load import load_hf_config
 from lockstep.model.lora import add_lora
 from lockstep.model.policy import CausalLM, Policy, tensor_plan
+from lockstep.model.quantised import dequantise_base, quantise_base
 from lockstep.model.stages import check_divisible
 from lockstep.verification.layouts import ModelLimits
 
@@ -63,10 +64,13 @@ def _runs(config: RunConfig, reduction: Reduction) -> bool:
     return True
 
 
-def build_reduced(config: RunConfig, reduction: Reduction, *, dropout: bool = False) -> CausalLM:
+def build_reduced(
+    config: RunConfig, reduction: Reduction, *, dropout: bool = False, quantised: bool = True
+) -> CausalLM:
     """With the user's adapters, if there are any. The same on every rank and in every process.
 
-    Without dropout, unless asked for: what is dropped differs between layouts by design.
+    Without dropout, unless asked for: what is dropped differs between layouts by design. `quantised`: otherwise plain
+    layers with the weights that quantised ones compute with.
     """
     torch.manual_seed(config.seed)
     model = build_plain(config, reduction, dropout=dropout)
@@ -79,6 +83,10 @@ def build_reduced(config: RunConfig, reduction: Reduction, *, dropout: bool = Fa
         # Norms start at one, biases and lora_B at zero, which could hide a fault.
         if parameter.ndim < 2 or "lora_B" in name:
             parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    if config.lora is not None and config.model.base_format is not None:
+        quantise_base(model, config.model.base_format)
+        if not quantised:
+            dequantise_base(model, torch.float64)
     return model
 
 
@@ -120,6 +128,8 @@ def forget_weights(model: nn.Module) -> None:
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():
             tensor.fill_(0.5)
+        elif tensor.dtype == torch.uint8:  # of quantised layers
+            tensor.fill_(5)
 
 
 def build_plain(config: RunConfig, reduction: Reduction, *, dropout: bool = False) -> CausalLM:
@@ -247,15 +257,12 @@ def find_limits(config: RunConfig, reduction: Reduction) -> ModelLimits:
     heads = text.num_attention_heads
     model = build_reduced(config, reduction)
     policy = Policy(model)
-    dora = config.lora is not None and config.lora.dora
     experts = [module for module in model.modules() if expert_parameters(module)]
     return ModelLimits(
         num_layers=text.num_hidden_layers,
         num_heads=heads,
         num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
-        not_tensor="DoRA adapters cannot be split over ranks: set lora.dora to false"
-        if dora
-        else _tensor_problem(model),
+        not_tensor=_tensor_problem(config, model),
         not_pipeline=_pipeline_problem(policy),
         not_context=""
         if policy.attends_packed
@@ -265,7 +272,11 @@ def find_limits(config: RunConfig, reduction: Reduction) -> ModelLimits:
     )
 
 
-def _tensor_problem(model: nn.Module) -> str:
+def _tensor_problem(config: RunConfig, model: nn.Module) -> str:
+    if config.lora is not None and config.lora.dora:
+        return "DoRA adapters cannot be split over ranks: set lora.dora to false"
+    if config.lora is not None and config.model.base_format is not None:
+        return f"matrices held in {config.model.base_format} are not split over ranks"
     try:
         tensor_plan(model)
     except ValueError as error:

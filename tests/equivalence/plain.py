@@ -15,6 +15,7 @@ from torch import nn
 
 from lockstep.config import LoraConfig
 from lockstep.model.lora import add_lora
+from lockstep.model.quantised import dequantise_base, quantise_base
 from lockstep.types import Completion, Datum, OptimStep
 
 TINY = {
@@ -65,6 +66,8 @@ STEP = OptimStep(learning_rate=1e-2, beta2=0.99, eps=1e-6, weight_decay=0.1, max
 
 
 def make_model(family: str, *, lora: bool) -> nn.Module:
+    """`family` may end in +nf4 or +fp8: the frozen base is then held in that."""
+    family, _, held = family.partition("+")
     torch.manual_seed(0)
     config = {**FAMILIES, **SEQUENCE_FAMILIES, **BIASED_FAMILIES}[family]()
     model = keep_float64(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64))
@@ -75,7 +78,10 @@ def make_model(family: str, *, lora: bool) -> nn.Module:
     for name, parameter in model.named_parameters():
         if "lora_B" in name:  # zero at first, which would hide the gradient of lora_A
             parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.1
-    return model.double()
+    model = model.double()
+    if held:
+        quantise_base(model, held)  # type: ignore[arg-type]
+    return model
 
 
 def keep_float64(model: nn.Module) -> nn.Module:
@@ -152,6 +158,7 @@ def plain_loss(model: nn.Module, batch: Sequence[Datum], scale: float) -> torch.
 def plain_run(family: str, *, lora: bool, batches: Sequence[Sequence[Datum]]) -> dict:
     """Loss, gradients, norm and log-probs of the first batch, and the weights after a step on each."""
     model = make_model(family, lora=lora)
+    dequantise_base(model, torch.float64)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = make_optimizer(trained)
     found: dict = {}

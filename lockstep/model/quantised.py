@@ -1,0 +1,81 @@
+"""Which layers of a model are held quantised, for LoRA on top of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.config import ConfigError
+from lockstep.model.parts import kind_of
+from lockstep.model.policy import causal_lm, decoder_layers
+from lockstep.model.quantised_layers import QUANTISED, Format, QuantisedLinear
+
+
+def quantise_base(
+    model: nn.Module, wanted: Format, device: torch.device | None = None, *, with_weights: bool = True
+) -> None:
+    """Frozen linear layers inside the decoder layers, in place, one after another: not embedding, head and routers.
+
+    `device`: where to compute, if not where the weights are. Call after adapters are added, before layers are split.
+    """
+    num_found = 0
+    for layer in decoder_layers(model):
+        for name, linear in list(_frozen_linears(layer)):
+            weight = linear.weight.detach()
+            if _is_turned(linear):
+                weight = weight.T.contiguous()
+            weight = weight.to("meta" if not with_weights else device or weight.device)
+            parent, _, key = name.rpartition(".")
+            setattr(layer.get_submodule(parent), key, QUANTISED[wanted](linear, weight).train(linear.training))
+            num_found += 1
+    if not num_found:
+        raise ConfigError(f"{type(causal_lm(model)).__name__} has no linear layer that could be held in {wanted}")
+
+
+def _frozen_linears(layer: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, module in layer.named_modules():
+        if type(module) is not nn.Linear and not _is_turned(module):
+            continue
+        is_own = any(part in name for part in (".lora_", ".original_module", ".modules_to_save"))
+        if is_own or module.weight.requires_grad or kind_of(layer, f"{name}.weight") == "router":
+            continue
+        yield name, module
+
+
+def _is_turned(module: nn.Module) -> bool:
+    """GPT-2's Conv1D has its weight as [in, out]."""
+    from transformers.pytorch_utils import Conv1D
+
+    return type(module) is Conv1D
+
+
+def dequantise_base(model: nn.Module, dtype: torch.dtype) -> None:
+    """Back to plain layers, with the weights that the quantised ones compute with. In place."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, QuantisedLinear):
+                with torch.device("meta"):
+                    plain = nn.Linear(child.in_features, child.out_features, bias=False)
+                plain.weight = nn.Parameter(child.weight.to(dtype), requires_grad=False)
+                plain.bias = child.bias
+                setattr(module, name, plain.train(child.training))
+
+
+def describe_rest(model: nn.Module) -> str:
+    """What of a quantised model's layers is not, if that is more than a tenth of its weights; of a whole model."""
+    quantised, others = 0, Counter[str]()
+    for layer in decoder_layers(model):
+        held = {id(p) for m in layer.modules() if isinstance(m, QuantisedLinear) for p in m.parameters(recurse=False)}
+        quantised += sum(m.num_weights for m in layer.modules() if isinstance(m, QuantisedLinear))
+        for name, parameter in layer.named_parameters():
+            if id(parameter) not in held and not parameter.requires_grad:
+                others[".".join(name.replace(".base_layer", "").split(".")[-2:])] += parameter.numel()
+    total = quantised + others.total()
+    if not quantised or others.total() < total / 10:
+        return ""
+    names = ", ".join(f"{name} ({count / total:.0%})" for name, count in others.most_common(4))
+    return f"{quantised / total:.0%} of the weights in the decoder layers are quantised. As they were loaded: {names}"

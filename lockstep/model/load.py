@@ -22,7 +22,7 @@ from lockstep.model.experts import compute_experts_exactly
 from lockstep.model.float64 import keep_float64
 from lockstep.model.lora import add_lora
 from lockstep.model.policy import CausalLM
-from lockstep.model.quantised import quantise_base
+from lockstep.model.quantised import dequantising_options, quantise_base, refuse_untrainable
 from lockstep.rundir import RunDir
 from lockstep.types import Tokenizer
 
@@ -65,10 +65,13 @@ def load_causal_lm(config: ModelConfig, dtype: torch.dtype, *, with_weights: boo
     with _explaining(config):
         if with_weights:
             _refuse_adapter(config)
+            options = _source(config) | dequantising_options(load_hf_config(config))
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                dtype=dtype, use_safetensors=_wants_safetensors(config), output_loading_info=True, **_source(config)
+                dtype=dtype, use_safetensors=_wants_safetensors(config), output_loading_info=True, **options
             )
             model, report = loaded
+            if "quantization_config" in options:
+                _settle_dequantised(model, dtype)
             _refuse_missing(config, sorted(report["missing_keys"]))
         else:
             trust = config.trust_remote_code
@@ -80,6 +83,18 @@ def load_causal_lm(config: ModelConfig, dtype: torch.dtype, *, with_weights: boo
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # GGUF weights are unpacked; an export could not be loaded with it
     return model
+
+
+def check_trainable(config: ModelConfig) -> None:
+    """Whether its weights are of a kind that can be trained on, before they are loaded."""
+    refuse_untrainable(config.path, load_hf_config(config))
+
+
+def _settle_dequantised(model: nn.Module, dtype: torch.dtype) -> None:
+    """transformers gives some of them in bf16 or float32, though something wider is asked for."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and parameter.itemsize < dtype.itemsize:
+            parameter.data = parameter.data.to(dtype)
 
 
 def _read_generation_config(config: ModelConfig, model: PreTrainedModel) -> None:
@@ -188,6 +203,7 @@ def build_model(
 ) -> CausalLM:
     """The module that a run trains. Trainable parameters are float32 or wider; frozen ones are in `precision`, or
     quantised where the configuration says so and `quantised` is true."""
+    check_trainable(config)
     compute = DTYPES[precision]
     held = compute if lora is not None or precision == "fp64" else torch.float32
     model = load_causal_lm(config, held, with_weights=with_weights)

@@ -1,4 +1,4 @@
-"""Which layers of a model are held quantised, for LoRA on top of them."""
+"""Which layers of a model are held quantised, for LoRA on top of them; and sources that are quantised already."""
 
 from __future__ import annotations
 
@@ -63,6 +63,47 @@ def dequantise_base(model: nn.Module, dtype: torch.dtype) -> None:
                 plain.weight = nn.Parameter(child.weight.to(dtype), requires_grad=False)
                 plain.bias = child.bias
                 setattr(module, name, plain.train(child.training))
+
+
+# --- sources that are quantised already -----------------------------------------------------------------------------
+
+# Of transformers: their weights become plain ones when they are loaded.
+_DEQUANTISED = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
+
+
+def stored_format(architecture: Any) -> str | None:
+    """How the weights of a source are quantised, by transformers' name, from its configuration."""
+    found = getattr(architecture, "quantization_config", None)
+    if found is None:
+        return None
+    settings = found if isinstance(found, dict) else found.to_dict()
+    method = settings.get("quant_method")
+    if method is None:
+        return "bitsandbytes" if settings.get("load_in_4bit") or settings.get("load_in_8bit") else "an unknown method"
+    return str(getattr(method, "value", method))
+
+
+def dequantising_options(architecture: Any) -> dict[str, Any]:
+    """For transformers' `from_pretrained`."""
+    import transformers
+
+    method = stored_format(architecture)
+    return (
+        {"quantization_config": getattr(transformers, _DEQUANTISED[method])(dequantize=True)}
+        if method in _DEQUANTISED
+        else {}
+    )
+
+
+def refuse_untrainable(path: str, architecture: Any) -> None:
+    """Weights that would stay packed: adapters on them compute with kernels that may give no gradient."""
+    method = stored_format(architecture)
+    if method is not None and method not in _DEQUANTISED and not path.endswith(".gguf"):
+        raise ConfigError(
+            f"model.path {path} holds weights that are quantised already ({method}), and only those in "
+            f"{' and '.join(_DEQUANTISED)} can be trained on: name the model that they were made from; with lora, "
+            "model.quantization nf4 holds it in as little memory"
+        )
 
 
 def describe_rest(model: nn.Module) -> str:

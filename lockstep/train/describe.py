@@ -11,7 +11,14 @@ from lockstep.config import ConfigError, RunConfig
 from lockstep.data.dataset import CompileProgress, compile_data
 from lockstep.data.order import Batches
 from lockstep.data.packing import partition
-from lockstep.model.load import build_model, check_model_source, choose_precision, load_hf_config, load_run_tokenizer
+from lockstep.model.load import (
+    build_model,
+    check_model_source,
+    check_trainable,
+    choose_precision,
+    load_hf_config,
+    load_run_tokenizer,
+)
 from lockstep.model.parts import Part, describe_parts, measure_parts
 from lockstep.parallel.group import choose_device
 from lockstep.train import grpo
@@ -37,6 +44,7 @@ def describe(config: RunConfig, on_progress: Callable[[CompileProgress], None] |
     choose_device(config.launch.device)
     num_ranks = config.launch.procs
     degrees = config.parallel.degrees(num_ranks)
+    check_trainable(config.model)
     architecture = load_hf_config(config.model)
     tokenizer = load_run_tokenizer(config)
     check_reference_model(config, tokenizer)

@@ -28,6 +28,7 @@ from lockstep.inference.openai.rollout_endpoint import RolloutEndpoint, connect
 from lockstep.model.export import export_run, save_weights
 from lockstep.model.load import (
     build_model,
+    check_trainable,
     keep_freed_memory,
     load_hf_config,
     load_run_tokenizer,
@@ -82,6 +83,7 @@ def run(run_dir: Path, asked_to_stop: Callable[[], bool] = lambda: False) -> Non
     }
     run.write_status(state="preparing", phase="reading data", error=None, **beginning)
     run.sweep()
+    check_trainable(config.model)
     tokenizer = load_run_tokenizer(config)
     check_reference_model(config, tokenizer)
     data, rows = prepare_rows(config, tokenizer, run, num_ranks)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import pytest
 from ranks import free_port
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "scancel")
@@ -131,3 +132,14 @@ def running_cluster(folder: Path) -> Iterator[SlurmCluster]:
         yield cluster
     finally:
         cluster.stop()
+
+
+@contextlib.contextmanager
+def cluster_of_this_process(folder: Path) -> Iterator[SlurmCluster]:
+    """Slurm's commands here, and the jobs that are submitted here, know it and this Lockstep."""
+    with running_cluster(folder) as started, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_CONF", str(started.config))
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]))
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield started

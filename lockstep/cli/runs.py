@@ -32,13 +32,18 @@ def runs(
     if as_json:
         echo(json.dumps(rows))
     elif rows:
-        make_console().print(runs_table(rows))
+        console = make_console()
+        console.print(runs_table(rows))
+        for row in rows:
+            if row["waits"]:
+                console.print(Text(f"{row['name']}: {row['waits']}", style="dim"), soft_wrap=True)
     else:
         echo(f"no runs in {folder}")
 
 
 def _run_row(run: RunDir) -> dict[str, object]:
     from lockstep.launch.local import read_handle
+    from lockstep.launch.slurm import describe_queue
     from lockstep.launch.start import is_running, lacks_supervisor
     from lockstep.rundir import FINISHED_STATES
 
@@ -51,9 +56,11 @@ def _run_row(run: RunDir) -> dict[str, object]:
         state = "lost"  # its processes ended without a last status
     elif state not in FINISHED_STATES and lacks_supervisor(run):
         state = "unsupervised"  # lockstep attach takes its launcher's place
+    # While a job waits nobody may write down why: its queue is asked.
+    waits = describe_queue(handle) if handle is not None and handle.launcher == "slurm" and state == "created" else ""
     keys = ("step", "total_steps", "loss", "validation_loss", "tokens_per_s")
     since = status.get("started_at") or run.config_path.stat().st_mtime
-    row = {"name": run.path.resolve().name, "run_dir": str(run.path), "state": state}
+    row = {"name": run.path.resolve().name, "run_dir": str(run.path), "state": state, "waits": waits or None}
     return row | {key: status.get(key) for key in keys} | {"age_s": max(time.time() - float(since), 0.0)}
 
 

@@ -38,6 +38,10 @@ Procs = Annotated[
     int | None, _option(_JOBS, "Ranks and engines of all jobs. Default: one per GPU, or per core.", min=1)
 ]
 MaxJobs = Annotated[int | None, _option(_JOBS, "Jobs at a time. Default: as many as fit.", min=1)]
+Launch = Annotated[
+    Path | None,
+    _option(_JOBS, "A launch section of kind slurm: jobs run there, not on this machine.", metavar="FILE"),
+]
 MaxHelpers = Annotated[
     int | None, _option(_JOBS, "Reward or tokenising processes of a job. Default: two per core.", min=1)
 ]
@@ -84,6 +88,7 @@ def serve(
     proxy: Proxy = None,
     procs: Procs = None,
     max_jobs: MaxJobs = None,
+    launch: Launch = None,
     max_helpers: MaxHelpers = None,
     restart_delay: RestartDelay = 5.0,
     allow_path: AllowPath = None,
@@ -104,6 +109,7 @@ def serve(
     from lockstep.service.admission import Allowed
     from lockstep.service.app import run_server
     from lockstep.service.limits import UserLimits
+    from lockstep.service.placement import JobPlacement
     from lockstep.service.settings import ServiceSettings
 
     from_environment = os.environ.pop("LOCKSTEP_DATABASE", None)  # it may hold a password: jobs must not inherit it
@@ -116,6 +122,7 @@ def serve(
             database=database or from_environment,
             procs=procs,
             max_jobs=max_jobs,
+            cluster=JobPlacement.read(launch) if launch is not None else None,
             token_file=token_file,
             allowed=allowed,
             job_env=tuple(job_env or ()),

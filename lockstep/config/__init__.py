@@ -10,6 +10,7 @@ from lockstep.config.launch import (
     LocalLaunch,
     PoolConfig,
     RayLaunch,
+    SlurmEngines,
     SlurmLaunch,
     resolve_pool,
 )
@@ -61,6 +62,7 @@ __all__ = [
     "RolloutsConfig",
     "RunConfig",
     "SftConfig",
+    "SlurmEngines",
     "SlurmLaunch",
     "SourceConfig",
     "check_config",

@@ -241,6 +241,35 @@ _OWN_SBATCH_OPTIONS = (
 )
 
 
+class SlurmEngines(Section):
+    """Nodes of their own for rollouts.engines: the second component of a heterogeneous job."""
+
+    nodes: PositiveInt = 1
+    """rollouts.engines are shared out among them equally."""
+    partition: _SlurmName | None = None
+    """Default: launch.partition."""
+    gpus_per_node: NonNegativeInt | None = None
+    """Default: one for each engine where their device is cuda, otherwise none is asked for."""
+    cpus_per_engine: PositiveInt | None = None
+    """Cores of each engine. Default: as the cluster says."""
+    memory: _SlurmName | None = None
+    """Of each node, as "64G". Default: the cluster's."""
+    extra: tuple[_SlurmOption, ...] = ()
+    """More options of sbatch for these nodes, as "--constraint=l40s"."""
+
+    @model_validator(mode="after")
+    def _options_are_not_decided_twice(self) -> SlurmEngines:
+        _refuse_own_options(self.extra)
+        return self
+
+
+def _refuse_own_options(extra: tuple[str, ...]) -> None:
+    for option in extra:
+        name = re.split(r"[=\s]", option.removeprefix("--"))[0]
+        if name in _OWN_SBATCH_OPTIONS:
+            raise ValueError(f"extra holds {option}, which other settings of launch decide: use those")
+
+
 class SlurmLaunch(NodesLaunch):
     kind: Literal["slurm"]
     """A batch job of Slurm. See docs/slurm.md."""
@@ -269,13 +298,12 @@ class SlurmLaunch(NodesLaunch):
     """Whether the job goes back to the queue when its time is up, when it is preempted or loses a node."""
     notice_s: Annotated[int, Field(ge=1, le=65535)] = 120
     """How long before the time limit the run is asked to write a checkpoint and stop."""
+    engines: SlurmEngines | None = None
+    """Nodes for the engines of rollouts. Default: they are beside rank 0, on the first node."""
 
     @model_validator(mode="after")
     def _options_are_not_decided_twice(self) -> SlurmLaunch:
-        for option in self.extra:
-            name = re.split(r"[=\s]", option.removeprefix("--"))[0]
-            if name in _OWN_SBATCH_OPTIONS:
-                raise ValueError(f"extra holds {option}, which other settings of launch decide: use those")
+        _refuse_own_options(self.extra)
         if self.time is not None and self.notice_s >= _slurm_seconds(self.time):
             raise ValueError(f"notice_s {self.notice_s} leaves nothing of the time {self.time}: lower it")
         return self
@@ -340,10 +368,25 @@ class PoolConfig(Section):
 
 
 def check_pools(launch: AnyLaunch, pools: tuple[PoolConfig, ...], num_engines: int) -> None:
-    """Raise ValueError where pools contradict the other sections."""
-    has_ray = isinstance(launch, RayLaunch) or getattr(launch, "target", "") in ("auto", "rayjob")
+    """Raise ValueError where pools, or nodes for engines, contradict the other sections."""
+    if isinstance(launch, SlurmLaunch) and launch.engines is not None:
+        nodes = launch.engines.nodes
+        if num_engines == 0 or num_engines % nodes:
+            raise ValueError(
+                f"launch.engines has {nodes} nodes, and rollouts.engines is {num_engines}: give a multiple of that, or "
+                "remove launch.engines"
+            )
+    has_ray = isinstance(launch, RayLaunch | SlurmLaunch) or getattr(launch, "target", "") in ("auto", "rayjob")
     if pools and not has_ray:
-        raise ValueError("cluster is for launch.kind ray, or kubernetes with target rayjob: set it, or remove cluster")
+        raise ValueError(
+            "cluster is for launch.kind ray, slurm, or kubernetes with target rayjob: set it, or remove cluster"
+        )
+    if pools and isinstance(launch, SlurmLaunch):
+        for key in ("engines", "container"):
+            if getattr(launch, key) is not None:
+                raise ValueError(
+                    f"launch.{key} is for ranks that Slurm starts, and cluster has Ray start them: remove one"
+                )
     for name, expected, key in (
         ("training", launch.procs, "launch.procs"),
         ("rollouts", num_engines, "rollouts.engines"),

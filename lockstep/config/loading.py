@@ -121,6 +121,8 @@ def check_config(config: RunConfig, *, launch_kinds: Collection[str] = tuple(LAU
     launch = config.launch
     if launch.kind == "ray" and importlib.util.find_spec("ray") is None:
         raise ConfigError("launch.kind ray needs Ray: pip install 'lockstep[ray]'")
+    if launch.kind == "slurm" and config.cluster and importlib.util.find_spec("ray") is None:
+        raise ConfigError("the pools of cluster need Ray on the nodes of the job: pip install 'lockstep[ray]'")
     if launch.kind == "kubernetes" and importlib.util.find_spec("kubernetes") is None:
         raise ConfigError("launch.kind kubernetes needs its client: pip install 'lockstep[kubernetes]'")
     if launch.kind not in launch_kinds:

@@ -16,10 +16,10 @@ from lockstep.config.grpo import ENVIRONMENTS, EVALUATING, REWARDS
 from lockstep.config.schema import ConfigError
 from lockstep.config.sections import RunConfig
 
-Reach = Literal["text", "code", "model", "rows", "hub", "file", "folder", "address"]
+Reach = Literal["text", "code", "model", "rows", "hub", "file", "folder", "address", "cluster"]
 """text: shown, compared or written, and nothing else. code: imported and called. model: a folder or a Hub id. rows: a
 file, a folder, a pattern or a Hub id. hub: a branch, split or subset of something on the Hub. file: read as it
-is. folder: written to. address: connected to."""
+is. folder: written to. address: connected to. cluster: takes the resources of a cluster, in somebody's name."""
 
 _OF_A_SOURCE: dict[str, Reach] = {
     "path": "rows",
@@ -51,9 +51,10 @@ _OF_KUBERNETES: dict[str, Reach] = {
     "volumes.path": "folder",
     "volumes.sub_path": "folder",
 }
-# What runs on the nodes of a cluster is code; whose resources it takes is for the operator to say.
 _OF_SLURM: dict[str, Reach] = {
-    **dict.fromkeys(("partition", "account", "qos", "time", "container", "setup", "extra"), "code"),
+    **dict.fromkeys(("container", "setup", "extra", "engines.extra"), "code"),
+    **dict.fromkeys(("partition", "account", "qos", "time", "engines.partition"), "cluster"),
+    "engines.memory": "text",
 }
 REACHES: dict[str, Reach] = {
     "name": "text",

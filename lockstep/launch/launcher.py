@@ -60,6 +60,10 @@ class RunState:
         return self.state == "failed" and self.exit_code in (2, 3)
 
 
+class LauncherBusy(OSError):
+    """Where runs are started gives no answer, or takes no more now: the same request may do later."""
+
+
 class Launcher(Protocol):
     def start(self, run_dir: Path, resources: Resources, *, launch_id: str | None = None) -> RunHandle:
         """`launch_id` is for `find`; a new one if None."""

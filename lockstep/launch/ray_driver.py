@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from lockstep.config import ConfigError, RayLaunch, RunConfig, resolve_pool
+from lockstep.config import ConfigError, RayLaunch, RunConfig, SlurmLaunch, load_config, resolve_pool
 from lockstep.launch.launcher import Resources, RunHandle
 from lockstep.launch.local import LAUNCH_ID_VARIABLE, LocalLauncher
 from lockstep.launch.ray_ranks import RankLost, RayRanks, carried_environment
@@ -59,8 +59,11 @@ class RayLauncher(LocalLauncher):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    run_dir, module = sys.argv[1:] if arguments is None else arguments
+    """RUN_DIR MODULE, and the file to make the run from where it is not there."""
+    run_dir, module, *config_file = sys.argv[1:] if arguments is None else arguments
     run = RunDir(Path(run_dir), owner=True)
+    if config_file and not run.config_path.exists():
+        RunDir.create(run.path, load_config(config_file[0]))
     _redirect_output(run.logs / "ray.log")
 
     def give_up(why: str) -> None:
@@ -107,8 +110,12 @@ def _drive(run: RunDir, config: RunConfig, module: str, interrupted: Callable[[]
 
 
 def _of_ray(config: RunConfig) -> RayLaunch:
-    assert isinstance(config.launch, RayLaunch), config.launch.kind
-    return config.launch
+    launch = config.launch
+    if isinstance(launch, SlurmLaunch):  # the batch script has started a cluster on the nodes of the job
+        kept = {key: getattr(launch, key) for key in ("procs", "device", "timeout_s", "max_restarts")}
+        return RayLaunch(kind="ray", address=os.environ["RAY_ADDRESS"], **kept)
+    assert isinstance(launch, RayLaunch), launch.kind
+    return launch
 
 
 @contextlib.contextmanager

@@ -6,37 +6,36 @@ again, whoever submitted it, and never submitted twice.
 
 from __future__ import annotations
 
-import os
+import math
 import re
-import shutil
-import subprocess
+import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
-from lockstep.config import ConfigError, SlurmLaunch
+from lockstep.config import SlurmLaunch
 from lockstep.launch.launcher import Resources, RunHandle, RunState
 from lockstep.launch.local import HANDLE_FILE, read_handle
+from lockstep.launch.slurm_queue import (
+    FIND_S,
+    QueuedJob,
+    SlurmFull,
+    SlurmRefused,
+    SlurmSilent,
+    ask,
+    check_slurm,
+    describe_waiting,
+    find_job,
+    list_jobs,
+    look_at,
+    place_in_queue,
+)
 from lockstep.launch.slurm_script import FAILURES_FILE, LOG_FILE, SCRIPT_FILE, batch_script
 from lockstep.rundir import EXIT_INTERRUPTED, RunDir, write_atomically
 
-_COMMAND_S = 60.0  # for an answer of one of Slurm's commands
-_FIND_S = 10.0
-_SILENCE = re.compile(r"[Uu]nable to contact|[Cc]onnection refused|timed out|connection failure|Could not establish")
-_WAITING = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"})
-_ALIVE = _WAITING | {
-    "RUNNING",
-    "COMPLETING",
-    "CONFIGURING",
-    "SUSPENDED",
-    "STOPPED",
-    "SIGNALING",
-    "STAGE_OUT",
-    "RESIZING",
-}
+_PLACE_S = 15.0  # between two looks at the place in the queue, which takes the list of all that wait
 # What Slurm says of a job that has ended, for people.
 _ENDS = {
     "TIMEOUT": "its time (launch.time) was up before a checkpoint was written: raise launch.notice_s",
@@ -48,36 +47,18 @@ _ENDS = {
 }
 
 
-class SlurmSilent(OSError):
-    """Slurm gave no answer: what became of the request is not known."""
-
-
-class SlurmRefused(ConfigError):
-    """Slurm's own words for a request that it did not carry out."""
-
-
-@dataclass(frozen=True)
-class QueuedJob:
-    """What squeue says of a job; `nodes` is empty while it waits."""
-
-    state: str
-    reason: str = ""
-    nodes: str = ""
-
-    @property
-    def is_alive(self) -> bool:
-        return self.state in _ALIVE
-
-
 class SlurmLauncher:
     kind: Literal["slurm"] = "slurm"
     interval_s = 2.0  # between two looks at the queue
     settle_s = 5.0  # from the end of a job to the belief in it
 
-    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
-        """`environment` is what jobs get instead of ours."""
-        self._environment = environment
-        self._looked: dict[str, tuple[float, QueuedJob | None]] = {}  # by job: when, and what was seen
+    def __init__(self, environment: Mapping[str, str] | None = None, working_dir: Path | None = None) -> None:
+        """`environment` is what jobs get instead of ours, `working_dir` where they begin."""
+        self._environment, self._working_dir = environment, working_dir
+        self._looking = threading.Lock()
+        self._seen: dict[str, QueuedJob] = {}
+        self._seen_at = -math.inf
+        self._places: dict[str, tuple[float, tuple[int, int] | None]] = {}  # by job: when, and what was seen
         self._ended_at: dict[str, float] = {}  # by job: when its end was first seen
 
     def start(self, run_dir: Path, resources: Resources, *, launch_id: str | None = None) -> RunHandle:
@@ -99,7 +80,7 @@ class SlurmLauncher:
         run.write_status(state="created", error=None, phase="submitting to Slurm", launch=launch_id)
         try:
             job = self._submit(script, launch_id)
-        except (SlurmRefused, SlurmSilent) as error:
+        except (SlurmRefused, SlurmSilent, SlurmFull) as error:
             run.write_status(state="failed", error=str(error), phase=None)
             raise
         run.log_event("submitted", job=job)
@@ -113,7 +94,7 @@ class SlurmLauncher:
         run = RunDir(run_dir)
         status = run.status()
         is_ours = status.get("launch") == launch_id
-        job = find_job(launch_id, _FIND_S if is_ours and status.get("state") == "created" else 0.0)
+        job = find_job(launch_id, FIND_S if is_ours and status.get("state") == "created" else 0.0)
         if job is not None:
             return _write_handle(run_dir, job, launch_id)
         began = is_ours and (status.get("state") != "created" or bool(run.failures()))
@@ -128,8 +109,8 @@ class SlurmLauncher:
         if view is None or not view.is_alive:
             return _finish(run, handle.started, view) if self._has_settled(handle, run) else RunState("running")
         self._ended_at.pop(handle.started, None)
-        if view.state in _WAITING:  # no rank lives: the directory is ours
-            phase = describe_waiting(handle.started, view)
+        if view.is_waiting:  # no rank lives: the directory is ours
+            phase = describe_waiting(handle.started, view, self._place(handle.started, view))
             if run.status().get("phase") != phase:
                 run.write_status(state="created", phase=phase)
         elif view.nodes and run.status().get("nodes") != view.nodes and run.status().get("state") == "created":
@@ -140,11 +121,11 @@ class SlurmLauncher:
         """Slurm lets ranks write a checkpoint before it kills them, for as long as its KillWait is."""
         in_hurry = False
         if handle.started:
-            _ask(["scancel", handle.started])
+            ask(["scancel", handle.started])
         while handle.started and (view := look_at(handle.started)) is not None and view.is_alive:
             if hurry() and not in_hurry:
                 in_hurry = True
-                _ask(["scancel", "--full", "--signal=KILL", handle.started])
+                ask(["scancel", "--full", "--signal=KILL", handle.started])
             time.sleep(0.5)
         run = RunDir(handle.run_dir, owner=True)
         if run.status().get("state") != "completed":
@@ -159,17 +140,28 @@ class SlurmLauncher:
         return time.monotonic() - seen_at >= self.settle_s
 
     def _look(self, job: str) -> QueuedJob | None:
-        seen_at, view = self._looked.get(job, (0.0, None))
-        if not seen_at or time.monotonic() - seen_at >= self.interval_s:
-            view = look_at(job) if job else None
-            self._looked[job] = (time.monotonic(), view)
-        return view
+        """One question for all jobs: a service may have hundreds of them."""
+        with self._looking:
+            if time.monotonic() - self._seen_at >= self.interval_s:
+                self._seen = list_jobs()
+                self._seen_at = time.monotonic()
+            view = self._seen.get(job)
+        return view if view is not None or not job else look_at(job)
+
+    def _place(self, job: str, view: QueuedJob) -> tuple[int, int] | None:
+        if view.reason not in ("Priority", "Resources"):
+            return None
+        asked_at, place = self._places.get(job, (-math.inf, None))
+        if time.monotonic() - asked_at >= _PLACE_S:
+            place = place_in_queue(job, view.partition)
+            self._places[job] = (time.monotonic(), place)
+        return place
 
     def _submit(self, script: Path, launch_id: str) -> str:
         """What the cluster could never give is refused here; sbatch alone would let it wait for ever."""
         try:
-            _ask(["sbatch", "--test-only", str(script)], self._environment)
-            answer = _ask(["sbatch", "--parsable", str(script)], self._environment)
+            ask(["sbatch", "--test-only", str(script)], self._environment, self._working_dir)
+            answer = ask(["sbatch", "--parsable", str(script)], self._environment, self._working_dir)
         except SlurmSilent:
             job = find_job(launch_id)  # it may have been taken all the same
             if job is None:
@@ -191,15 +183,6 @@ class SlurmLauncher:
             )
 
 
-def check_slurm() -> None:
-    missing = [name for name in ("sbatch", "squeue", "scancel") if shutil.which(name) is None]
-    if missing:
-        raise ConfigError(
-            f"launch.kind slurm needs Slurm's commands, and there is no {', '.join(missing)} here: run this on a login "
-            "node of the cluster, or choose another launch.kind"
-        )
-
-
 def is_alive(handle: RunHandle) -> bool:
     """Whether the job waits or runs; also where Slurm does not answer, for then that is not known."""
     try:
@@ -209,88 +192,17 @@ def is_alive(handle: RunHandle) -> bool:
     return view is not None and view.is_alive
 
 
-def look_at(job: str) -> QueuedJob | None:
-    """None: Slurm has forgotten the job, some minutes after its end."""
+def describe_queue(handle: RunHandle) -> str:
+    """Why the job waits, and its place in the queue; empty where it does not wait, or Slurm does not say."""
     try:
-        lines = _ask(["squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T|%r|%N"]).splitlines()
-    except SlurmRefused as refusal:
-        if "Invalid job id" in str(refusal):
-            return None
-        raise
-    return QueuedJob(*lines[0].split("|")) if lines else None
-
-
-def find_job(launch_id: str, patience_s: float = _FIND_S) -> str | None:
-    """By its comment, whether it waits, runs or has just ended. `patience_s`: it may be on its way to Slurm."""
-    deadline = time.monotonic() + patience_s
-    while True:
-        for line in _ask(["squeue", "--noheader", "--states=all", "--me", "--format=%i|%k"]).splitlines():
-            job, _, comment = line.partition("|")
-            if comment == f"lockstep:{launch_id}":
-                return job
-        if time.monotonic() > deadline:
-            return None
-        time.sleep(0.5)
-
-
-def describe_waiting(job: str, view: QueuedJob) -> str:
-    why = {
-        "Priority": "others are before it",
-        "Resources": "for free nodes",
-        "BeginTime": "for its time to begin",
-        "PartitionDown": "the partition is down",
-        "PartitionTimeLimit": "it asks for more time than the partition allows: it would wait for ever",
-        "PartitionNodeLimit": "it asks for more nodes than the partition has: it would wait for ever",
-        "PartitionConfig": "it asks for more than the partition has: it would wait for ever",
-        "ReqNodeNotAvail": "for nodes that are not available",
-        "JobHeldUser": "it is held: scontrol release lets it go",
-        "JobHeldAdmin": "the operator holds it",
-    }.get(view.reason, view.reason if view.reason != "None" else "")
-    return f"job {job} waits in Slurm's queue" + (f": {why}" if why else "")
-
-
-def _ask(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
-    """What it prints. Raises what Slurm says, in one sentence."""
-    try:
-        answered = subprocess.run(
-            command,
-            env=None if environment is None else {**environment, **_slurm_variables()},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_COMMAND_S,
-        )
-    except FileNotFoundError:
-        check_slurm()
-        raise
-    except subprocess.TimeoutExpired:
-        raise SlurmSilent(f"Slurm gave {command[0]} no answer within {_COMMAND_S:.0f} s: try again later") from None
-    if answered.returncode == 0:
-        return answered.stdout
-    words = re.sub(
-        r"^(\w+: (error: |fatal: )?|allocation failure: )",
-        "",
-        (answered.stderr.strip().splitlines() or ["no reason"])[-1],
-    )
-    if _SILENCE.search(answered.stderr):
-        raise SlurmSilent(f"Slurm's controller does not answer ({words}): try again later")
-    raise SlurmRefused(f"Slurm's {command[0]} refused: {words}{_hint(answered.stderr)}")
-
-
-def _slurm_variables() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name in ("SLURM_CONF", "PATH")}
-
-
-def _hint(words: str) -> str:
-    hints = {
-        "artition": "; set launch.partition to one that sinfo lists",
-        "ccount": "; set launch.account to one that you may charge",
-        "ime limit": "; lower launch.time, or choose another launch.partition",
-        "ode configuration": "; ask for less (launch.nodes, procs_per_node, gpus_per_node, memory)",
-        "ubmit limit": "; wait until others of your jobs have ended",
-        "gres": "; the nodes have no such GPUs (launch.gpus_per_node, device)",
-    }
-    return next((hint for part, hint in hints.items() if part in words), "")
+        view = look_at(handle.started) if handle.started else None
+        if view is None or not view.is_waiting:
+            return ""
+        waits_its_turn = view.reason in ("Priority", "Resources")
+        place = place_in_queue(handle.started, view.partition) if waits_its_turn else None
+        return describe_waiting(handle.started, view, place)
+    except (SlurmSilent, SlurmRefused):
+        return ""
 
 
 def _write_handle(run_dir: Path, job: str, launch_id: str) -> RunHandle:

@@ -93,7 +93,7 @@ class Admission:
             raise
         except (OSError, ValueError, RecursionError) as error:  # from paths and texts that no file and no encoding has
             raise ServiceError(f"{_SOURCE} holds a name, a text or a nesting that cannot be: {error}") from None
-        check_config(config, launch_kinds=("local",))  # jobs run on this machine, beside the service
+        check_config(config, launch_kinds=("local",))  # where jobs run, here or on a cluster, is the operator's choice
         return Admitted(config, sorted(datasets))
 
     def check_again(self, config: RunConfig, files: list[Path]) -> None:
@@ -113,6 +113,8 @@ class Admission:
             match text.reach:
                 case "code":
                     self._check_code(text)
+                case "cluster":
+                    raise Forbidden(f"{text.key}: the operator of this service decides that for all jobs: leave it out")
                 case "address":
                     config = self._endpoints.settle(config, text)
                 case "hub":

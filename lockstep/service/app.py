@@ -78,6 +78,7 @@ def make_manager(settings: ServiceSettings, launcher: Launcher | None = None) ->
         procs=settings.procs,
         max_jobs=settings.max_jobs,
         launcher=launcher,
+        cluster=settings.cluster,
         allowed=settings.allowed,
         job_env=settings.job_env,
         max_upload_mb=settings.max_upload_mb,
@@ -101,6 +102,8 @@ def run_server(settings: ServiceSettings, manager: JobManager | None = None) -> 
     load_tls(settings)  # what is wrong with it is said before anything is opened
     manager = manager or make_manager(settings)
     server = make_server(create_app(settings, manager), settings)
+    if settings.cluster is not None:
+        logging.info("jobs run as jobs of Slurm, on %d nodes each at most", settings.cluster.launch.nodes)
     devices = f"GPUs {', '.join(manager.slots.devices)}" if manager.slots.devices else "on CPU"
     logging.info("data in %s, %d processes, %s", manager.data_dir.path, manager.slots.count, devices)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)

@@ -20,6 +20,8 @@ from typing import Any
 from lockstep.config import RunConfig
 from lockstep.config.text import find_invisible
 from lockstep.launch import Launcher, LocalLauncher
+from lockstep.launch.slurm import SlurmLauncher
+from lockstep.launch.slurm_queue import check_slurm
 from lockstep.rundir import RunDir
 from lockstep.service.admission import NOTHING_MORE, Admission, Admitted, Allowed, digest_of
 from lockstep.service.data_dir import DataDir
@@ -27,6 +29,7 @@ from lockstep.service.datasets import DatasetStore
 from lockstep.service.errors import Conflict, JobConflict, NotFound, ServiceError
 from lockstep.service.job_environment import job_environment
 from lockstep.service.limits import DEFAULT_LIMITS, UserLimits, check_user, count_slots
+from lockstep.service.placement import MAX_JOBS, SLOTS, JobPlacement
 from lockstep.service.records import Records
 from lockstep.service.run_files import last_metrics
 from lockstep.service.scheduler import RESTART_DELAY_S, Scheduler, Slots, find_slots
@@ -51,6 +54,7 @@ class JobManager:
         procs: int | None = None,
         max_jobs: int | None = None,
         launcher: Launcher | None = None,
+        cluster: JobPlacement | None = None,
         allowed: Allowed = NOTHING_MORE,
         job_env: Collection[str] = (),
         max_upload_mb: int = 1024,
@@ -60,9 +64,13 @@ class JobManager:
         restart_delay_s: float = RESTART_DELAY_S,
         rebuild: bool = False,
     ) -> None:
-        """`rebuild`: add the jobs and data sets to the database that it has lost."""
+        """`rebuild`: add the jobs and data sets to the database that it has lost. `cluster`: jobs run there, and the
+        data directory must be on a file system that its nodes share."""
+        if cluster is not None:
+            check_slurm()
         self.data_dir = DataDir(data_dir)
-        self.slots = find_slots(procs)
+        self._cluster = cluster
+        self.slots = find_slots(procs) if cluster is None else Slots(procs or SLOTS)
         self._max_helpers = max_helpers or max(2 * (os.cpu_count() or 1), 8)
         self._limits = user_limits
         identity = self.data_dir.open()
@@ -87,6 +95,9 @@ class JobManager:
             self.data_dir.close()
             raise
         self.environment = job_environment(job_env)
+        if cluster is not None:
+            launcher = launcher or SlurmLauncher(self.environment, self.data_dir.empty)
+            max_jobs = max_jobs or MAX_JOBS
         launcher = launcher or LocalLauncher(
             grace_s=_GRACE_S, working_dir=self.data_dir.empty, environment=self.environment
         )
@@ -97,6 +108,7 @@ class JobManager:
             self.slots,
             max_jobs,
             self._check_again,
+            place=cluster.place if cluster is not None else lambda config: config,
             max_running_each=user_limits.max_running,
             restart_delay_s=restart_delay_s,
             forget=self._records.drop_job,
@@ -138,6 +150,8 @@ class JobManager:
             admitted = self.admit(request.config, owner=owner, admin=admin)
             _check_name(request.name or admitted.config.name)
             num_slots = count_slots(admitted.config, self.slots, self._max_helpers)
+            if self._cluster is not None:
+                self._cluster.place(admitted.config)  # what would not fit is refused now
             if owner and not admin:
                 check_user(request, owner, self._limits, self.store)
             job_id = request.id or f"{admitted.config.algorithm.kind}-{secrets.token_hex(5)}"

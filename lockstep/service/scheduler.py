@@ -23,7 +23,7 @@ from typing import Any
 from sqlalchemy.exc import SQLAlchemyError
 
 from lockstep.config import ConfigError, RunConfig, parse_config
-from lockstep.launch import Launcher, Resources, RunState
+from lockstep.launch import Launcher, LauncherBusy, Resources, RunState
 from lockstep.rundir import RunDir
 from lockstep.service.data_dir import DataDir
 from lockstep.service.run_files import traceback_of
@@ -35,6 +35,7 @@ _SHORTEST_PERIOD_S = 0.05  # a hundred submissions are looked at together
 _BUSY_PERIOD_S = 0.25
 _IDLE_PERIOD_S = 5.0
 RESTART_DELAY_S = 5.0  # before the first restart of a job
+_BUSY_LAUNCHER_S = 15.0  # before a launcher that could not start a job now is asked again
 _MAX_TASKS = 64  # a job that has to be ended may take its grace period: the others must not wait for it
 log = logging.getLogger(__name__)
 
@@ -115,23 +116,26 @@ class Scheduler:
         max_jobs: int | None = None,
         check: Callable[[Job, RunConfig], None] = lambda job, config: None,
         *,
+        place: Callable[[RunConfig], RunConfig] = lambda config: config,
         max_running_each: int | None = None,
         restart_delay_s: float = RESTART_DELAY_S,
         forget: Callable[[str], None] = lambda job_id: None,
     ) -> None:
-        """`check` raises ValueError for what may not be started, though it was once admitted. `forget` is told of a
-        job whose files are gone, before its row is. `restart_delay_s` doubles with every restart of a job."""
+        """`check` raises ValueError for what may not be started, though it was once admitted; `place` gives the
+        configuration that is run. `forget` is told of a job whose files are gone, before its row is. `restart_delay_s`
+        doubles with every restart of a job."""
         self._store = store
         self._data_dir = data_dir
         self._launcher = launcher
         self._slots = slots
         self._max_jobs = max_jobs or slots.count
-        self._check = check
+        self._check, self._place = check, place
         self._max_running_each = max_running_each
         self._restart_delay_s = restart_delay_s
         self._forget = forget
         self._tasks: dict[int, Future[None]] = {}
         self._failing: set[int] = set()
+        self._launch_after: dict[int, float] = {}  # by job, where the launcher was busy
         self._pool = ThreadPoolExecutor(_MAX_TASKS, thread_name_prefix="job")
         self._wake = threading.Event()
         self._closing = False
@@ -247,7 +251,8 @@ class Scheduler:
                 run.write_status(state="cancelled", phase=None)
             return self._finish(job, run, RunState("cancelled"))
         if handle is None:
-            return self._launch(job, run)
+            is_early = time.monotonic() < self._launch_after.get(job.number, 0.0)
+            return False if is_early else self._launch(job, run)
         outcome = self._launcher.poll(handle)
         if outcome.state != "running":
             return self._finish(job, run, outcome)
@@ -260,13 +265,20 @@ class Scheduler:
             config = parse_config(job.config, directory=self._data_dir.empty)
             self._check(job, config)
             if not run.config_path.exists():
-                RunDir.create(run.path, config)
+                RunDir.create(run.path, self._place(config))
             devices = self._slots.devices_of(job.slots) if job.device != "cpu" else ()
             resources = Resources(job.procs, job.device, devices, self._slots.threads)
             self._launcher.start(run.path, resources, launch_id=job.launch_id)
+        except LauncherBusy as busy:  # not the job's fault: it waits, and is asked for again under the same id
+            if job.number not in self._launch_after:
+                log.warning("job %s cannot be started yet: %s", job.id, busy)
+            self._launch_after[job.number] = time.monotonic() + _BUSY_LAUNCHER_S
+            run.write_status(state="created", error=None, phase=str(busy), launch=job.launch_id)
+            return False
         except (OSError, ValueError) as error:
             log.warning("job %s could not be started: %s", job.id, error)
             return self._finish(job, run, RunState("failed", f"could not be started: {error}", 1))
+        self._launch_after.pop(job.number, None)
         log.info("job %s started", job.id)
         return False
 

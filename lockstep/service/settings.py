@@ -11,6 +11,7 @@ from lockstep.config import ConfigError
 from lockstep.service.admission import NOTHING_MORE, Allowed
 from lockstep.service.job_environment import check_names
 from lockstep.service.limits import DEFAULT_LIMITS, UserLimits
+from lockstep.service.placement import JobPlacement
 from lockstep.service.scheduler import RESTART_DELAY_S
 
 VERSION = version("lockstep")
@@ -26,6 +27,8 @@ class ServiceSettings:
     database: str | None = None
     procs: int | None = None
     max_jobs: int | None = None
+    cluster: JobPlacement | None = None
+    """Where jobs run instead of on this machine."""
     token_file: Path | None = None
     allowed: Allowed = NOTHING_MORE
     job_env: tuple[str, ...] = ()

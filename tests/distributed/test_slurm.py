@@ -13,13 +13,14 @@ import pytest
 import tiny
 from distributed import test_grpo_async
 from ranks import exported, newest_step, run_to_the_end
-from slurm_cluster import SlurmCluster, missing_programs, running_cluster
+from slurm_cluster import SlurmCluster, cluster_of_this_process, missing_programs
 
 from lockstep.config import load_config
-from lockstep.launch import Resources, RunHandle, RunState, slurm
+from lockstep.launch import Resources, RunHandle, RunState, slurm_queue
 from lockstep.launch.local import HANDLE_FILE, launched_processes
-from lockstep.launch.slurm import SlurmLauncher, SlurmRefused, SlurmSilent
-from lockstep.processes.tree import read_environment
+from lockstep.launch.slurm import SlurmLauncher
+from lockstep.launch.slurm_queue import SlurmRefused, SlurmSilent
+from lockstep.processes.tree import read_command, read_environment
 from lockstep.rundir import EXIT_INTERRUPTED, RunDir
 
 pytestmark = pytest.mark.skipif(
@@ -31,11 +32,7 @@ PATIENCE_S = 500.0  # a net, not a measure of speed
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    with running_cluster(tmp_path_factory.mktemp("slurm")) as started, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SLURM_CONF", str(started.config))
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]))
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        patch.setenv("OMP_NUM_THREADS", "1")
+    with cluster_of_this_process(tmp_path_factory.mktemp("slurm")) as started:
         yield started
 
 
@@ -229,7 +226,7 @@ def test_what_slurm_refuses_is_one_sentence(
 def test_a_controller_that_does_not_answer_loses_nothing(
     cluster: SlurmCluster, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slurm, "_COMMAND_S", 3.0)
+    monkeypatch.setattr(slurm_queue, "_COMMAND_S", 3.0)
     run, other = make_run(tmp_path / "slurm", tiny_model, 30), make_run(tmp_path / "other", tiny_model)
     launcher, handle = start(run)
     wait_for(lambda: newest_step(run) >= 5, "step 5")
@@ -240,23 +237,42 @@ def test_a_controller_that_does_not_answer_loses_nothing(
             start(other)
     finally:
         cluster.start_controller()
-    monkeypatch.setattr(slurm, "_COMMAND_S", 60.0)
+    monkeypatch.setattr(slurm_queue, "_COMMAND_S", 60.0)
     assert wait_for_end(cluster, launcher, handle) == RunState("completed")
 
 
+def kill_an_engine(cluster: SlurmCluster, run: RunDir, job: str) -> None:
+    (engine,) = [p for p in launched_processes(run.status()["launch"]) if "engine-1" in read_command(p)]
+    os.kill(engine, signal.SIGKILL)
+
+
 @pytest.mark.slow
-def test_reinforcement_learning_with_engines(cluster: SlurmCluster, tmp_path: Path) -> None:
-    """Engines are beside rank 0. Asked to stop while they sample, the job goes on bit for bit."""
+@pytest.mark.parametrize("on_nodes_of_their_own", [False, True])
+def test_reinforcement_learning_with_engines(
+    cluster: SlurmCluster, tmp_path: Path, on_nodes_of_their_own: bool
+) -> None:
+    """Engines are beside rank 0, or a component of a heterogeneous job. One is killed; then the job is asked to stop
+    while they sample, and goes on bit for bit."""
     model = tiny.write_model(tmp_path / "model", num_hidden_layers=2, initializer_range=0.05)
     for name in ("slurm", "local"):
         (tmp_path / name).mkdir()
     settings = {"rollouts": {"engines": 2}, "layout": "fsdp-2"}
-    run = test_grpo_async.make_run(tmp_path / "slurm", model, **settings, launch=ON_TWO_NODES)
+    launch = ON_TWO_NODES
+    if on_nodes_of_their_own:
+        launch = {"kind": "slurm", "procs_per_node": 2, "device": "cpu", "engines": {"nodes": 1}}
+    run = test_grpo_async.make_run(tmp_path / "slurm", model, **settings, launch=launch)
     launcher, handle = start(run)
+    wait_for(lambda: newest_step(run) >= 1, "step 1")
+    kill_an_engine(cluster, run, handle.started)
     wait_for(lambda: newest_step(run) >= 2, "step 2")
     ask(cluster, run, handle.started)
     assert wait_for_end(cluster, launcher, handle) == RunState("completed")
     assert turns(run) == 2
+    assert [event["event"] for event in run.events()].count("engine_lost") == 1
+    if on_nodes_of_their_own:
+        nodes = (run.logs / "launcher.log").read_text()
+        assert nodes.count("engine-1 is process") == 3  # also the one that took the place of the killed one
     local = test_grpo_async.make_run(tmp_path / "local", model, **settings)
     test_grpo_async.run_to_the_end(local, 2)
     assert tiny.digest_weights(exported(run)) == tiny.digest_weights(exported(local))
+    wait_for(lambda: not launched_processes(run.status()["launch"]), "the end of every process")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lockstep.config import RunConfig
+from lockstep.processes.hosts import HOSTS_FILE, SECRET_VARIABLE, HostListener
 from lockstep.processes.local import LocalWorker
 from lockstep.processes.ray import Reservation
 from lockstep.processes.worker import Reply, Worker, WorkerDied, WorkerError, WorkerFailed
@@ -33,11 +34,11 @@ _CALL_NUMBERS = itertools.count()
 
 
 def start_engines(config: RunConfig, run: RunDir, *, precision: str, choose_device: Callable[[str], str]) -> EnginePool:
-    """The engines of a run, on this machine or where Ray reserved room for them. By the owner of the run."""
+    """The engines of a run: on this machine, on hosts of theirs or where Ray reserved room. By the run's owner."""
     rollouts = config.rollouts
-    reservation = Reservation.of_this_process()
+    reservation, hosts = Reservation.of_this_process(), _listen_for_hosts(run)
     device: str = config.launch.device if rollouts.device == "auto" else rollouts.device
-    if reservation is None:  # otherwise this node's devices say nothing about theirs
+    if reservation is None and hosts is None:  # otherwise this node's devices say nothing about theirs
         device = choose_device(device)
     settings = engine_settings(config, precision=precision, device=device)
     num_ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", config.launch.procs))
@@ -45,6 +46,9 @@ def start_engines(config: RunConfig, run: RunDir, *, precision: str, choose_devi
     def spawn(name: str) -> Worker:
         if reservation is not None:
             return reservation.spawn(name, ENTRY, settings, start_timeout_s=rollouts.start_timeout_s)
+        if hosts is not None:
+            log_path, timeout_s = run.logs / f"{name}.log", rollouts.start_timeout_s
+            return hosts.spawn(name, ENTRY, settings, log_path=log_path, start_timeout_s=timeout_s)
         number = int(name.rpartition("-")[2])
         return LocalWorker.spawn(
             name,
@@ -64,7 +68,14 @@ def start_engines(config: RunConfig, run: RunDir, *, precision: str, choose_devi
         max_replacements=rollouts.max_replacements,
         on_event=run.log_event,
         keeps_partials=rollouts.max_staleness > 0,
+        on_close=hosts.close if hosts is not None else lambda: None,
     )
+
+
+def _listen_for_hosts(run: RunDir) -> HostListener | None:
+    """Where the launcher has started some on nodes for engines. Rank 0 is at MASTER_ADDR."""
+    secret = os.environ.pop(SECRET_VARIABLE, "")  # not for the processes that we start
+    return HostListener(secret, os.environ["MASTER_ADDR"], run.path / HOSTS_FILE) if secret else None
 
 
 def _gpu_environment(number: int) -> dict[str, str]:
@@ -216,13 +227,14 @@ class EnginePool:
         on_event: Callable[..., None],
         keeps_partials: bool,
         stuck_s: float = 300.0,
+        on_close: Callable[[], None] = lambda: None,
     ) -> None:
         """`spawn` starts the engine of that name and returns when it is connected. `on_event` gets the kind of an event
         and its fields, from one thread. `keeps_partials`: completions of a lost engine continue on another; otherwise
         they start again. `stuck_s`: how long an engine may be busy without progress.
         """
         limits = HealthLimits(check_interval_s, deadline_s, start_timeout_s, stuck_s)
-        self._keeps_partials = keeps_partials
+        self._keeps_partials, self._on_close = keeps_partials, on_close
         self.calls: dict[str, EngineCall] = {}
         self._publishing = threading.Lock()
         self.supervisor = Supervisor(
@@ -250,6 +262,7 @@ class EnginePool:
 
     def close(self) -> None:
         self.supervisor.close()
+        self._on_close()
 
     # --- new weights ------------------------------------------------------------------------------------------------
 

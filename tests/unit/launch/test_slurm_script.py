@@ -64,6 +64,51 @@ def test_a_job_that_may_not_go_back_to_the_queue_does_not() -> None:
     assert "--no-requeue" in directives(script)
 
 
+def with_engines(num_engines: int = 4, **launch: Any) -> RunConfig:
+    """Of reinforcement learning."""
+    algorithm = {"kind": "grpo", "reward": [{"name": "numeric"}]}
+    settings = {"model": "m", "data": {"train": "rows"}, "algorithm": algorithm, "rollouts": {"engines": num_engines}}
+    return resolve_config({**settings, "launch": {"kind": "slurm", **launch}})
+
+
+def test_engines_on_nodes_of_their_own_are_a_second_component() -> None:
+    engines = {"nodes": 2, "partition": "small", "cpus_per_engine": 3, "extra": ["--constraint=l40s"]}
+    settings = with_engines(nodes=2, procs_per_node=8, device="cuda", account="mine", time="1:00:00", engines=engines)
+    script = batch_script(settings, Path("/shared/it's"), "the-launch")
+    check_syntax(script)
+    chosen = directives(script)
+    second = chosen[chosen.index("hetjob") + 1 :]
+    assert "--gpus-per-node=8" in chosen
+    assert "--signal=USR1@120" in chosen
+    assert {"--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=3", "--requeue"} <= set(second)
+    assert {"--partition=small", "--account=mine", "--time=1:00:00", "--constraint=l40s"} <= set(second)
+    assert "--comment=lockstep:the-launch" in second
+    assert not any("signal" in option for option in second)
+    assert "srun --het-group=1 --ntasks=4 --ntasks-per-node=2 --cpus-per-task=3 bash" in script
+    assert "--ntasks=16 --ntasks-per-node=8 --het-group=0" in script
+
+
+@pytest.mark.parametrize(
+    ("visible", "local", "expected"), [("4,5,6", "1", "5"), ("4,5,6", "3", "4"), ("7", "0", "7"), ("", "2", "2")]
+)
+def test_each_engine_has_a_gpu_of_its_own(visible: str, local: str, expected: str) -> None:
+    script = batch_script(with_engines(device="cuda", engines={}), Path("/run"), "the-launch")
+    begin = script.index("  IFS=,")
+    lines = script[begin : script.index("  for attempt", begin)]
+    environment = {"SLURM_LOCALID": local, "CUDA_VISIBLE_DEVICES": visible}
+    said = subprocess.run(
+        ["bash", "-c", f'{lines}\necho "$CUDA_VISIBLE_DEVICES"'], env=environment, capture_output=True, text=True
+    )
+    assert said.stdout.strip() == expected, said.stderr
+    assert "gpus[" not in batch_script(with_engines(device="cpu", engines={}), Path("/run"), "the-launch")
+
+
+@pytest.mark.parametrize(("engines", "nodes"), [(0, 1), (3, 2)])
+def test_nodes_for_engines_need_engines_for_each(engines: int, nodes: int) -> None:
+    with pytest.raises(ConfigError, match=f"launch.engines has {nodes} nodes, and rollouts.engines is {engines}"):
+        with_engines(engines, engines={"nodes": nodes})
+
+
 @pytest.mark.parametrize(
     ("launch", "words"),
     [
@@ -74,6 +119,22 @@ def test_a_job_that_may_not_go_back_to_the_queue_does_not() -> None:
         ({"extra": ["--x\n#SBATCH --uid=0"]}, "launch.extra"),
         ({"partition": "gpu; rm -rf /"}, "launch.partition"),
         ({"address": "auto"}, "kind ray"),
+        ({"nodes": 0}, "launch.nodes"),
+        ({"nodes": "two"}, "launch.nodes"),
+        ({"procs_per_node": -1}, "launch.procs_per_node"),
+        ({"account": "a b"}, "launch.account"),
+        ({"qos": "$(id)"}, "launch.qos"),
+        ({"memory": "64 G"}, "launch.memory"),
+        ({"gpus_per_node": -1}, "launch.gpus_per_node"),
+        ({"cpus_per_proc": 0}, "launch.cpus_per_proc"),
+        ({"setup": ["a\nb"]}, "launch.setup"),
+        ({"notice_s": 0}, "launch.notice_s"),
+        ({"requeue": "often"}, "launch.requeue"),
+        ({"container": 3}, "launch.container"),
+        ({"engines": {"nodes": 0}}, "launch.engines.nodes"),
+        ({"engines": {"partition": "x;y"}}, "launch.engines.partition"),
+        ({"engines": {"extra": ["--time=1"]}}, "other settings of launch decide"),
+        ({"engines": {"machines": 2}}, "machines"),
     ],
 )
 def test_what_cannot_be_is_refused(launch: dict[str, Any], words: str) -> None:

@@ -282,12 +282,23 @@ class RunDir:
         path.mkdir(parents=True, exist_ok=True)
         return path
 
-    def commit_checkpoint(self, step: int, extra: Mapping[str, object], validation_loss: float | None = None) -> Path:
-        """Digest what was written, add the manifest, rename. The owner only, when every rank's part is on disk."""
+    def commit_checkpoint(
+        self,
+        step: int,
+        extra: Mapping[str, object],
+        validation_loss: float | None = None,
+        digests: Mapping[str, str] | None = None,
+    ) -> Path:
+        """Digest what was written, add the manifest, rename. The owner only, when every rank's part is on disk.
+
+        `digests`: of files whose writer computed them from what it wrote; these are not read again.
+        """
         writing, final = self.checkpoints / f"writing-step-{step}", self.checkpoints / f"step-{step}"
         files = {}
         for file in sorted(p for p in writing.rglob("*") if p.is_file()):
-            files[str(file.relative_to(writing))] = {"bytes": file.stat().st_size, "sha256": digest_file(file)}
+            name = str(file.relative_to(writing))
+            digest = (digests or {}).get(name) or digest_file(file)
+            files[name] = {"bytes": file.stat().st_size, "sha256": digest}
             _fsync(file)
         manifest = {
             "step": step,

@@ -219,6 +219,18 @@ class Tokenizer(Protocol):
 Logprobs = Sequence[Sequence[float]]
 
 
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """What `save_state` has written. `digests`: sha256 of those files whose writer computed it, by name.
+
+    `copy_s`: how long training stood still for it. `staging_bytes`: host memory that is kept for the next one.
+    """
+
+    digests: Mapping[str, str] = field(default_factory=dict)
+    copy_s: float = 0.0
+    staging_bytes: int = 0
+
+
 class TrainingBackend(Protocol):
     """The seam between loops and machines. Every rank calls every method, with the global batch."""
 
@@ -234,7 +246,7 @@ class TrainingBackend(Protocol):
         """Move the reference towards the policy: reference = share * policy + (1 - share) * reference."""
         ...
 
-    def save_state(self, path: Path) -> Future[None]:
+    def save_state(self, path: Path) -> Future[SavedState]:
         """Snapshot now, write in the background. On rank 0 the future ends when every rank's part is on disk."""
         ...
 

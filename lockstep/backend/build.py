@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lockstep.config import ParallelConfig
+from lockstep.model.compiled_code import keep_compiled_code
 from lockstep.model.experts import (
     compute_experts_exactly,
     divide_experts,
@@ -93,6 +94,7 @@ def build_policy(
             eager[layer] = layer.forward
             layer.forward = torch.compile(layer.forward, dynamic=True)
     if compile_layers:
+        keep_compiled_code()
         # Numbers such as LoRA's scale are constants of a layer: as inputs they become tensors on the host, and a C++
         # kernel for them takes most of a minute to build.
         torch._dynamo.config.specialize_float = True

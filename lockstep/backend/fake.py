@@ -14,7 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from lockstep.types import Completion, Datum, Logprobs, LossResult, LossSpec, LossValues, OptimResult, OptimStep
+from lockstep.types import (
+    Completion,
+    Datum,
+    Logprobs,
+    LossResult,
+    LossSpec,
+    LossValues,
+    OptimResult,
+    OptimStep,
+    SavedState,
+)
 
 _STATE = "state.json"
 
@@ -100,14 +110,14 @@ class FakeBackend:
         self._record(RecordedCall("mix_reference", self.step, argument=share))
         self.reference = share * self.weight + (1 - share) * self.reference
 
-    def save_state(self, path: Path) -> Future[None]:
-        written: Future[None] = Future()
+    def save_state(self, path: Path) -> Future[SavedState]:
+        written: Future[SavedState] = Future()
         try:
             self._record(RecordedCall("save_state", self.step, argument=path))
             names = ("weight", "momentum", "step", "reference")
             state = {name: getattr(self, name) for name in names}
             (path / _STATE).write_text(json.dumps(state))
-            written.set_result(None)
+            written.set_result(SavedState())
         except Exception as error:
             written.set_exception(error)
         return written

@@ -6,6 +6,7 @@ Written under the model's own parameter names, whole or in pieces: another layou
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -16,11 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lockstep.backend.staging import StagingArea, copy_now, local
 from lockstep.config.parallel import AXES
 from lockstep.model.checkpoint_storage import rank_file, read_index, read_tensors, write_tensors
 from lockstep.model.export import PARAMETER_PREFIX
 from lockstep.parallel import host_files
 from lockstep.parallel.group import ProcessGroup
+from lockstep.types import SavedState
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -36,28 +39,41 @@ def save(
     optimizer: torch.optim.Optimizer,
     group: ProcessGroup,
     numbers: Mapping[str, Tensor] | None = None,
-) -> Future[None]:
+    staging: StagingArea | None = None,
+) -> Future[SavedState]:
     """Copy now, write in a thread. On rank 0 the future ends when every rank's part is on its disk. All ranks.
 
-    `numbers` are the same on every rank.
+    `numbers` are the same on every rank. With `staging`, training goes on while tensors are copied.
     """
+    started = time.perf_counter()
     everything = {**_collect(parameters, optimizer, group), **(numbers or {})}
-    snapshot = {name: _to_host(value) for name, value in everything.items()}
-    done: Future[None] = Future()
+    snapshot = copy_now(everything) if staging is None else staging.copy(everything)
+    copy_s = time.perf_counter() - started
+    done: Future[SavedState] = Future()
 
     def write() -> None:
         try:
-            write_tensors(path, snapshot, group=group.background, no_dist=group.num_ranks == 1)
+            snapshot.wait()
+            digests = write_tensors(path, snapshot.tensors, group=group.background, no_dist=group.num_ranks == 1)
             host_files.collect(path, rank_file, group)
         except BaseException as error:  # torch's CheckpointException is no Exception: the waiting thread would miss it
             failure = RuntimeError("the checkpoint could not be written")
             failure.__cause__ = error
             done.set_exception(failure)
         else:
-            done.set_result(None)
+            done.set_result(SavedState(digests, copy_s, staging.num_bytes if staging is not None else 0))
+        finally:
+            snapshot.release()
 
     threading.Thread(target=write, name="checkpoint-writer", daemon=True).start()
     return done
+
+
+def expect_sizes(parameters: Mapping[str, nn.Parameter]) -> list[int]:
+    """About the bytes of what `save` copies of this rank's parameters and of AdamW's state, before that exists."""
+    values = [local(p).nbytes for p in parameters.values() if local(p).device.type == "cuda"]
+    moments = [size for nbytes in values for size in (4, *[nbytes] * len(_MOMENTS))]
+    return [*values, *moments]
 
 
 def load(
@@ -212,12 +228,3 @@ def _set_random_state(tensors: Mapping[str, Tensor], group: ProcessGroup) -> Non
         torch.set_rng_state(tensors[host])
     if device in tensors:
         torch.cuda.set_rng_state(tensors[device], group.device)
-
-
-def _to_host(value: Tensor) -> Tensor:
-    """A copy that later steps cannot touch."""
-    if isinstance(value, DTensor):
-        local = value.to_local().detach().to("cpu", copy=True)
-        # Not DTensor.from_local, which would move the copy back to the mesh's device.
-        return DTensor(local, value._spec, requires_grad=False)
-    return value.detach().to("cpu", copy=True)

@@ -29,11 +29,12 @@ from lockstep.backend.loss_step import RankBatch, TokenLogprobs, read_later
 from lockstep.backend.probe import check_policy, check_stages
 from lockstep.backend.reference import make_reference
 from lockstep.backend.router_balance import NO_LOSSES, RouterBalance, RouterLosses
+from lockstep.backend.staging import StagingArea
 from lockstep.config import ParallelConfig
 from lockstep.data.packing import Cost
 from lockstep.model.export import save_weights
 from lockstep.model.load import DTYPES, choose_precision
-from lockstep.model.policy import causal_lm, decoder_layers
+from lockstep.model.policy import Policy, causal_lm, decoder_layers
 from lockstep.parallel.gradients import clip, gradient_norm
 from lockstep.parallel.group import ProcessGroup, choose_device, join, peak_memory_gib
 from lockstep.parallel.loss_scale import LossScale
@@ -41,7 +42,7 @@ from lockstep.parallel.pipeline import Pipeline
 from lockstep.parallel.replicate import NarrowCopies
 from lockstep.parallel.shard import reshard, unsharded
 from lockstep.parallel.traffic import Traffic
-from lockstep.types import Datum, Logprobs, LossResult, LossSpec, LossValues, OptimResult, OptimStep
+from lockstep.types import Datum, Logprobs, LossResult, LossSpec, LossValues, OptimResult, OptimStep, SavedState
 
 
 class TorchBackend:
@@ -64,24 +65,29 @@ class TorchBackend:
         device: str = "auto",
         seed: int = 0,
         timeout_s: float = 600.0,
+        stages_saves: bool = False,
+        deterministic: bool = False,
         group: ProcessGroup | None = None,
     ) -> None:
         """`reference`: none, adapter_off or copy: what `forward(reference=True)` computes with, and losses.
 
         `temperature`: of all log-probs and entropies, the reference's too: where answers are sampled, that of sampling.
+        `stages_saves`: on a GPU, saved states are copied while training goes on (StagingArea). `deterministic`: there,
+        sums are taken in a fixed order.
         """
         parallel = parallel or ParallelConfig()
         self.group = group or join_group(device, parallel, timeout_s)
-        self.device = self.group.device
+        self.device, on_gpu = self.group.device, self.group.device.type == "cuda"
         self.precision = agree_on_precision(precision, self.group)
         self.micro_batch_tokens = micro_batch_tokens
         self.asked_to_stop: Callable[[], bool] = lambda: False
         """Whether this rank was; results of `forward_backward` say whether any was."""
         self._activation_offload = activation_offload
+        self._in_fixed_order = fixed_order if deterministic and on_gpu else contextlib.nullcontext
         self._scale = LossScale() if self.precision == "fp16" else None
         compute_dtype = _narrow_dtype(self.precision)
         settle_dtypes(model, DTYPES[self.precision])
-        self._compiles = compiles = self.device.type == "cuda" if compile == "auto" else bool(compile)
+        self._compiles = compiles = on_gpu if compile == "auto" else bool(compile)
         built = build_policy(
             model,
             self.group,
@@ -94,11 +100,8 @@ class TorchBackend:
         self.policy, self._module, self.parts = built.policy, built.module, built.parts
         self._pipelined = PipelinedPasses(built, self.group, parallel.schedule) if built.stages else None
         sharded = self.group.degrees.sharded
-        self._narrow: NarrowCopies | None = None
-        if compute_dtype is not None and not sharded:  # FSDP2 casts by itself
-            self._narrow = NarrowCopies(self.policy, decoder_layers(model), compute_dtype)
-        self._skips_on_device = self.device.type == "cuda" and not sharded and self.group.degrees.pipeline == 1
-        self._skips_on_device &= self._scale is None
+        self._narrow = None if sharded else _narrow_copies(self.policy, compute_dtype)  # FSDP2 casts by itself
+        self._skips_on_device = on_gpu and not sharded and self.group.degrees.pipeline == 1 and self._scale is None
         self._roots: list[nn.Module] = [self.policy, *built.stages.values()]
         self.slow = self._check_passes(built)
         built.leave_loops_uncompiled()
@@ -107,11 +110,11 @@ class TorchBackend:
         self.policy.use_temperature(temperature)  # the checks above are of the model as it is
         if self.group.degrees.context > 1:
             split_tokens(self.policy, self.group)
-        config, head = causal_lm(model).config.get_text_config(), causal_lm(model).get_output_embeddings()
-        self._cost = Cost.from_hidden_size(getattr(config, "hidden_size", None) or head.in_features)
+        self._cost = Cost.from_hidden_size(hidden_size(causal_lm(model)))
         self._reference = make_reference(reference, model, self.parameters())
         self._reference_mixed = False
         self._optimizer = loss_step.build_optimizer(self.parameters(), self.device)
+        self._staging = StagingArea(self.device) if stages_saves and on_gpu else None
         self.traffic = Traffic(self.group, unseen=("tensor", "context") if compiles else ())
         self._expected = expect_traffic(built, self.group, parallel, DTYPES[self.precision].itemsize)
         state.seed_rank(seed, self.group.dropout_rank)
@@ -129,7 +132,7 @@ class TorchBackend:
 
     def forward(self, batch: Sequence[Datum], *, reference: bool = False) -> list[Logprobs]:
         rank_batch = self._rank_batch(batch, LossSpec())
-        with self._as_reference() if reference else contextlib.nullcontext():
+        with self._in_fixed_order(), self._as_reference() if reference else contextlib.nullcontext():
             outputs = self._logprobs(rank_batch)
         values = loss_step.gather_targets(rank_batch, [o.logprobs for o in outputs], self.group)
         return loss_step.scatter_to_rows(values.tolist(), rank_batch.documents, batch)
@@ -139,8 +142,10 @@ class TorchBackend:
         rank_batch = self._rank_batch(batch, loss)
         if rank_batch.plan.num_targets == 0:
             raise ValueError(f"nothing to learn in this batch of {len(batch)} rows: every weight is zero")
+        if self._staging is not None:  # before the first step, which is compiled meanwhile
+            self._staging.reserve(lambda: state.expect_sizes(self.parameters()))
         sums = torch.zeros(len(names), dtype=torch.float64, device=self.device)
-        with self.traffic.counting():
+        with self._in_fixed_order(), self.traffic.counting():
             reference = self._reference_logprobs(rank_batch) if lacks_reference(loss, batch) else None
             num_parts = self.group.degrees.context
             counts_first = self._counts_first(rank_batch, loss, num_parts)
@@ -184,13 +189,14 @@ class TorchBackend:
     def optim_step(self, step: OptimStep) -> OptimResult:
         parameters = list(self.parameters().values())
         counted = parameters if self._pipelined is None else self._pipelined.own_parameters(parameters)
-        with self.traffic.counting():
+        with self._in_fixed_order(), self.traffic.counting():
             norm = gradient_norm(counted, self.group) / self._loss_scale
         self.traffic.end_step()
         numbers = read_later(norm.reshape(1))
         if step.max_grad_norm is not None or self._loss_scale != 1.0:
             clip(parameters, norm, step.max_grad_norm or math.inf, scale=1 / self._loss_scale)
         loss_step.set_step(self._optimizer, step)
+        self._before_change()
         if self._skips_on_device:
             # The fused kernel itself skips a gradient that is not finite: the host need not wait for the norm.
             self._optimizer.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
@@ -213,16 +219,23 @@ class TorchBackend:
     def mix_reference(self, share: float) -> None:
         if self._reference is None:
             raise ValueError("this backend was built without a reference")
+        self._before_change()
         self._reference.mix(share)
         self._reference_mixed = True
 
-    def save_state(self, path: Path) -> Future[None]:
+    def save_state(self, path: Path) -> Future[SavedState]:
         kept = self._reference.state() if self._reference is not None and self._reference_mixed else {}
         numbers = self._numbers() | kept
         saved = {**self.parameters(), **self.balance.state()}
-        return state.save(path, saved, self._optimizer, self.group, numbers)
+        return state.save(path, saved, self._optimizer, self.group, numbers, self._staging)
+
+    def _before_change(self) -> None:
+        """Of what a checkpoint holds, which may be being copied."""
+        if self._staging is not None:
+            self._staging.before_change()
 
     def load_state(self, path: Path, *, with_optimizer: bool = True) -> None:
+        self._before_change()
         numbers, kept = self._numbers(), self._reference.state() if self._reference else {}
         optimizer = self._optimizer if with_optimizer else None
         held = {**self.parameters(), **self.balance.state()}
@@ -324,6 +337,7 @@ class TorchBackend:
     def _as_reference(self) -> Iterator[None]:
         if self._reference is None:
             raise ValueError("this backend was built without a reference: give it reference='copy' or 'adapter_off'")
+        self._before_change()  # sharded parameters exchange their values with it
         with self._reference.in_place():
             yield
 
@@ -505,6 +519,25 @@ def join_group(device: str, parallel: ParallelConfig, timeout_s: float) -> Proce
     return join(choose_device(device), degrees, timeout_s=timeout_s)
 
 
+def hidden_size(causal: Any) -> int:
+    size = getattr(causal.config.get_text_config(), "hidden_size", None)
+    return size or causal.get_output_embeddings().in_features
+
+
+@contextlib.contextmanager
+def fixed_order() -> Iterator[None]:
+    """Kernels that add up as threads come, such as attention's backward pass, are replaced by slower ones."""
+    # cuBLAS reads it when it is first used: several streams must not share what it adds up in.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
 def agree_on_precision(wanted: str, group: ProcessGroup) -> str:
     """Rank 0 decides by its device. All ranks."""
     return group.broadcast_object(choose_precision(wanted, group.device) if group.rank == 0 else None)
@@ -512,6 +545,10 @@ def agree_on_precision(wanted: str, group: ProcessGroup) -> str:
 
 def _eagerly() -> contextlib.AbstractContextManager[None]:
     return torch.compiler.set_stance("force_eager")
+
+
+def _narrow_copies(policy: Policy, dtype: torch.dtype | None) -> NarrowCopies | None:
+    return None if dtype is None else NarrowCopies(policy, decoder_layers(policy.model), dtype)
 
 
 def _narrow_dtype(precision: str) -> torch.dtype | None:

@@ -129,7 +129,8 @@ class CheckpointConfig(Section):
     every_steps: NonNegativeInt = 100
     """0: only at the end."""
     asynchronous: bool = True
-    """Write in the background while training goes on."""
+    """Write in the background while training goes on. On a GPU they are copied meanwhile, too, into host memory that is
+    kept for the next one: three times the trained parameters in fp32, if a fourth of the free memory holds it."""
     keep_last: PositiveInt = 2
     """How many of the newest checkpoints are kept."""
     keep_best: NonNegativeInt = 1
@@ -171,6 +172,9 @@ class RunConfig(Section):
     """Begins the name of the run directory."""
     seed: Annotated[int, Field(ge=0, strict=True)] = 0
     """Order of rows, new adapters, dropout, the validation split."""
+    deterministic: bool = False
+    """On a GPU: every sum in training is taken in a fixed order, so that two runs of the same size, or one that was
+    stopped and resumed, have the same bits. Slower. On a CPU that is so in any case."""
     model: ModelConfig
     lora: LoraConfig | None = None
     data: DataConfig
@@ -201,6 +205,8 @@ class RunConfig(Section):
                 + (f" / batch.tokens {longest}" if self.batch.tokens else "")
                 + ": raise the budget or lower max_length"
             )
+        if self.deterministic and self.parallel.backend == "deepspeed":
+            raise ValueError("deterministic: true is not available with DeepSpeed: use parallel.backend torch")
         if self.checkpoint.export in ("adapter", "merged") and self.lora is None:
             raise ValueError(
                 f"checkpoint.export {self.checkpoint.export} needs a lora section; full runs export the model"

@@ -16,6 +16,7 @@ from torch.fx.experimental import _config as shape_config
 
 from lockstep.inference.forwards import Forward, replaced_forwards
 from lockstep.inference.token_sampling import Truncation
+from lockstep.model.compiled_code import keep_compiled_code
 
 Outputs = tuple[Tensor, ...]
 
@@ -126,6 +127,7 @@ class CompiledStep:
     """Decoder layers and sampling as compiled code, for any number of rows and any length of the cache."""
 
     def __init__(self, layers: Sequence[nn.Module], draw: Draw) -> None:
+        keep_compiled_code()
         self._layers = list(layers)
         # By class: parameters are inputs of compiled code, so that one compilation serves all layers of a kind.
         self._compiled: dict[type, Forward] = {

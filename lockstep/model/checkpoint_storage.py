@@ -6,13 +6,16 @@ the pieces, so that a checkpoint from anywhere is data and never code.
 
 from __future__ import annotations
 
+import concurrent.futures
+import hashlib
 import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 import torch
 import torch.distributed as dist
@@ -83,9 +86,14 @@ class StoredTensor:
 
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], *, group: dist.ProcessGroup | None = None, no_dist: bool = True
-) -> None:
-    """Each rank its pieces; the index comes last, when every rank has written. On the CPU. All ranks of `group`."""
-    dcp.save(dict(tensors), storage_writer=_Writer(path), process_group=group, no_dist=no_dist)
+) -> dict[str, str]:
+    """Each rank its pieces; the index comes last, when every rank has written. On the CPU. All ranks of `group`.
+
+    Returns the sha256 of every rank's file on the first rank, nothing on the others.
+    """
+    writer = _Writer(path)
+    dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=no_dist)
+    return writer.digests
 
 
 def read_tensors(
@@ -191,8 +199,8 @@ def piece_key(name: str, offsets: Place) -> str:
     return f"{name}@{','.join(map(str, offsets))}" if any(offsets) else name
 
 
-def write_file(path: Path, pieces: Iterable[FilePiece]) -> None:
-    """As the safetensors library would, but from one tensor at a time and flushed to disk."""
+def write_file(path: Path, pieces: Iterable[FilePiece]) -> str:
+    """As the safetensors library would, but from one tensor at a time and flushed to disk. Returns its sha256."""
     ordered = sorted(pieces, key=lambda piece: -piece.dtype.itemsize)  # so that each begins at a multiple of its size
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -201,15 +209,44 @@ def write_file(path: Path, pieces: Iterable[FilePiece]) -> None:
         header[piece.key] = {"dtype": _NAMES[piece.dtype], "shape": piece.sizes, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+    with path.open("wb") as file, _DigestedFile(file) as digested:
+        digested.write(len(text).to_bytes(8, "little") + text)
         for piece in ordered:
-            _write_values(file, piece)
+            _write_values(digested, piece)
         file.flush()
         os.fsync(file.fileno())
+        return digested.finish()
 
 
-def _write_values(file: BinaryIO, piece: FilePiece) -> None:
+class _DigestedFile:
+    """Digests in a thread what it writes: the two cost about the same, and reading the file again would cost more."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._sha256 = file, hashlib.sha256()
+        self._digester = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-digest")
+        self._last: concurrent.futures.Future[None] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._digester.shutdown()
+
+    def write(self, data: bytes | memoryview) -> None:
+        self._wait()  # at most two pieces are in memory
+        self._last = self._digester.submit(self._sha256.update, data)
+        self._file.write(data)
+
+    def finish(self) -> str:
+        self._wait()
+        return self._sha256.hexdigest()
+
+    def _wait(self) -> None:
+        if self._last is not None:
+            self._last.result()
+
+
+def _write_values(file: _DigestedFile, piece: FilePiece) -> None:
     values = piece.load().detach()
     assert (tuple(values.shape), values.dtype) == (piece.sizes, piece.dtype), f"{piece.name} is not as planned"
     if values.numel():
@@ -235,6 +272,8 @@ def _read_box(file: Any, piece: StoredPiece, stored: StoredTensor, item: ReadIte
 class _Writer(StorageWriter):
     def __init__(self, path: Path) -> None:
         self._path = path
+        self.digests: dict[str, str] = {}
+        """Of the files of all ranks, on the first one, when all is written."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
@@ -252,16 +291,16 @@ class _Writer(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         name: str = plan.storage_data
         pieces = [_as_piece(item, planner) for item in plan.items]
-        if pieces:
-            write_file(self._path / name, pieces)
+        digest = write_file(self._path / name, pieces) if pieces else ""
         results = [
-            WriteResult(item.index, math.prod(piece.sizes) * piece.dtype.itemsize, name)
+            WriteResult(item.index, math.prod(piece.sizes) * piece.dtype.itemsize, (name, digest))
             for item, piece in zip(plan.items, pieces)
         ]
         return _done(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        files = {result.index: result.storage_data for part in results for result in part}
+        files = {result.index: result.storage_data[0] for part in results for result in part}
+        self.digests = dict(result.storage_data for part in results for result in part)
         tensors = {}
         for name, entry in metadata.state_dict_metadata.items():
             assert isinstance(entry, TensorStorageMetadata), f"{name} is not a tensor"

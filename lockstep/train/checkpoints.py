@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from lockstep.config import CheckpointConfig
 from lockstep.rundir import RunDir
-from lockstep.types import TrainingBackend
+from lockstep.types import SavedState, TrainingBackend
 
 
 @dataclass
@@ -111,12 +112,20 @@ class Checkpoints:
     def close(self) -> None:
         self._committer.shutdown(wait=False)
 
-    def _finish(self, written: Future[None], step: int, extra: Mapping[str, object], score: float | None) -> None:
-        written.result()
-        if self._run.owner:
-            self._run.commit_checkpoint(step, extra, score)
-            self._run.prune_checkpoints(keep_last=self._config.keep_last, keep_best=self._config.keep_best)
-            self._run.log_event("checkpoint", step=step, validation_loss=score)
+    def _finish(self, written: Future[SavedState], step: int, extra: Mapping[str, object], score: float | None) -> None:
+        started = time.perf_counter()
+        saved = written.result()
+        if not self._run.owner:
+            return
+        path = self._run.commit_checkpoint(step, extra, score, saved.digests)
+        self._run.prune_checkpoints(keep_last=self._config.keep_last, keep_best=self._config.keep_best)
+        facts = {
+            "bytes": sum(file.stat().st_size for file in path.iterdir()),
+            "copy_s": round(saved.copy_s, 3),
+            "write_s": round(time.perf_counter() - started, 3),
+            **({"staging_gib": round(saved.staging_bytes / 2**30, 2)} if saved.staging_bytes else {}),
+        }
+        self._run.log_event("checkpoint", step=step, validation_loss=score, **facts)
 
 
 def _root_cause(error: BaseException) -> str:

@@ -110,9 +110,9 @@ def train(inputs: LoopInputs[PromptRow], rollouts: RolloutSource, total: int) ->
 
     run.write_status(phase="checkpointing", step=progress.step, loss=progress.loss, tokens=progress.tokens)
     checkpoints.save(progress, rollouts.save)
-    checkpoints.wait()
     metrics.close()
     if stops and progress.step < total and not is_out_of_patience(config, progress):
+        checkpoints.wait()
         raise interrupted_after(progress)
     return progress
 

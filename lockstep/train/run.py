@@ -130,8 +130,7 @@ def run(run_dir: Path, asked_to_stop: Callable[[], bool] = lambda: False) -> Non
         except RunInterrupted:
             record_interruption(run, group, progress.step)
             raise
-        exported = export(config, backend, run)
-        checkpoints.close()
+        exported = export(config, backend, run, checkpoints)
         backend.close()
     if run.owner and config.checkpoint.export == "merged":
         exported = merge(run)
@@ -264,7 +263,14 @@ def _choose_backend(
     }
     parallel = config.parallel
     if parallel.backend == "torch":
-        return TorchBackend(model, parallel=parallel, router_losses=RouterLosses.of(config.model), **options)
+        return TorchBackend(
+            model,
+            parallel=parallel,
+            router_losses=RouterLosses.of(config.model),
+            stages_saves=config.checkpoint.asynchronous,
+            deterministic=config.deterministic,
+            **options,
+        )
     from lockstep.backend.deepspeed.backend import DeepSpeedBackend
     from lockstep.backend.deepspeed.config import read_config
 
@@ -411,10 +417,20 @@ def answer_scores(
 # --- after training ---------------------------------------------------------------------------------------------------
 
 
-def export(config: RunConfig, backend: TorchBackend | DeepSpeedBackend, run: RunDir) -> str | None:
-    """The adapter or the model as trained. `merge` comes later, on one rank. All ranks."""
-    if config.checkpoint.export == "none":
-        return None
+def export(
+    config: RunConfig, backend: TorchBackend | DeepSpeedBackend, run: RunDir, checkpoints: Checkpoints
+) -> str | None:
+    """The adapter or the model as trained, while the last checkpoint is written. `merge` comes later, on one rank. All
+    ranks."""
+    try:
+        return None if config.checkpoint.export == "none" else _export(config, backend, run)
+    finally:
+        run.write_status(phase="checkpointing")
+        checkpoints.wait()
+        checkpoints.close()
+
+
+def _export(config: RunConfig, backend: TorchBackend | DeepSpeedBackend, run: RunDir) -> str:
     run.write_status(phase="exporting")
     path = run.export / ("adapter" if config.lora is not None else "model")
     if run.owner:

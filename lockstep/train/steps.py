@@ -121,7 +121,8 @@ def evaluate_and_save(inputs: LoopInputs[Datum], logger: StepLogger, evaluate: C
 
 
 def finish(inputs: LoopInputs[Datum], metrics: MetricsLog, logger: StepLogger) -> None:
-    """The last status and the last checkpoint, on disk when this returns. Raises if the run was asked to stop."""
+    """The last status and the last checkpoint, which is still being written when this returns. Raises if the run was
+    asked to stop, when it is on disk."""
     progress = inputs.progress
     logger.flush()
     stops = (
@@ -134,9 +135,9 @@ def finish(inputs: LoopInputs[Datum], metrics: MetricsLog, logger: StepLogger) -
         phase="checkpointing", step=progress.step, loss=progress.loss, tokens=progress.tokens, **speed
     )
     inputs.checkpoints.save(progress)
-    inputs.checkpoints.wait()
     metrics.close()
     if stops:
+        inputs.checkpoints.wait()
         raise interrupted_after(progress)
 
 

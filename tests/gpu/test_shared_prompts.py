@@ -63,7 +63,7 @@ def test_sharing_a_prompt_is_as_near_to_float64_as_repeating_it(family, compiled
             model, precision=precision, reference="copy", compile=compiled and way != "exact", micro_batch_tokens=4096
         )
         backend.policy.shares_prompts &= way == "shared"
-        assert backend.warnings == []
+        assert backend.warnings == [] or way == "exact"  # float64 has no fused attention
         with torch.no_grad():
             for i, p in enumerate(backend.parameters().values()):
                 p.add_(0.01 * torch.sin(torch.arange(p.numel(), device="cuda").view_as(p) + i))

@@ -89,7 +89,9 @@ def train(
     )
     loop = sft.train if config.algorithm.kind == "sft" else dpo.train
     try:
-        return run, loop(LoopInputs(config, backend, rows, validation, run, checkpoints, progress))
+        progress = loop(LoopInputs(config, backend, rows, validation, run, checkpoints, progress))
+        checkpoints.wait()
+        return run, progress
     finally:
         checkpoints.close()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -21,9 +23,10 @@ from loops.fake_run import (
 
 from lockstep.backend.fake import FakeBackend
 from lockstep.rundir import RunDir
-from lockstep.train.checkpoints import CheckpointError, Checkpoints
-from lockstep.train.steps import Diverged
-from lockstep.types import OptimResult, OptimStep
+from lockstep.train import sft
+from lockstep.train.checkpoints import CheckpointError, Checkpoints, Progress
+from lockstep.train.steps import Diverged, LoopInputs, RunInterrupted
+from lockstep.types import Datum, LossResult, LossSpec, LossValues, OptimResult, OptimStep, SavedState
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------
 
@@ -196,12 +199,54 @@ def test_a_failed_write_surfaces_at_the_next_step_and_not_only_at_the_next_check
 
 def test_a_checkpoint_that_never_ends_meets_a_deadline(tmp_path):
     class Stuck(FakeBackend):
-        written: Future[None] = Future()
+        written: Future[SavedState] = Future()
 
-        def save_state(self, path: Path) -> Future[None]:
+        def save_state(self, path: Path) -> Future[SavedState]:
             return self.written
 
     with pytest.raises(CheckpointError, match="the checkpoint of step 3 was not written within 0 s"):
         train(tmp_path / "run", make_config(), Stuck(), make_rows(10), timeout_s=0.05)
     Stuck.written.set_exception(OSError(5, "let the thread go"))
     assert committed(RunDir(tmp_path / "run")) == []
+
+
+def test_the_loop_does_not_wait_for_its_last_checkpoint_unless_it_was_asked_to_stop(tmp_path):
+    """An export takes its time, too."""
+    for stops in (False, True):
+        backend = SlowlyWriting()
+        config = make_config(checkpoint={"every_steps": 0})
+        run = RunDir.create(tmp_path / f"run-{stops}", config)
+        checkpoints = Checkpoints(run, backend, config.checkpoint, data_digest=DIGEST, timeout_s=20)
+        inputs = LoopInputs(config, backend, make_rows(10), [], run, checkpoints, Progress())
+        if stops:
+            backend.stops = True
+            threading.Timer(0.3, backend.finish).start()
+            with pytest.raises(RunInterrupted):
+                sft.train(inputs)
+        else:
+            progress = sft.train(inputs)
+            assert (progress.step, committed(run)) == (3, [])
+            backend.finish()
+            checkpoints.wait()
+        checkpoints.close()
+        assert committed(run) == [1 if stops else 3]
+
+
+class SlowlyWriting(FakeBackend):
+    """Its checkpoint is written when `finish` is called."""
+
+    stops = False
+
+    def forward_backward(self, batch: Sequence[Datum], loss: LossSpec) -> LossResult:
+        result = super().forward_backward(batch, loss)
+        values = LossValues(result.loss, {}, (), self.stops)
+        return LossResult(lambda: values, num_tokens=result.num_tokens, num_supervised=result.num_supervised)
+
+    def save_state(self, path: Path) -> Future[SavedState]:
+        self._path = path
+        self._written: Future[SavedState] = Future()
+        return self._written
+
+    def finish(self) -> None:
+        super().save_state(self._path)
+        self._written.set_result(SavedState())

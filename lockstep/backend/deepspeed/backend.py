@@ -37,7 +37,7 @@ from lockstep.model.export import PARAMETER_PREFIX, save_weights
 from lockstep.model.load import DTYPES
 from lockstep.model.policy import causal_lm
 from lockstep.parallel.group import ProcessGroup, peak_memory_gib
-from lockstep.types import Datum, Logprobs, LossResult, LossSpec, LossValues, OptimResult, OptimStep
+from lockstep.types import Datum, Logprobs, LossResult, LossSpec, LossValues, OptimResult, OptimStep, SavedState
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -176,7 +176,7 @@ class DeepSpeedBackend:
     def _loss_scale(self) -> float:
         return float(self.engine.optimizer.loss_scale) if self.precision == "fp16" else 1.0
 
-    def save_state(self, path: Path) -> Future[None]:
+    def save_state(self, path: Path) -> Future[SavedState]:
         """Each rank writes whole tensors of its share of the parameters."""
         num_steps = self.pieces.num_steps
         keys = (None, *MOMENTS) if num_steps else (None,)

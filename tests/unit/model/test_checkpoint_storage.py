@@ -18,10 +18,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
+from lockstep import rundir
 from lockstep.config import ConfigError, parse_config
 from lockstep.model.checkpoint_storage import INDEX, PICKLED_INDEX, read_index, read_tensors, write_tensors
 from lockstep.model.pickled_checkpoints import convert_pickled
-from lockstep.rundir import MANIFEST, RunDir
+from lockstep.rundir import MANIFEST, RunDir, damage, digest_file
 
 
 class Bomb:
@@ -79,6 +80,20 @@ def test_what_is_written_is_read_bit_for_bit(tmp_path):
     assert_same(read_like(tmp_path / "saved", tensors), tensors)
     assert_same(load_file(tmp_path / "saved" / "rank-0.safetensors"), tensors)  # as other tools see it
     assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == [INDEX, "rank-0.safetensors"]
+
+
+def test_the_writer_digests_what_it_writes(tmp_path, run, monkeypatch):
+    folder = run.begin_checkpoint(4)
+    digests = write_tensors(folder, make_tensors())
+    assert digests == {"rank-0.safetensors": digest_file(folder / "rank-0.safetensors")}
+    read_again: list[str] = []
+    monkeypatch.setattr(rundir, "digest_file", lambda path: read_again.append(path.name) or digest_file(path))
+    path = run.commit_checkpoint(4, {}, None, digests)
+    assert read_again == [INDEX]
+    monkeypatch.undo()
+    assert damage(path) is None
+    (path / "rank-0.safetensors").write_bytes(b"x" + (path / "rank-0.safetensors").read_bytes()[1:])
+    assert damage(path) == "rank-0.safetensors does not match its digest"
 
 
 def test_no_file_of_a_checkpoint_is_a_pickle_or_hidden(tmp_path):

@@ -1,0 +1,39 @@
+"""Where code that torch and Triton compile is kept, so that a second run finds what the first one compiled."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+_TORCH, _TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+
+
+def keep_compiled_code() -> None:
+    """In Lockstep's cache folder, unless the user has named another. Call before anything is compiled.
+
+    What is in there is run, so that nobody else may write to it: otherwise torch keeps it where it always does.
+    """
+    folder = compiled_code_folder()
+    if _TORCH in os.environ or not _is_private(folder):
+        return
+    os.environ[_TORCH] = str(folder / "torch")
+    os.environ.setdefault(_TRITON, str(folder / "triton"))
+
+
+def compiled_code_folder() -> Path:
+    """Of this user: the cache folder may be one that several share."""
+    root = os.environ.get("LOCKSTEP_CACHE")
+    cache = Path(root).expanduser() if root else Path.home() / ".cache" / "lockstep"
+    return cache.absolute() / f"compiled-{os.getuid()}"
+
+
+def _is_private(folder: Path) -> bool:
+    """Made for this user alone where it is not there. A link is nobody's promise about what it points to."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except (OSError, RuntimeError):  # a read-only home, or none
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022

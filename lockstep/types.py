@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,15 +38,32 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageRef:
+    """An image of a text: a file, or the bytes of one. Its tokens are in the text already, in the order of the images.
+
+    `digest` is of the file's bytes when the row was compiled; `num_tokens` counts the placeholders that the image's
+    features take the place of, which are never supervised.
+    """
+
+    content: str | bytes  # a path, or a whole file
+    digest: int
+    num_tokens: int
+    name: str = ""  # as the row writes it
+    modified_ns: int = 0  # of a file, when its row was compiled
+
+
+@dataclass(frozen=True, slots=True)
 class Datum:
     """One prompt with one or more completions. The prompt is never supervised and never empty.
 
-    `origin` says where the row came from ("train.jsonl:17"), so that errors can name it.
+    `origin` says where the row came from ("train.jsonl:17"), so that errors can name it. `images`, in the order of
+    their tokens, belong to a datum with one completion.
     """
 
     prompt: Sequence[int]
     completions: Sequence[Completion]
     origin: str = ""
+    images: Sequence[ImageRef] = ()
 
     def __post_init__(self) -> None:
         if len(self.prompt) == 0:
@@ -213,6 +230,34 @@ class Tokenizer(Protocol):
     def apply_chat_template(self, conversation: Sequence[Mapping[str, Any]], **options: Any) -> Any: ...
     def decode(self, token_ids: Sequence[int], **options: object) -> str: ...
     def save_pretrained(self, save_directory: str | Path) -> object: ...
+
+
+class PreparedImage(NamedTuple):
+    """`inputs`: arrays as the model takes them. `text` takes the place of the placeholder in a text, and has
+    `num_tokens` tokens that features take the place of.
+
+    `size` is (width, height) of the image itself.
+    """
+
+    inputs: Mapping[str, Any]
+    text: str
+    num_tokens: int
+    size: tuple[int, int]
+
+
+class ImageProcessor(Protocol):
+    """What a vision-language model's own processor makes of an image. Picklable."""
+
+    placeholder: str
+    """What a chat template writes for an image."""
+    token_id: int
+    """Of the tokens that an image's features take the place of."""
+    digest: str
+    """Of everything that decides inputs and text."""
+
+    def prepare(self, image: Any) -> PreparedImage:
+        """`image` is Pillow's. Raises ValueError where the processor does not take it."""
+        ...
 
 
 # One float per completion token, per completion; 0.0 where the token's weight is zero (not computed).

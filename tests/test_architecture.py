@@ -65,7 +65,7 @@ FACADES = {"cli", "__init__", "__main__"}
 MAY_USE: dict[str, set[str]] = {
     **{room: {"pydantic", "yaml"} for room in BASE},
     "algorithms": {"torch"},
-    "data": {"numpy", "jinja2", "pyarrow", "datasets"},
+    "data": {"numpy", "jinja2", "pyarrow", "datasets", "PIL"},
     "parallel": {"torch"},
     # Each where a run asks for it: a Ray cluster, a Kubernetes cluster (urllib3 carries its client), an object store.
     "launch": {"ray", "kubernetes", "urllib3", "fsspec"},

@@ -152,13 +152,24 @@ def plan_micro_batches(
     budget_tokens: int,
     max_documents: int | None = None,
     cost: Cost = BY_TOKENS,
+    extra_costs: Sequence[float] | None = None,
 ) -> MicroBatchPlan:
-    """Micro-batches of one rank. Empty ones are kept: ranks that shard must make the same passes."""
+    """Micro-batches of one rank. Empty ones are kept: ranks that shard must make the same passes.
+
+    `extra_costs`: of each document beside that of its tokens.
+    """
     lengths = [d.num_tokens for d in documents]
-    steps = partition(lengths, num_ranks=num_ranks, budget_tokens=budget_tokens, max_documents=max_documents, cost=cost)
+    steps = partition(
+        lengths,
+        num_ranks=num_ranks,
+        budget_tokens=budget_tokens,
+        max_documents=max_documents,
+        cost=cost,
+        extra_costs=extra_costs,
+    )
     mine = tuple(tuple(documents[i] for i in step[rank]) for step in steps)
     loads = [sum(lengths[i] for step in steps for i in step[r]) for r in range(num_ranks)]
-    balance = measure_balance(steps, lengths, cost).cost
+    balance = measure_balance(steps, lengths, cost, extra_costs).cost
     data = [{documents[i].datum for i in part} for step in steps for part in step]
     is_whole = sum(map(len, data)) == len({d.datum for d in documents})
     return MicroBatchPlan(

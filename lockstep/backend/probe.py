@@ -15,6 +15,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from lockstep.backend.images import BatchImages
 from lockstep.model.attention import PackedLayout
 from lockstep.model.load import DTYPES
 from lockstep.model.policy import PackedTokens, Policy, causal_lm
@@ -166,6 +167,36 @@ def _refuse_later_tokens(policy: Policy, probe: PackedTokens, rounding: float) -
             f"{type(causal_lm(policy.model)).__name__} is not causal: its tokens see those that follow them. An "
             "encoder cannot be trained as a language model; some are decoders with is_decoder: true in config.json"
         )
+
+
+def check_images(
+    policy: Policy, images: BatchImages, evaluation: AbstractContextManager[None], device: torch.device, precision: str
+) -> None:
+    """Two documents with an image each must have the log-probs that the model's own forward gives either alone.
+
+    Finds out whether the tokens of an image see those of it that follow. Raises if neither way is the model's.
+    """
+    name = type(causal_lm(policy.model)).__name__
+    assert policy.image_forward is not None
+    with evaluation, torch.compiler.set_stance("force_eager"):
+        alone = [images.pack_examples([number], device) for number in (0, 1)]
+        try:
+            plain = torch.cat([policy(packed, plain=True) for packed in alone])
+        except (*_MODEL_ERRORS, RuntimeError) as error:
+            if isinstance(error, torch.OutOfMemoryError) or torch.distributed.is_initialized():
+                raise
+            raise ValueError(f"{name} cannot be called with an image: {error}") from error
+        together = [images.pack_examples([0, 1], device)] if policy.packs else alone
+        difference = torch.inf
+        for policy.image_forward.sees_whole_images in (False, True):
+            fast = torch.cat([policy(packed) for packed in together]).double()
+            difference = min(difference, float((fast - plain).abs().max()))
+            if difference <= _ROUNDING[precision]:
+                return
+    raise ValueError(
+        f"{name} computes texts with images in a way Lockstep does not know (log-probs differ by {difference:.3g}): it "
+        "cannot be trained with images yet"
+    )
 
 
 def check_stages(

@@ -23,10 +23,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.algorithms.losses import lacks_reference
 from lockstep.backend import loss_step, state
-from lockstep.backend.batching import MicroBatch, MicroBatchPlan, documents_for, plan_micro_batches, to_micro_batch
+from lockstep.backend.batching import (
+    Document,
+    MicroBatch,
+    MicroBatchPlan,
+    documents_for,
+    plan_micro_batches,
+    to_micro_batch,
+)
 from lockstep.backend.build import Built, build_policy, expect_traffic, settle_dtypes, split_tokens
+from lockstep.backend.images import BatchImages, image_costs, refuse_layouts
 from lockstep.backend.loss_step import RankBatch, TokenLogprobs, read_later
-from lockstep.backend.probe import check_policy, check_stages
+from lockstep.backend.probe import check_images, check_policy, check_stages
 from lockstep.backend.reference import make_reference
 from lockstep.backend.router_balance import NO_LOSSES, RouterBalance, RouterLosses
 from lockstep.backend.staging import StagingArea
@@ -34,7 +42,7 @@ from lockstep.config import ParallelConfig
 from lockstep.data.packing import Cost
 from lockstep.model.export import save_weights
 from lockstep.model.load import DTYPES, choose_precision
-from lockstep.model.policy import Policy, causal_lm, decoder_layers
+from lockstep.model.policy import Policy, causal_lm, decoder_layers, generating
 from lockstep.parallel.gradients import clip, gradient_norm
 from lockstep.parallel.group import ProcessGroup, choose_device, join, peak_memory_gib
 from lockstep.parallel.loss_scale import LossScale
@@ -42,7 +50,17 @@ from lockstep.parallel.pipeline import Pipeline
 from lockstep.parallel.replicate import NarrowCopies
 from lockstep.parallel.shard import reshard, unsharded
 from lockstep.parallel.traffic import Traffic
-from lockstep.types import Datum, Logprobs, LossResult, LossSpec, LossValues, OptimResult, OptimStep, SavedState
+from lockstep.types import (
+    Datum,
+    ImageProcessor,
+    Logprobs,
+    LossResult,
+    LossSpec,
+    LossValues,
+    OptimResult,
+    OptimStep,
+    SavedState,
+)
 
 
 class TorchBackend:
@@ -68,18 +86,18 @@ class TorchBackend:
         stages_saves: bool = False,
         deterministic: bool = False,
         group: ProcessGroup | None = None,
+        images: ImageProcessor | None = None,
     ) -> None:
         """`reference`: none, adapter_off or copy: what `forward(reference=True)` computes with, and losses.
 
         `temperature`: of all log-probs and entropies, the reference's too: where answers are sampled, that of sampling.
         `stages_saves`: on a GPU, saved states are copied while training goes on (StagingArea). `deterministic`: there,
-        sums are taken in a fixed order.
+        sums are taken in a fixed order. `images`: of a vision-language model whose batches have some.
         """
         parallel = parallel or ParallelConfig()
         self.group = group or join_group(device, parallel, timeout_s)
         self.device, on_gpu = self.group.device, self.group.device.type == "cuda"
-        self.precision = agree_on_precision(precision, self.group)
-        self.micro_batch_tokens = micro_batch_tokens
+        self.precision, self.micro_batch_tokens = agree_on_precision(precision, self.group), micro_batch_tokens
         self.asked_to_stop: Callable[[], bool] = lambda: False
         """Whether this rank was; results of `forward_backward` say whether any was."""
         self._activation_offload = activation_offload
@@ -104,6 +122,7 @@ class TorchBackend:
         self._skips_on_device = on_gpu and not sharded and self.group.degrees.pipeline == 1 and self._scale is None
         self._roots: list[nn.Module] = [self.policy, *built.stages.values()]
         self.slow = self._check_passes(built)
+        self._images = None if images is None else self._see(images)
         built.leave_loops_uncompiled()
         self.balance = RouterBalance(self.policy, router_losses, self.group, reference, compiled=compiles)
         self.warnings = [*built.warnings, *self.balance.warnings]
@@ -111,8 +130,7 @@ class TorchBackend:
         if self.group.degrees.context > 1:
             split_tokens(self.policy, self.group)
         self._cost = Cost.from_hidden_size(hidden_size(causal_lm(model)))
-        self._reference = make_reference(reference, model, self.parameters())
-        self._reference_mixed = False
+        self._reference, self._reference_mixed = make_reference(reference, model, self.parameters()), False
         self._optimizer = loss_step.build_optimizer(self.parameters(), self.device)
         self._staging = StagingArea(self.device) if stages_saves and on_gpu else None
         self.traffic = Traffic(self.group, unseen=("tensor", "context") if compiles else ())
@@ -125,6 +143,12 @@ class TorchBackend:
         if self._pipelined is None:
             return check_policy(self.policy, *about)
         return check_stages(self.policy, built.stages.values(), *about)
+
+    def _see(self, processor: ImageProcessor) -> BatchImages:
+        refuse_layouts(self.group.degrees)
+        images = BatchImages(self.policy, processor)
+        check_images(self.policy, images, self._evaluation(), self.device, self.precision)
+        return images
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """What is trained, by the names that the model itself uses."""
@@ -278,17 +302,23 @@ class TorchBackend:
 
         `stable`: weights stay at the same addresses from call to call, also those in a narrower dtype.
         """
-        causal = causal_lm(self.policy.model)
-        generation, use_cache = causal.generation_config, causal.config.use_cache
         # Compiled layers are made for packed training batches: generating step by step would compile them again.
-        with self._evaluation(stable=stable), self.policy.own_attention(), unsharded(self.policy), _eagerly():
-            causal.config.use_cache = True
-            try:
-                yield self.policy.model
-            finally:
-                causal.generation_config, causal.config.use_cache = generation, use_cache
+        with (
+            self._evaluation(stable=stable),
+            self.policy.own_attention(),
+            unsharded(self.policy),
+            _eagerly(),
+            generating(causal_lm(self.policy.model)),
+        ):
+            yield self.policy.model
+
+    def image_inputs(self, datum: Datum, tokens: Sequence[int]) -> dict[str, Tensor]:
+        """Of the images in the first tokens of a text: what the lent model takes beside those."""
+        return self._images.inputs_of(datum, tokens, self.device) if self._images is not None else {}
 
     def close(self) -> None:
+        if self._images is not None:
+            self._images.close()
         self.policy.stop_packing()  # the caller's model is as it was, also for generating
         self.group.leave()
 
@@ -302,6 +332,7 @@ class TorchBackend:
             budget_tokens=budget,
             max_documents=None if self.policy.packs else 1,
             cost=self._cost,
+            extra_costs=image_costs(documents, batch, self._images),
         )
         if self._pipelined is not None:
             missing = self._pipelined.num_micro_batches(len(plan.micro_batches)) - len(plan.micro_batches)
@@ -317,9 +348,13 @@ class TorchBackend:
         if self._pipelined is not None:  # hidden states between stages must have one size
             longest = max(sum(d.num_tokens for d in part) for part in plan.micro_batches)
             multiple_of *= -(-max(longest, 2) // multiple_of)
-        return [
-            to_micro_batch(part, batch, loss, self.device, dtype, multiple_of, context) for part in plan.micro_batches
-        ]
+
+        def make(part: tuple[Document, ...]) -> MicroBatch:
+            return to_micro_batch(part, batch, loss, self.device, dtype, multiple_of, context)
+
+        if self._images is None:
+            return [make(part) for part in plan.micro_batches]
+        return [self._images.make(part, batch, make) for part in plan.micro_batches]
 
     def _describe_traffic(self, rank_batch: RankBatch) -> Callable[[Sequence[float]], dict[str, float]]:
         """From every rank's facts to metrics of this step's traffic: as counted, and the least possible."""

@@ -64,12 +64,18 @@ def data(
 def _compile(settings: RunConfig) -> tuple[CompiledData, Tokenizer]:
     """The data and its tokenizer, with a progress bar."""
     from lockstep.data import compile_data
-    from lockstep.model.load import load_run_tokenizer
+    from lockstep.model.load import load_processor, load_run_tokenizer
 
     tokenizer = load_run_tokenizer(settings)
+    images = load_processor(settings.model, tokenizer)
     with data_progress() as show:
         compiled = compile_data(
-            settings.data, tokenizer, seed=settings.seed, timeout_s=settings.launch.timeout_s, on_progress=show
+            settings.data,
+            tokenizer,
+            seed=settings.seed,
+            timeout_s=settings.launch.timeout_s,
+            on_progress=show,
+            images=images,
         )
     return compiled, tokenizer
 

@@ -107,6 +107,11 @@ class DataConfig(Section):
     """Passed to the chat template. For example {enable_thinking: false}."""
     shuffle: bool = True
     """A new order in every epoch, from seed alone. Without it: the order of the files."""
+    image_folder: str | None = None
+    """Where the images are that rows name by path. Default: the folder of the file that names them. None outside of it
+    is read."""
+    image_urls: bool = False
+    """Also fetch images that rows name by an http or https address, once, when rows are compiled."""
     procs: PositiveInt | Literal["auto"] = "auto"
     """Processes that tokenise. auto: one for each core, fewer for few rows."""
     cache_dir: str | None = None

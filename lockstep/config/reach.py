@@ -70,6 +70,8 @@ REACHES: dict[str, Reach] = {
     "data.converter": "code",
     "data.chat_template": "file",
     "data.template_options": "text",  # variables of a template that runs in jinja's sandbox
+    "data.image_folder": "file",
+    "data.image_urls": "address",
     "data.cache_dir": "folder",
     "algorithm.reference_model": "model",
     "algorithm.reward.name": "code",

@@ -48,6 +48,10 @@ class ModelConfig(Section):
     router_bias_rate: Annotated[float, Field(ge=0)] = 0.0
     """Balancing without a loss, for routers with a bias (DeepSeek-V3): after each step an expert's bias moves by this
     much, up if it had fewer tokens than the mean, down if more. Not with lora."""
+    vision: Literal["auto", "frozen", "connector", "trained"] = "auto"
+    """Of a vision-language model: frozen trains the language model alone, connector also the layers between its tower
+    and the language model, trained the tower too. With lora, adapters go there. auto: frozen; families that also exist
+    without a tower are then loaded without it."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for sources you trust."""
 

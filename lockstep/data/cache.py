@@ -26,7 +26,7 @@ from lockstep.data.chat_template import Template
 from lockstep.data.lock import Holder, Lock, Watch, break_lock, read_holder, try_lock
 from lockstep.data.sources.files import digest_file
 from lockstep.data.sources.rows import DataError, SourceFile
-from lockstep.types import Tokenizer
+from lockstep.types import ImageProcessor, Tokenizer
 
 Manifest = dict[str, Any]
 Build = Callable[[Path, Callable[[int], None]], Manifest]
@@ -48,9 +48,13 @@ def fingerprint(
     files: Sequence[tuple[SourceConfig, SourceFile]],
     tokenizer_digest: str,
     template: Template | None,
+    images: ImageProcessor | None = None,
 ) -> str:
-    """One key for all files of a split, each with the settings it is read with."""
-    inputs = {
+    """One key for all files of a split, each with the settings it is read with.
+
+    Image files are not part of it: each is compared with its digest when it is read.
+    """
+    inputs: dict[str, Any] = {
         "code": digest_code(),
         "libraries": {name: metadata.version(name) for name in _LIBRARIES},
         "tokenizer": tokenizer_digest,
@@ -58,6 +62,8 @@ def fingerprint(
         "settings": {name: getattr(config, name) for name in _DATA_SETTINGS},
         "files": [_describe_file(source, file) for source, file in files],
     }
+    if images is not None:
+        inputs["images"] = [images.digest, config.image_folder, config.image_urls]
     return _digest(json.dumps(inputs, sort_keys=True, default=repr))
 
 

@@ -16,6 +16,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from lockstep.data.formats.conversation import Conversation, Message
+from lockstep.data.formats.image_parts import IMAGE
 from lockstep.data.sources.rows import DataError
 from lockstep.types import Tokenizer
 
@@ -37,8 +38,15 @@ class Template:
     """Picklable. `source` is the Jinja text as rendered: both texts where there is another one for tools."""
 
     def __init__(
-        self, tokenizer: Tokenizer, source: str | Mapping[str, str], options: Mapping[str, object], *, name: str
+        self,
+        tokenizer: Tokenizer,
+        source: str | Mapping[str, str],
+        options: Mapping[str, object],
+        *,
+        name: str,
+        sees: bool = False,
     ) -> None:
+        """`sees`: it is of a vision-language model."""
         self.name = name
         self.options = dict(options)
         self.special_texts = special_texts(tokenizer)
@@ -49,6 +57,7 @@ class Template:
         self.source = self._plain if len(texts) == 1 else json.dumps(list(texts))
         self._tracers: dict[str, Tracer | None] = {}
         self._apart: dict[Hashable, bool] = {}
+        self._only_parts = sees and not self._writes("zq0qz")
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_tracers": {}}  # compiled templates cannot be pickled
@@ -58,7 +67,7 @@ class Template:
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    list(messages),
+                    self._as_taken(messages),
                     tools=conversation.tools,
                     chat_template=self._text(conversation),
                     add_generation_prompt=for_generation,
@@ -86,7 +95,7 @@ class Template:
             "add_generation_prompt": for_generation,
         }
         try:
-            return tracer.run(messages, variables)
+            return tracer.run(self._as_taken(messages), variables)
         except Exception:  # `write` raises a real error of the template
             return None
 
@@ -101,7 +110,7 @@ class Template:
         if shape not in self._apart:
             markers = [f"zq{number}qz" for number in range(len(conversation.messages))]
             messages = [
-                {**message, "content": marker}
+                {**message, "content": IMAGE * message["content"].count(IMAGE) + marker}
                 if isinstance(message.get("content"), str) and message["content"]
                 else message
                 for marker, message in zip(markers, conversation.messages)
@@ -114,6 +123,27 @@ class Template:
                 for index, turn in turns
             )
         return self._apart[shape]
+
+    def _as_taken(self, messages: Sequence[Message]) -> list[Message]:
+        """With contents as lists of parts where there are images, and for templates that read nothing else."""
+        if not self._only_parts and not any(IMAGE in (message.get("content") or "") for message in messages):
+            return list(messages)
+        return [
+            {**message, "content": list(_parts_of(message["content"]))}
+            if isinstance(message.get("content"), str)
+            else message
+            for message in messages
+        ]
+
+    def _writes(self, text: str) -> bool:
+        """Whether it writes a content that is plain text: some of vision-language models silently leave it out."""
+        try:
+            written = self._tokenizer.apply_chat_template(
+                [{"role": "user", "content": text}], chat_template=self._plain, tokenize=False, **self.options
+            )
+        except Exception:  # templates raise anything
+            return False
+        return text in str(written)
 
     def _text(self, conversation: Conversation) -> str:
         return self._with_tools if conversation.tools else self._plain
@@ -128,8 +158,18 @@ class Template:
         return self._tracers[text]
 
 
-def load_template(tokenizer: Tokenizer, setting: str, options: Mapping[str, object]) -> Template | None:
-    """`setting` is DataConfig.chat_template: auto, none, or the path of a Jinja file."""
+def _parts_of(content: str) -> Iterator[dict[str, str]]:
+    for number, text in enumerate(content.split(IMAGE)):
+        if number:
+            yield {"type": "image"}
+        if text:
+            yield {"type": "text", "text": text}
+
+
+def load_template(
+    tokenizer: Tokenizer, setting: str, options: Mapping[str, object], *, sees: bool = False
+) -> Template | None:
+    """`setting` is DataConfig.chat_template: auto, none, or the path of a Jinja file. `sees`: see Template."""
     if reserved := sorted(_RESERVED & options.keys()):
         raise DataError(f"data.template_options: {', '.join(reserved)} cannot be set there: remove it")
     if setting == "none":
@@ -138,16 +178,17 @@ def load_template(tokenizer: Tokenizer, setting: str, options: Mapping[str, obje
         if not tokenizer.chat_template:
             return None
         name = f"the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
-        return Template(tokenizer, tokenizer.chat_template, options, name=name)
+        return Template(tokenizer, tokenizer.chat_template, options, name=name, sees=sees)
     try:
         source = Path(setting).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"data.chat_template {setting}: cannot be read: {error}: name a Jinja file") from error
-    return Template(tokenizer, source, options, name=f"the chat template {setting}")
+    return Template(tokenizer, source, options, name=f"the chat template {setting}", sees=sees)
 
 
 def _shape(message: Message) -> Hashable:
-    return message["role"], *sorted(key for key, value in message.items() if value and key != "role")
+    has_image = IMAGE in (message.get("content") or "")
+    return message["role"], has_image, *sorted(key for key, value in message.items() if value and key != "role")
 
 
 def _choose(source: str | Mapping[str, str], name: str) -> tuple[str, str]:

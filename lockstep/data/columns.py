@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -15,8 +16,10 @@ import numpy.typing as npt
 
 from lockstep.data.blocks import BlockDigests, DamagedCache, MappedFile
 from lockstep.data.encoder import make_datum
+from lockstep.data.image_columns import IMAGE_COLUMNS, ImageColumns, ImageWriter, pack_images
+from lockstep.data.images import has_changed
 from lockstep.data.sources.rows import SourceFile
-from lockstep.types import Completion, Datum
+from lockstep.types import Completion, Datum, ImageRef
 
 Indices = npt.NDArray[np.int64]
 Column = npt.NDArray[Any]
@@ -67,7 +70,8 @@ def pack_block(
         "prompt_keys": prompt_keys,
         "row_keys": row_keys,
     }
-    return {name: np.asarray(column, dtype=COLUMNS[name]) for name, column in block.items()}
+    packed = {name: np.asarray(column, dtype=COLUMNS[name]) for name, column in block.items()}
+    return {**packed, **pack_images(data)}
 
 
 def _as_learned(completion: Completion, origin: str) -> Column:
@@ -94,6 +98,7 @@ class Writer:
         self._blocks = {name: BlockDigests() for name in COLUMNS}
         for name in COLUMNS:
             self._columns[name] = (folder / f"{name}.bin").open("wb")
+        self._images = ImageWriter(folder)
 
     def append(self, block: Block, file: int) -> None:
         """`file` is the number of the file these rows are from."""
@@ -106,6 +111,8 @@ class Writer:
         starts = self.num_tokens + np.cumsum(sizes) - sizes
         per_token = int(sizes.sum())
         for name, column in block.items():
+            if name in IMAGE_COLUMNS:
+                continue
             expected = per_token if name in ("tokens", "learned") else len(pieces)
             assert len(column) == expected, f"{name} has {len(column)} values for {expected}"
         own = {"files": np.full(len(pieces), file), "starts": starts}
@@ -115,27 +122,38 @@ class Writer:
             self._blocks[name].update(raw)
             if name in self._digests:
                 self._digests[name].update(raw)
+        self._images.append(block, len(pieces), self.num_rows)
         self.num_rows += len(pieces)
         self.num_tokens += per_token
 
     def finish(self) -> dict[str, Any]:
         """Flush to disk; returns this writer's entries of the manifest."""
-        for file in self._columns.values():
+        for file in self._files():
             file.flush()
             os.fsync(file.fileno())
         self.close()
         blocks = {f"{name}.bin": digests.finish() for name, digests in self._blocks.items()}
-        return {"num_rows": self.num_rows, "width": self._width or 2, "digest": self._digest(), "blocks": blocks}
+        return {
+            "num_rows": self.num_rows,
+            "width": self._width or 2,
+            "digest": self._digest(),
+            "blocks": {**blocks, **self._images.finish()},
+            "num_images": self._images.num_images,
+        }
 
     def close(self) -> None:
-        for file in self._columns.values():
+        for file in self._files():
             file.close()
+
+    def _files(self) -> list[IO[bytes]]:
+        return [*self._columns.values(), *self._images.files]
 
     def _digest(self) -> str:
         """Of what is trained on. Column by column, so that it does not depend on the sizes of blocks."""
         whole = hashlib.sha256(f"{self.num_rows} {self._width};".encode())
         for name in _DIGESTED:
             whole.update(self._digests[name].digest())
+        whole.update(self._images.digest())
         return whole.hexdigest()
 
 
@@ -152,8 +170,11 @@ class Columns:
         manifest: Mapping[str, Any],
         files: Sequence[SourceFile],
         discard: Callable[[], None] | None = None,
+        image_folder: str | None = None,
     ) -> None:
         self.folder = folder
+        self.num_images: int = manifest.get("num_images", 0)
+        self._image_folder = image_folder
         self.num_rows: int = manifest["num_rows"]
         self.width: int = manifest["width"]
         self.digest: str = manifest["digest"]
@@ -163,7 +184,8 @@ class Columns:
 
     def __reduce__(self) -> tuple[object, ...]:
         kept = {"num_rows": self.num_rows, "width": self.width, "digest": self.digest, "blocks": dict(self._blocks)}
-        return Columns, (self.folder, kept, self.files, self._discard)
+        kept["num_images"] = self.num_images
+        return Columns, (self.folder, kept, self.files, self._discard, self._image_folder)
 
     def __getitem__(self, name: str) -> Column:
         """A column with a value per row, whole."""
@@ -174,8 +196,27 @@ class Columns:
 
     def part(self, name: str, start: int, stop: int) -> Column:
         """Of a column with a value per token."""
-        try:
+        with self._discarding():
             return self._mapped[name].part(start, stop)
+
+    def images(self, row: int) -> tuple[ImageRef, ...]:
+        if not self.num_images:
+            return ()
+        with self._discarding():
+            return self._mapped_images.images_of(row, self.files[int(self["files"][row])], self.origin(row))
+
+    def check_images(self) -> None:
+        """Raises DamagedCache where a file was written again since its row was compiled."""
+        with self._discarding():
+            for row in range(self.num_rows if self.num_images else 0):
+                for image in self.images(row):
+                    if has_changed(image):
+                        raise DamagedCache(f"{self.origin(row)}: image {image.name} has changed since it was compiled")
+
+    @contextmanager
+    def _discarding(self) -> Iterator[None]:
+        try:
+            yield
         except DamagedCache:
             if self._discard is not None:
                 self._discard()
@@ -191,6 +232,10 @@ class Columns:
             name: MappedFile(self.folder / f"{name}.bin", dtype, self._blocks[f"{name}.bin"])
             for name, dtype in COLUMNS.items()
         }
+
+    @cached_property
+    def _mapped_images(self) -> ImageColumns:
+        return ImageColumns(self.folder, self._blocks, self._image_folder)
 
     @cached_property
     def _whole(self) -> dict[str, Column]:
@@ -241,6 +286,11 @@ class Rows(Sequence[Datum]):
         return cast(Indices, prompts * num_completions + pieces[:, 1:].sum(axis=1))
 
     @property
+    def has_images(self) -> bool:
+        """Whether any row of the files has some, also one that is not of this view."""
+        return self._columns.num_images > 0
+
+    @property
     def digest(self) -> str:
         """Of tokens, learned masks, labels and their order; not of where the rows came from."""
         if self._index is None:
@@ -264,4 +314,5 @@ class Rows(Sequence[Datum]):
         edges = (np.cumsum(columns["pieces"][row], dtype=np.int64)).tolist()
         tokens, learned = (columns.part(name, start, start + edges[-1]) for name in ("tokens", "learned"))
         answers = ((tokens[a:b], learned[a:b].astype(np.float32)) for a, b in pairwise(edges))
-        return make_datum(tokens[: edges[0]], answers, None if label == _NO_LABEL else label, columns.origin(row))
+        label_or_none = None if label == _NO_LABEL else label
+        return make_datum(tokens[: edges[0]], answers, label_or_none, columns.origin(row), columns.images(row))

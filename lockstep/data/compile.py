@@ -18,7 +18,9 @@ from lockstep.config.data import DataConfig, SourceConfig
 from lockstep.data.chat_template import Template, load_template
 from lockstep.data.columns import Column, Writer, pack_block
 from lockstep.data.encoder import Encoded, Encoder
+from lockstep.data.formats.conversation import Conversation
 from lockstep.data.formats.reader import KINDS, Kind, RowReader, recognise_format
+from lockstep.data.images import ImageReader
 from lockstep.data.rendering import Rendered, render
 from lockstep.data.report import FileReport
 from lockstep.data.sources.files import find_files, parse_raw, read_raw
@@ -80,14 +82,19 @@ class Compiling:
     max_length: int
     truncate: Literal["prompt_left", "right", "drop", "error"]
     has_template: bool
+    images: ImageReader | None = None
 
     def prepare(self) -> Callable[[Chunk], CompiledChunk]:
-        template = load_template(self.tokenizer, self.chat_template, self.template_options)
-        encoder = Encoder(self.tokenizer, max_length=self.max_length, truncate=self.truncate)
-        return lambda chunk: compile_chunk(chunk, template, encoder)
+        sees = self.images is not None
+        template = load_template(self.tokenizer, self.chat_template, self.template_options, sees=sees)
+        token = self.images.processor.token_id if self.images is not None else None
+        encoder = Encoder(self.tokenizer, max_length=self.max_length, truncate=self.truncate, image_token=token)
+        return lambda chunk: compile_chunk(chunk, template, encoder, self.images)
 
 
-def compile_chunk(chunk: Chunk, template: Template | None, encoder: Encoder) -> CompiledChunk:
+def compile_chunk(
+    chunk: Chunk, template: Template | None, encoder: Encoder, images: ImageReader | None = None
+) -> CompiledChunk:
     counts = FileReport(chunk.file.name, "", chunk.reader.format)
     # By index in the chunk: two rows of a JSON array may begin in the same line.
     errors: dict[int, DataError] = {}
@@ -100,7 +107,11 @@ def compile_chunk(chunk: Chunk, template: Template | None, encoder: Encoder) -> 
             if content is None:
                 counts.left_out += 1
                 continue
-            usable.append((i, render(content, template)))
+            rendered = render(content, template)
+            if isinstance(content, Conversation) and content.images:
+                assert images is not None, "rows are read with images only where there is a processor for them"
+                rendered = images.add(rendered, content.images, chunk.file)
+            usable.append((i, rendered))
         except DataError as error:
             errors[i] = error
             continue
@@ -135,6 +146,7 @@ def _count(counts: FileReport, encoded: Encoded, origin: str) -> bool:
     counts.num_unclosed += encoded.num_unclosed
     counts.num_unprompted += encoded.num_unprompted
     counts.holds_special += encoded.holds_special
+    counts.num_images += len(datum.images)
     return True
 
 
@@ -220,7 +232,7 @@ def compile_split(
 ) -> dict[str, Any]:
     """Write the columns; returns the manifest: number and kind of rows, and a report for each file."""
     sizes = [file.state.num_bytes for file in files]
-    opened = _Files(files, config, has_template=compiling.has_template)
+    opened = _Files(files, config, has_template=compiling.has_template, sees=compiling.images is not None)
     with ExitStack() as stack:
         writer = Writer(folder)
         stack.callback(writer.close)
@@ -297,11 +309,12 @@ def _describe_failure(error: WorkerError, pool: WorkerPool) -> str:
 class _Files:
     """Opens one file after another. `kind` is that of their rows, the same in all files."""
 
-    def __init__(self, files: Sequence[SplitFile], config: DataConfig, *, has_template: bool) -> None:
+    def __init__(self, files: Sequence[SplitFile], config: DataConfig, *, has_template: bool, sees: bool) -> None:
         self.kind: Kind | None = None
         self._files = files
         self._config = config
         self._has_template = has_template
+        self._sees = sees
 
     def chunks(self) -> Iterator[Chunk]:
         first = ""
@@ -317,7 +330,9 @@ class _Files:
     def _open(self, source: SourceConfig, file: SourceFile) -> RowReader:
         is_known = source.format not in (None, "auto")
         format = str(source.format) if is_known else self._recognise(source, file)
-        return RowReader(source, format, train_on=self._config.train_on, has_template=self._has_template)
+        return RowReader(
+            source, format, train_on=self._config.train_on, has_template=self._has_template, sees=self._sees
+        )
 
     def _recognise(self, source: SourceConfig, file: SourceFile) -> str:
         """The format of the first row that the converter keeps; where bad rows are skipped, of the first valid one."""

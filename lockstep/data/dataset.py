@@ -28,11 +28,12 @@ from lockstep.data.cache import (
 from lockstep.data.chat_template import load_template
 from lockstep.data.columns import Columns, Rows
 from lockstep.data.compile import SKIPPED_FILE, Compiling, Done, Kind, SplitFile, compile_split, list_files, mixed_kinds
+from lockstep.data.images import ImageReader
 from lockstep.data.lock import Holder
 from lockstep.data.order import Indices, hashed_order
 from lockstep.data.report import DataReport, FileReport, count_duplicates, find_leaks, from_manifest
 from lockstep.data.sources.rows import DataError
-from lockstep.types import Tokenizer
+from lockstep.types import ImageProcessor, Tokenizer
 
 # Keys of hashed_order, so that what is held out and what a weight chooses are independent of every epoch's order.
 _SPLIT_STREAM = 0x53504C4954  # "SPLIT"
@@ -61,6 +62,10 @@ class CompiledData:
     digest: str
     kind: Kind
 
+    @property
+    def has_images(self) -> bool:
+        return any(rows.has_images for rows in (self.train, self.validation, self.test))
+
 
 @dataclass(frozen=True)
 class _CompiledSplit:
@@ -82,15 +87,17 @@ def compile_data(
     seed: int,
     timeout_s: float = 600.0,
     on_progress: Callable[[CompileProgress], None] | None = None,
+    images: ImageProcessor | None = None,
 ) -> CompiledData:
     """Read, tokenise and split, or open what an earlier run compiled. Every error names the file and line.
 
-    `timeout_s` bounds the wait for another process that compiles the same data and makes no progress.
+    `timeout_s` bounds the wait for another process that compiles the same data and makes no progress. `images`: the
+    model's own processor, for rows that have some.
     """
     notes: list[str] = []
     while True:
         try:
-            return _compile(config, tokenizer, seed, timeout_s, on_progress, notes)
+            return _compile(config, tokenizer, seed, timeout_s, on_progress, notes, images)
         except DamagedCache as error:  # removed meanwhile, so that it is compiled again
             if len(notes) == len(PARTS):
                 raise
@@ -104,8 +111,10 @@ def _compile(
     timeout_s: float,
     on_progress: Callable[[CompileProgress], None] | None,
     notes: Sequence[str],
+    images: ImageProcessor | None,
 ) -> CompiledData:
-    template = load_template(tokenizer, config.chat_template, config.template_options)
+    template = load_template(tokenizer, config.chat_template, config.template_options, sees=images is not None)
+    reader = None if images is None else ImageReader(images, config.image_folder, config.image_urls)
     tokenizer_digest = digest_tokenizer(tokenizer)
     compiling = Compiling(
         tokenizer,
@@ -114,13 +123,16 @@ def _compile(
         config.max_length,
         config.truncate,
         has_template=template is not None,
+        images=reader,
     )
     splits: dict[str, _CompiledSplit] = {}
     for name in PARTS:
         if files := list_files(config.sources(name)):
-            key = fingerprint(config, [(file.source, file.file) for file in files], tokenizer_digest, template)
+            described = [(file.source, file.file) for file in files]
+            key = fingerprint(config, described, tokenizer_digest, template, images)
             progress = _ProgressReporter(name, files, on_progress)
-            splits[name] = _open_split(name, files, _obtain(key, files, config, compiling, timeout_s, progress))
+            entry = _obtain(key, files, config, compiling, timeout_s, progress)
+            splits[name] = _open_split(name, files, entry, config.image_folder)
     for split in splits.values():
         if split.kind != splits["train"].kind:
             raise mixed_kinds("data.train", splits["train"].kind, f"data.{split.name}", split.kind)
@@ -172,11 +184,12 @@ def _obtain(
     return obtain(cache_folder(config.cache_dir), key, build, patience=patience, on_wait=progress.wait)
 
 
-def _open_split(name: str, files: Sequence[SplitFile], entry: Entry) -> _CompiledSplit:
+def _open_split(name: str, files: Sequence[SplitFile], entry: Entry, image_folder: str | None) -> _CompiledSplit:
     manifest = entry.manifest
     # The files of this run: the same bytes under the same name may have been compiled from another folder.
     source_files = [file.file for file in files]
-    columns = Columns(entry.path, manifest, source_files, partial(discard, entry))
+    columns = Columns(entry.path, manifest, source_files, partial(discard, entry), image_folder)
+    columns.check_images()
     reports = tuple(
         from_manifest(values, split=name, weight=file.source.weight)
         for values, file in zip(manifest["reports"], files, strict=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import chain, pairwise
 from typing import cast
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from lockstep.data.chat_template import special_texts
 from lockstep.data.rendering import Rendered, Span, Variant
 from lockstep.data.sources.rows import DataError
-from lockstep.types import Completion, Datum, Tokenizer
+from lockstep.types import Completion, Datum, ImageRef, Tokenizer
 
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
@@ -134,9 +134,12 @@ class _Masked:
 
 
 class Encoder:
-    """Turns rendered rows into data of at most `max_length` tokens; longer rows are cut as `truncate` says."""
+    """Turns rendered rows into data of at most `max_length` tokens; longer rows are cut as `truncate` says.
 
-    def __init__(self, tokenizer: Tokenizer, *, max_length: int, truncate: str) -> None:
+    `image_token`: the one that stands for an image's features; rows may then have images.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, max_length: int, truncate: str, image_token: int | None = None) -> None:
         if max_length < 2:
             raise DataError(f"data.max_length is {max_length}: a row needs at least one prompt and one answer token")
         assert truncate in POLICIES, truncate
@@ -146,6 +149,7 @@ class Encoder:
             raise DataError(f"{self._name} is a slow tokenizer without character offsets: use its fast version")
         self._max_length = max_length
         self._truncate = truncate
+        self._image_token = image_token
         added = tokenizer.added_tokens_decoder
         self._special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
         self._special_text = re.compile("|".join(map(re.escape, special_texts(tokenizer))) or "(?!)")
@@ -181,10 +185,13 @@ class Encoder:
         prompt, answers = divided[0][0], [answer for _, answer in divided]
         self._check_answers(row, prompt, answers)
         num_uncut = len(prompt) + max(len(ids) for ids, _ in answers)
+        images = self._count_images(row, tokens[0], prompt, answers)
         fitted = self._fit(row, prompt, answers, num_uncut)
-        prompt_key, row_key = _keys(prompt, answers)
+        if images and self._num_image_tokens(fitted.prompt, fitted.answers) < sum(i.num_tokens for i in images):
+            fitted = Fitted(prompt, ())  # a part of an image cannot be learned from
+        prompt_key, row_key = _keys(prompt, answers, images)
         return Encoded(
-            make_datum(fitted.prompt, fitted.answers, row.label, row.origin) if fitted.answers else None,
+            make_datum(fitted.prompt, fitted.answers, row.label, row.origin, images) if fitted.answers else None,
             num_uncut=num_uncut,
             prompt_cut=fitted.prompt_cut,
             answer_cut=fitted.answer_cut,
@@ -195,6 +202,31 @@ class Encoder:
             prompt_key=prompt_key if row.has_prompt else row_key,
             row_key=row_key,
         )
+
+    def _count_images(
+        self, row: Rendered, tokens: _Tokens, prompt: Ints, answers: list[Answer]
+    ) -> tuple[ImageRef, ...]:
+        """The images with the number of their tokens, before anything is cut."""
+        if self._image_token is None:
+            return ()
+        is_image = tokens.ids == self._image_token
+        images = tuple(
+            replace(image, num_tokens=int(np.count_nonzero(is_image & _inside(tokens, span))))
+            for image, span in zip(row.images, row.variants[0].images, strict=True)
+        )
+        # What follows the last learned token is left out, images too.
+        kept = self._num_image_tokens(prompt, answers)
+        while images and kept < sum(image.num_tokens for image in images):
+            images = images[:-1]
+        if kept != sum(image.num_tokens for image in images):
+            raise DataError(
+                f"{row.origin}: a message has the image token of {self._name} written out, which stands for an image "
+                "that is not there: remove it, or add the image"
+            )
+        return images
+
+    def _num_image_tokens(self, prompt: Ints, answers: Iterable[Answer]) -> int:
+        return sum(int(np.count_nonzero(ids == self._image_token)) for ids in (prompt, *(ids for ids, _ in answers)))
 
     def _check_answers(self, row: Rendered, prompt: Ints, answers: list[Answer]) -> None:
         if any(len(ids) == 0 for ids, _ in answers):
@@ -279,6 +311,8 @@ class Encoder:
         weights = np.zeros(len(tokens.ids), dtype=np.float32)
         for turn in turns:
             weights[turn.first : turn.stop] = 1.0
+        for image in variant.images:
+            weights[_inside(tokens, image)] = 0.0
         if row.plain:
             return _Masked(*self._frame(row, tokens.ids, weights), retokenised=bool(cuts), num_unclosed=0)
         num_unclosed = sum(span.ends_turn and not turn.closed for span, turn in zip(variant.spans, turns))
@@ -354,7 +388,13 @@ def _are_alike(answers: Sequence[Answer]) -> bool:
     return len(answers) > 1 and all(np.array_equal(answers[0][0], ids) for ids, _ in answers[1:])
 
 
-def make_datum(prompt: Ints, answers: Iterable[Answer], label: int | None, origin: str) -> Datum:
+def _inside(tokens: _Tokens, span: tuple[int, int]) -> npt.NDArray[np.bool_]:
+    return (tokens.starts >= span[0]) & (tokens.starts < span[1])
+
+
+def make_datum(
+    prompt: Ints, answers: Iterable[Answer], label: int | None, origin: str, images: Sequence[ImageRef] = ()
+) -> Datum:
     """Arrays serve as the sequences of a datum. `label` becomes a value of every token."""
     completions = []
     for ids, weights in answers:
@@ -364,12 +404,14 @@ def make_datum(prompt: Ints, answers: Iterable[Answer], label: int | None, origi
                 cast(Sequence[int], ids), cast(Sequence[float], weights), cast(Mapping[str, Sequence[float]], values)
             )
         )
-    return Datum(cast(Sequence[int], prompt), tuple(completions), origin)
+    return Datum(cast(Sequence[int], prompt), tuple(completions), origin, images)
 
 
-def _keys(prompt: Ints, answers: list[Answer]) -> tuple[int, int]:
-    """64 bits for the prompt and for the whole row."""
+def _keys(prompt: Ints, answers: list[Answer], images: Sequence[ImageRef] = ()) -> tuple[int, int]:
+    """64 bits for the prompt and for the whole row; the same question about another image is another row."""
     digest = blake2b(prompt.tobytes(), digest_size=8)
+    for image in images:
+        digest.update(image.digest.to_bytes(8, "little"))
     prompt_key = int.from_bytes(digest.digest(), "little")
     for ids, _ in answers:
         digest.update(len(ids).to_bytes(8, "little"))

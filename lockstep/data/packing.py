@@ -23,6 +23,10 @@ class Cost:
     def of(self, length: int) -> float:
         return length * (self.per_token + self.per_token_squared * length)
 
+    def of_all(self, lengths: Sequence[int], extra: Sequence[float] | None = None) -> list[float]:
+        costs = [self.of(length) for length in lengths]
+        return costs if extra is None else [a + b for a, b in zip(costs, extra, strict=True)]
+
     @classmethod
     def from_hidden_size(cls, hidden_size: int) -> Cost:
         """A token's matrix products take about 24 hidden² operations a layer, and causal attention 2 hidden for every
@@ -51,8 +55,9 @@ def partition(
     budget_tokens: int,
     max_documents: int | None = None,
     cost: Cost = BY_TOKENS,
+    extra_costs: Sequence[float] | None = None,
 ) -> Steps:
-    """Every rank gets the same number of micro-steps; some may be empty.
+    """Every rank gets the same number of micro-steps; some may be empty. `extra_costs`: beside those of the lengths.
 
     Longest first into the cheapest bin with room, with as few micro-steps as the budget allows. The bins of one
     micro-step are neighbours in cost, so that ranks which wait for each other have similar work.
@@ -63,7 +68,7 @@ def partition(
     if not lengths:
         return []
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    costs = [cost.of(length) for length in lengths]
+    costs = cost.of_all(lengths, extra_costs)
     fewest = max(1, -(-sum(lengths) // (num_ranks * budget_tokens)))
     if max_documents is not None:
         fewest = max(fewest, -(-len(lengths) // (num_ranks * max_documents)))
@@ -77,13 +82,16 @@ def partition(
     return _deal([bins[s * num_ranks : (s + 1) * num_ranks] for s in range(steps)], costs)
 
 
-def measure_balance(steps: Steps, lengths: Sequence[int], cost: Cost = BY_TOKENS) -> Balance:
+def measure_balance(
+    steps: Steps, lengths: Sequence[int], cost: Cost = BY_TOKENS, extra_costs: Sequence[float] | None = None
+) -> Balance:
     """`steps` as returned by `partition`."""
     if not steps:
         return Balance((), 1.0, 1.0)
     num_ranks = len(steps[0])
     tokens = [sum(lengths[i] for step in steps for i in step[rank]) for rank in range(num_ranks)]
-    by_step = [[sum(cost.of(lengths[i]) for i in share) for share in step] for step in steps]
+    costs = cost.of_all(lengths, extra_costs)
+    by_step = [[sum(costs[i] for i in share) for share in step] for step in steps]
     return Balance(
         tuple(tokens),
         max(tokens) * num_ranks / sum(tokens),

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from lockstep.data.chat_template import Piece, Template, Trace
 from lockstep.data.formats.conversation import Content, Conversation, Message, Pair, Passage
 from lockstep.data.sources.rows import DataError
+from lockstep.types import ImageRef
 
 # Replace an answer to find the header before it: they must not start with the same letter.
 _PLACEHOLDERS = ("alpha", "beta")
@@ -247,12 +248,14 @@ def _changing(conversation: Conversation, index: int, template: Template, what: 
 class Variant:
     """One text of a row with the spans to learn, in order.
 
-    `num_unprompted` answers do not start with the whole generation prompt.
+    `num_unprompted` answers do not start with the whole generation prompt. `images` are the characters [start, end) of
+    each image, which are never learned.
     """
 
     text: str
     spans: tuple[Span, ...]
     num_unprompted: int = 0
+    images: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +263,8 @@ class Rendered:
     """A row as text: one variant, or two (chosen, rejected) for a pair.
 
     `plain` text gets its BOS and EOS as token ids; a template writes its own. `has_prompt`: the row has something
-    before the answer. `written` are the strings of the row, without what a template adds.
+    before the answer. `written` are the strings of the row, without what a template adds. `images` are in the order of
+    their places in the text; their tokens are not counted yet.
     """
 
     origin: str
@@ -269,6 +273,7 @@ class Rendered:
     has_prompt: bool
     written: tuple[str, ...]
     label: bool | None = None
+    images: tuple[ImageRef, ...] = ()
 
 
 def render(content: Content, template: Template | None) -> Rendered:

@@ -13,7 +13,7 @@ from lockstep.data.columns import Rows
 _NUM_SHOWN = 5
 _COUNTS = (
     *("num_rows", "num_tokens", "num_supervised", "prompts_cut", "answers_cut", "dropped", "skipped", "left_out"),
-    *("num_retokenised", "num_unclosed", "num_unprompted", "holds_special"),
+    *("num_retokenised", "num_unclosed", "num_unprompted", "holds_special", "num_images"),
 )
 
 
@@ -43,6 +43,7 @@ class FileReport:
     num_unclosed: int = 0
     num_unprompted: int = 0
     holds_special: int = 0
+    num_images: int = 0
     longest_row: int = 0
     longest_origin: str = ""
     ignored_keys: list[str] = field(default_factory=list)

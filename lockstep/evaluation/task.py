@@ -161,12 +161,15 @@ def _find_data(
 def _rows_of_split(config: RunConfig, split: str) -> tuple[set[str], str]:
     """(the rows of the split by their origins, the part of the configuration whose files they are in)."""
     from lockstep.data.dataset import compile_data
-    from lockstep.model.load import load_run_tokenizer
+    from lockstep.model.load import load_processor, load_run_tokenizer
 
     if split not in ("validation", "test"):
         raise ValueError(f"unknown split {split!r}: choose validation or test")
     if not getattr(config.data, split) and not getattr(config.data, f"{split}_fraction"):
         raise ValueError(f"the run has no {split} rows: name a data file")
-    compiled = compile_data(config.data, load_run_tokenizer(config), seed=config.seed)
+    tokenizer = load_run_tokenizer(config)
+    compiled = compile_data(config.data, tokenizer, seed=config.seed, images=load_processor(config.model, tokenizer))
+    if compiled.has_images:
+        raise ValueError("lockstep eval does not answer rows with images yet: evaluation.metrics does, in training")
     part = split if getattr(config.data, split) else "train"
     return {datum.origin for datum in getattr(compiled, split)}, part

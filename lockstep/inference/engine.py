@@ -344,11 +344,15 @@ def end_of_turn_id(tokenizer: Tokenizer, template: str | None = None) -> int | N
     if template is None and not getattr(tokenizer, "chat_template", None):
         return None
     answer = "lockstep"
-    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
-    try:
-        text = tokenizer.apply_chat_template(turns, tokenize=False, chat_template=template)
-    except Exception:  # a template may refuse any conversation; then only the configured tokens count
-        return None
+    text = ""
+    for content in (str, lambda text: [{"type": "text", "text": text}]):  # some of models that see read only parts
+        turns = [{"role": "user", "content": content("?")}, {"role": "assistant", "content": content(answer)}]
+        try:
+            text = str(tokenizer.apply_chat_template(turns, tokenize=False, chat_template=template))
+        except Exception:  # a template may refuse any conversation; then only the configured tokens count
+            return None
+        if answer in text:
+            break
     tail = text.rpartition(answer)[2]
     ids = tokenizer(tail.lstrip(), add_special_tokens=False)["input_ids"]
     special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}

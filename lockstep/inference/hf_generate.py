@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,11 +25,13 @@ def hf_generate(
     pad_id: int,
     batch_size: int,
     sharded: bool,
+    inputs: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Slower, and a batch draws from one generator: samples depend on what else is in it.
 
     Sequences with equally many tokens, and as many left, go together: padding on the left would enter the state of
     many models that this is for. Where ranks make the same passes, those of all lengths do, padded.
+    `inputs`: what the model takes beside the tokens of a single sequence.
     """
     batches: dict[tuple[int, int], list[TokenSequence]] = {}
     for sequence in sequences:
@@ -37,7 +39,8 @@ def hf_generate(
     with _seeded(params.seed), _without_defaults(model):
         for (num_left, _), group in batches.items():
             for start in range(0, len(group), batch_size):
-                _hf_generate_batch(model, group[start : start + batch_size], num_left, params, pad_id, sharded)
+                part = group[start : start + batch_size]
+                _hf_generate_batch(model, part, num_left, params, pad_id, sharded, inputs or {})
 
 
 @torch.inference_mode()
@@ -70,7 +73,13 @@ def check_generate(model: Any, *, pad_id: int, sharded: bool) -> float:
 
 
 def _hf_generate_batch(
-    model: Any, batch: Sequence[TokenSequence], max_new_tokens: int, params: SamplingParams, pad_id: int, sharded: bool
+    model: Any,
+    batch: Sequence[TokenSequence],
+    max_new_tokens: int,
+    params: SamplingParams,
+    pad_id: int,
+    sharded: bool,
+    inputs: Mapping[str, Tensor],
 ) -> None:
     width = max(sequence.length for sequence in batch)
     rows = [[pad_id] * (width - sequence.length) + list(sequence.tokens) for sequence in batch]
@@ -82,6 +91,7 @@ def _hf_generate_batch(
         options["min_p"] = params.min_p or None
     output = model.generate(
         inputs=torch.tensor(rows, device=model.device),
+        **inputs,
         attention_mask=torch.tensor(mask, device=model.device),
         generation_config=GenerationConfig(
             max_new_tokens=max_new_tokens,

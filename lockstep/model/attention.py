@@ -30,10 +30,14 @@ _GROUPED_HEADS: dict[str, Any] = (
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """Segments of a packed row. `shared`: start and length of the prompt that a segment continues, in another one."""
+    """Segments of a packed row. `shared`: start and length of the prompt that a segment continues, in another one.
+
+    `blocks`: tokens [start, stop) of the row that all attend to each other, as those of an image in some models.
+    """
 
     lengths: tuple[int, ...]
     shared: tuple[tuple[int, int], ...] = ()
+    blocks: tuple[tuple[int, int], ...] = ()
 
     @property
     def key_lengths(self) -> tuple[int, ...]:
@@ -173,14 +177,16 @@ def segment_by_segment(
     layout: PackedLayout,
     attend: _Attend = _attend,
 ) -> Tensor:
-    outputs = []
+    outputs, start = [], 0
     # split, not slicing: its backward is one concatenation instead of one zero-filled tensor for each document.
     keys, values = (_with_prompts(t, layout) for t in (key, value))
     for q, k, v in zip(query.split(layout.lengths, 2), keys, values, strict=True):
         length, before = q.shape[2], k.shape[2] - q.shape[2]
         mask = None
-        if before or (sliding_window is not None and length > sliding_window):
-            mask = _causal_mask(length, before, sliding_window, q.device)
+        blocks = tuple((a - start, b - start) for a, b in layout.blocks if start <= a < start + length)
+        start += length
+        if before or blocks or (sliding_window is not None and length > sliding_window):
+            mask = _causal_mask(length, before, sliding_window, q.device, blocks)
         outputs.append(attend(q, k, v, mask, scaling, dropout).transpose(1, 2))
     return torch.cat(outputs, dim=1)
 
@@ -210,10 +216,18 @@ def _pieces(layout: PackedLayout) -> tuple[list[int], list[tuple[int, ...]]]:
 
 
 @functools.lru_cache(maxsize=64)
-def _causal_mask(length: int, before: int, sliding_window: int | None, device: torch.device) -> Tensor:
-    """[length, before + length]: causal, within the window."""
+def _causal_mask(
+    length: int,
+    before: int,
+    sliding_window: int | None,
+    device: torch.device,
+    blocks: tuple[tuple[int, int], ...] = (),
+) -> Tensor:
+    """[length, before + length]: causal, but for the tokens of a block among themselves; within the window."""
     distance = (before + torch.arange(length, device=device))[:, None] - torch.arange(before + length, device=device)
     mask = distance >= 0
+    for start, stop in blocks:
+        mask[start:stop, before + start : before + stop] = True
     return mask if sliding_window is None else mask & (distance < sliding_window)
 
 

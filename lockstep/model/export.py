@@ -16,6 +16,7 @@ from lockstep.config import ConfigError
 from lockstep.model.policy import CausalLM, causal_lm
 from lockstep.model.routing import BIAS
 from lockstep.model.stages import PassThrough
+from lockstep.model.vision import copy_processor
 from lockstep.rundir import Checkpoint, RunDir, damage
 from lockstep.types import Tokenizer
 
@@ -64,7 +65,7 @@ def _load_checkpoint(run: RunDir, checkpoint: Checkpoint, dtype: torch.dtype | N
         model = build_model(config.model, config.lora, precision, with_weights=True, quantised=False)
     else:
         model = load_causal_lm(config.model, dtype, with_weights=True)
-        model = add_lora(model, config.lora) if config.lora is not None else model
+        model = add_lora(model, config.lora, config.model.vision) if config.lora is not None else model
     assert dtype is None or dtype in DTYPES.values()
     trained: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if p.requires_grad}
     if config.model.router_bias_rate:
@@ -125,6 +126,7 @@ def export_run(run_dir: str | Path, to: Path | None = None, *, adapter: bool = F
         path.parent.mkdir(parents=True, exist_ok=True)
         save_weights(model, model.state_dict(), path)
         tokenizer.save_pretrained(path)
+        copy_processor(config.model, path)
     except OSError as error:
         raise ConfigError(f"cannot write the export {path}: {error.strerror or error}") from error
     size = sum(f.stat().st_size for f in path.rglob("*") if f.is_file())

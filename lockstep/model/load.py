@@ -23,8 +23,9 @@ from lockstep.model.float64 import keep_float64
 from lockstep.model.lora import add_lora
 from lockstep.model.policy import CausalLM
 from lockstep.model.quantised import dequantising_options, quantise_base, refuse_untrainable
+from lockstep.model.vision import load_image_processor, sees, settle_vision
 from lockstep.rundir import RunDir
-from lockstep.types import Tokenizer
+from lockstep.types import ImageProcessor, Tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -59,14 +60,17 @@ def load_hf_config(config: ModelConfig) -> PreTrainedConfig:
 
 def load_causal_lm(config: ModelConfig, dtype: torch.dtype, *, with_weights: bool = True) -> PreTrainedModel:
     """On CPU. Without weights memory is not initialised, and costs nothing until it is written."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.initialization import no_init_weights
 
     with _explaining(config):
         if with_weights:
             _refuse_adapter(config)
-            options = _source(config) | dequantising_options(load_hf_config(config))
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+        hf_config = load_hf_config(config)
+        auto: Any = AutoModelForImageTextToText if sees(hf_config, config.vision) else AutoModelForCausalLM
+        if with_weights:
+            options = _source(config) | dequantising_options(hf_config)
+            loaded: Any = auto.from_pretrained(
                 dtype=dtype, use_safetensors=_wants_safetensors(config), output_loading_info=True, **options
             )
             model, report = loaded
@@ -76,9 +80,10 @@ def load_causal_lm(config: ModelConfig, dtype: torch.dtype, *, with_weights: boo
         else:
             trust = config.trust_remote_code
             with no_init_weights():
-                model = AutoModelForCausalLM.from_config(load_hf_config(config), dtype=dtype, trust_remote_code=trust)
+                model = auto.from_config(hf_config, dtype=dtype, trust_remote_code=trust)
             model.tie_weights()  # skipped together with the initialisation
             _read_generation_config(config, model)
+    settle_vision(model, config.vision)
     compute_experts_exactly(model, dtype)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # GGUF weights are unpacked; an export could not be loaded with it
@@ -211,11 +216,17 @@ def build_model(
         keep_float64(model)
     if lora is None:
         return model
-    adapted = add_lora(model, lora)
+    adapted = add_lora(model, lora, config.vision)
     if quantised and config.base_format is not None:
         place = torch.device("cuda") if torch.cuda.is_available() else None
         quantise_base(adapted, config.base_format, place, with_weights=with_weights)
     return adapted
+
+
+def load_processor(config: ModelConfig, tokenizer: Tokenizer) -> ImageProcessor | None:
+    """Of a vision-language model: what makes arrays and tokens of images; otherwise None."""
+    with _explaining(config):
+        return load_image_processor(config, load_hf_config(config), tokenizer)
 
 
 def _source(config: ModelConfig) -> dict[str, Any]:

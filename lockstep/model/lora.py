@@ -18,10 +18,14 @@ from lockstep.config import LoraConfig
 from lockstep.model.experts import ExpertAdapter, compute_experts, expert_parameters, follows_transformers, is_divided
 from lockstep.model.parts import sizes_of
 from lockstep.model.policy import CausalLM, causal_lm, decoder_layers
+from lockstep.model.vision import blind_to, vision_parameters
 
 
-def add_lora(model: nn.Module, config: LoraConfig) -> CausalLM:
-    """Freeze the model and put adapters on its linear layers and experts. Adapter weights are float32 or wider."""
+def add_lora(model: nn.Module, config: LoraConfig, vision: str = "auto") -> CausalLM:
+    """Freeze the model and put adapters on its linear layers and experts. Adapter weights are float32 or wider.
+
+    `vision` is model.vision: whether what a model sees with gets adapters as well.
+    """
     import peft
 
     targets = _all_targets(model) if config.targets == "all-linear" else _named_targets(model, config.targets)
@@ -33,6 +37,7 @@ def add_lora(model: nn.Module, config: LoraConfig) -> CausalLM:
         lora_dropout=config.dropout,
         target_modules=targets.modules,
         target_parameters=targets.parameters or None,
+        exclude_modules=blind_to(causal_lm(model), vision),
         use_dora=config.dora,
     )
     adapted = peft.get_peft_model(model, settings, autocast_adapter_dtype=True)
@@ -50,7 +55,7 @@ class _Targets:
 
 def _all_targets(model: nn.Module) -> _Targets:
     experts = _expert_names(model)
-    modules = _linear_names(model)
+    modules = sorted({*_linear_names(model), *_vision_linear_names(model)})
     if not modules and not experts:
         raise ValueError(f"{type(causal_lm(model)).__name__} has no linear layer inside its decoder layers")
     return _as_peft_keeps_them(model, _Targets(modules, experts))
@@ -306,6 +311,13 @@ def _linear_names(model: nn.Module) -> list[str]:
     for layer in decoder_layers(model):
         names |= {name.rsplit(".", 1)[-1] for name, module in layer.named_modules() if _is_linear(module)}
     return sorted(names)
+
+
+def _vision_linear_names(model: nn.Module) -> list[str]:
+    """Full names, of what model.vision trains."""
+    causal = causal_lm(model)
+    trained = {id(parameter) for _, _, parameter in vision_parameters(causal) if parameter.requires_grad}
+    return [name for name, m in causal.named_modules() if _is_linear(m) and id(m.weight) in trained]
 
 
 def _expert_names(model: nn.Module) -> list[str]:

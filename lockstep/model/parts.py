@@ -10,6 +10,7 @@ from torch import nn
 
 from lockstep.model.policy import causal_lm, decoder_layers
 from lockstep.model.quantised_layers import QuantisedLinear
+from lockstep.model.vision import vision_parameters
 
 # Of a module's own name and its class's, the first that fits decides.
 _KINDS = {
@@ -35,6 +36,7 @@ def measure_parts(model: nn.Module) -> dict[str, Part]:
     inside = {id(p): kind_of(layer, name) for layer in layers for name, p in layer.named_parameters()}
     embedding = {id(p) for p in causal_lm(model).get_input_embeddings().parameters()}
     head = {id(p) for p in causal_lm(model).get_output_embeddings().parameters()}
+    inside |= {id(parameter): kind for _, kind, parameter in vision_parameters(causal_lm(model))}
     found: dict[str, Part] = {}
     sizes = sizes_of(model)
     for name, parameter in model.named_parameters():

@@ -28,9 +28,11 @@ from lockstep.model.head import (
     token_facts,
     weighted_logprob_sum,
 )
+from lockstep.model.image_inputs import ImageForward, ImageInputs
 from lockstep.model.mixers import Search, TokenMixers, candidates
 from lockstep.model.rotary import RotaryByLength, TextSpan
 from lockstep.model.routing import Routers
+from lockstep.model.vision import language_model, vision_modules
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -55,6 +57,7 @@ class PackedTokens:
     shared: tuple[tuple[int, int], ...] = ()  # of each segment's prompt (start, length), or (0, 0)
     padding: int = 0  # tokens at the end that are of no document
     counts: Tensor | None = None  # [T] in how many texts each token is: a shared prompt in several, padding in none
+    images: ImageInputs | None = None  # positions are then [axes, T] where the model has several
 
     @property
     def text_lengths(self) -> list[int]:
@@ -95,9 +98,13 @@ class Policy(nn.Module):
         self.routers = Routers(model)
         self.rotary = RotaryByLength.of(model)
         self.max_positions = max_positions(causal)
-        self._own_attention = causal.config._attn_implementation
+        self.image_forward: ImageForward | None = None  # of a model that is given images
+        # Not as attributes of their own: they would be registered a second time.
+        self._towers = tuple(vision_modules(causal).values())
+        self._attending = (language_model(causal) if self._towers else causal,)  # towers attend in their own way
+        self._own_attention = self._attending[0].config._attn_implementation
         if self.attends_packed:
-            causal.set_attn_implementation(attention.PACKED)
+            self._attend(attention.PACKED)
 
     def train(self, mode: bool = True) -> Policy:
         """Routers never add noise: the same batch must give the same step, and what is trained is what is sampled."""
@@ -135,7 +142,7 @@ class Policy(nn.Module):
             self.why_not_fused = self.why_not_packed or "documents would not be kept apart"
         elif self.attends_packed:
             self.attends_packed = False
-            causal_lm(self.model).set_attn_implementation(self._own_attention)
+            self._attend(self._own_attention)
         else:
             self.packs = self.shares_prompts = False
             name = type(causal_lm(self.model)).__name__
@@ -157,12 +164,14 @@ class Policy(nn.Module):
         if not self.attends_packed:
             yield
             return
-        causal = causal_lm(self.model)
-        causal.set_attn_implementation(self._own_attention)
+        self._attend(self._own_attention)
         try:
             yield
         finally:
-            causal.set_attn_implementation(attention.PACKED)
+            self._attend(attention.PACKED)
+
+    def _attend(self, implementation: str) -> None:
+        self._attending[0].set_attn_implementation(implementation)
 
     def forward(
         self, packed: PackedTokens, grad_logprobs: Tensor | None = None, *, plain: bool = False, facts: bool = False
@@ -170,24 +179,37 @@ class Policy(nn.Module):
         """The result of `apply_head`. `plain`: see `_plain_logprobs`, for checking."""
         if plain:
             return self._plain_logprobs(packed)
-        inputs = {"input_ids": packed.tokens[None]}
+        inputs = {"input_ids": packed.tokens[None], **self._image_inputs(packed)}
         if self.enters_head:
             hidden = self._run_to_head(packed, inputs)
         else:
             hidden = self.run_layers(headless(causal_lm(self.model)), packed, inputs)
         return self.apply_head(hidden[0], packed, grad_logprobs, facts=facts)
 
+    def _image_inputs(self, packed: PackedTokens) -> dict[str, Tensor]:
+        if packed.images is None:
+            return {}
+        assert self.image_forward is not None, "a model is given images only after it was told how"
+        return self.image_forward.inputs(packed.images, packed.tokens.device, self.tower_dtype)
+
+    @property
+    def tower_dtype(self) -> torch.dtype:
+        return next(self._towers[0].parameters()).dtype
+
     def _plain_logprobs(self, packed: PackedTokens) -> Tensor:
         """Of one document, from the model as anybody calls it: its own attention, and positions that it counts."""
         with self.own_attention(), self.rotary.texts(self._spans(packed)):
-            logits = causal_lm(self.model)(input_ids=packed.tokens[None], use_cache=False).logits
+            seen = self._image_inputs(packed)
+            if self.image_forward is not None and seen:
+                seen |= self.image_forward.token_types(packed.tokens)
+            logits = causal_lm(self.model)(input_ids=packed.tokens[None], use_cache=False, **seen).logits
         logprobs = torch.log_softmax(logits[0, packed.predictors].double(), dim=-1)
         return logprobs.gather(1, packed.targets[:, None])[:, 0]
 
     def run_layers(self, body: nn.Module, packed: PackedTokens, inputs: dict[str, Tensor]) -> Tensor:
         """[1, T, H] hidden states of a model without its head."""
         self.routers.read(packed.counts)
-        layout = attention.PackedLayout(packed.lengths, packed.shared)
+        layout = self._layout(packed)
         with self.rotary.texts(self._spans(packed)), self.mixers.documents(layout):
             return body(**inputs, **self._arguments(packed)).last_hidden_state
 
@@ -204,7 +226,7 @@ class Policy(nn.Module):
         own = head.__dict__.get("forward")
         head.forward = pass_through
         self.routers.read(packed.counts)
-        layout = attention.PackedLayout(packed.lengths, packed.shared)
+        layout = self._layout(packed)
         try:
             with self.rotary.texts(self._spans(packed)), self.mixers.documents(layout):
                 causal(**inputs, **self._arguments(packed))
@@ -241,10 +263,15 @@ class Policy(nn.Module):
                 found.append(TextSpan(here, text_length))
         return found
 
+    def _layout(self, packed: PackedTokens) -> attention.PackedLayout:
+        whole = self.image_forward is not None and self.image_forward.sees_whole_images
+        blocks = packed.images.blocks if whole and packed.images is not None else ()
+        return attention.PackedLayout(packed.lengths, packed.shared, blocks)
+
     def _arguments(self, packed: PackedTokens) -> dict[str, Any]:
-        layout = attention.PackedLayout(packed.lengths, packed.shared)
-        positions = {"position_ids": packed.positions[None]} if self.gives_positions else {}
-        return {**positions, "use_cache": False, **self._attention_arguments(layout, packed.tokens.device)}
+        positions = packed.positions[None] if packed.positions.ndim == 1 else packed.positions[:, None]
+        given = {"position_ids": positions} if self.gives_positions else {}
+        return {**given, "use_cache": False, **self._attention_arguments(self._layout(packed), packed.tokens.device)}
 
     def _attention_arguments(self, layout: attention.PackedLayout, device: torch.device) -> dict[str, Any]:
         assert self.packs or len(layout.lengths) == 1, "a model that does not pack takes one document at a time"
@@ -257,7 +284,7 @@ class Policy(nn.Module):
                 else {}
             )
         split = {} if self.split_tokens is None else {"packed_split": self.split_tokens}
-        if not self.variable_length:
+        if not self.variable_length or layout.blocks:
             return {"packed_layout": layout, **split}
         arguments: dict[str, Any] = {"packed_boundaries": _boundaries(layout.lengths, device), **split}
         # Rounded up, so that compiled layers see few different numbers.
@@ -324,6 +351,21 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside a PEFT wrapper, or the model itself."""
     unwrap: Any = getattr(model, "get_base_model", lambda: model)
     return unwrap()
+
+
+@contextlib.contextmanager
+def generating(causal: PreTrainedModel) -> Iterator[None]:
+    """With its cache in use, as it was before afterwards. Of a model that sees, the text has a configuration too."""
+    generation, own = causal.generation_config, causal.config
+    before = [(c, c.use_cache) for c in (own, own.get_text_config()) if hasattr(c, "use_cache")]
+    try:
+        for config, _ in before:
+            config.use_cache = True
+        yield
+    finally:
+        causal.generation_config = generation
+        for config, used in before:
+            config.use_cache = used
 
 
 def max_positions(causal: PreTrainedModel) -> int | None:

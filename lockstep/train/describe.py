@@ -17,6 +17,7 @@ from lockstep.model.load import (
     check_trainable,
     choose_precision,
     load_hf_config,
+    load_processor,
     load_run_tokenizer,
 )
 from lockstep.model.parts import Part, describe_parts, measure_parts
@@ -66,6 +67,7 @@ def describe(config: RunConfig, on_progress: Callable[[CompileProgress], None] |
         seed=config.seed,
         timeout_s=config.launch.timeout_s,
         on_progress=on_progress,
+        images=load_processor(config.model, tokenizer),
     )
     check_data(config, data, num_ranks)
     rows = rows_to_learn(config, data)
@@ -89,6 +91,7 @@ def describe(config: RunConfig, on_progress: Callable[[CompileProgress], None] |
         "train_rows": len(rows.train),
         "validation_rows": len(rows.validation),
         "train_tokens": int(rows.train.lengths.sum()),
+        **({"images": data.report.totals.num_images} if data.has_images else {}),
         "prompts_cut": data.report.totals.prompts_cut,
         "answers_cut": data.report.totals.answers_cut,
         "warnings": [*data.report.warnings(), *row_warnings(config, data)],

@@ -8,30 +8,41 @@ from pathlib import Path
 from lockstep.config import ConfigError, RunConfig
 from lockstep.data.dataset import CompiledData, CompileProgress, compile_data
 from lockstep.evaluation import metrics
-from lockstep.model.load import load_tokenizer
+from lockstep.model.load import load_processor, load_tokenizer
 from lockstep.rollouts.source import PromptData, read_prompt_data
 from lockstep.rundir import RunDir, write_atomically
 from lockstep.train.preference_data import RowsToLearn, row_warnings, rows_to_learn
-from lockstep.types import Tokenizer
+from lockstep.types import ImageProcessor, Tokenizer
 
 
 def prepare_rows(
     config: RunConfig, tokenizer: Tokenizer, run: RunDir, num_ranks: int
-) -> tuple[CompiledData | PromptData, RowsToLearn]:
+) -> tuple[CompiledData | PromptData, RowsToLearn, ImageProcessor | None]:
+    """The third is that of the model, where rows have images."""
     if config.algorithm.kind == "grpo":
         prompts = read_prompt_data(config, tokenizer)
         for message in prompts.warnings():
             run.log_event("warning", message=message)
-        return prompts, RowsToLearn(prompts.train, prompts.validation)
-    data = prepare_data(config, tokenizer, run, num_ranks)
-    return data, rows_to_learn(config, data)
+        return prompts, RowsToLearn(prompts.train, prompts.validation), None
+    images = load_processor(config.model, tokenizer)
+    data = prepare_data(config, tokenizer, images, run, num_ranks)
+    return data, rows_to_learn(config, data), images if data.has_images else None
 
 
-def prepare_data(config: RunConfig, tokenizer: Tokenizer, run: RunDir, num_ranks: int) -> CompiledData:
+def prepare_data(
+    config: RunConfig, tokenizer: Tokenizer, images: ImageProcessor | None, run: RunDir, num_ranks: int
+) -> CompiledData:
     def show(progress: CompileProgress) -> None:
         run.write_status(phase=f"{progress.phase} {progress.split}: {progress.rows:,} rows")
 
-    data = compile_data(config.data, tokenizer, seed=config.seed, timeout_s=config.launch.timeout_s, on_progress=show)
+    data = compile_data(
+        config.data,
+        tokenizer,
+        seed=config.seed,
+        timeout_s=config.launch.timeout_s,
+        on_progress=show,
+        images=images,
+    )
     for message in [*data.report.warnings(), *row_warnings(config, data)]:
         run.log_event("warning", message=message)
     run.log_event("data", **asdict(data.report))
@@ -50,6 +61,19 @@ def check_data(config: RunConfig, data: CompiledData, num_ranks: int) -> None:
         raise ConfigError(f"batch.samples {per_step} is less than the {num_ranks} ranks: some would never have a row")
     if len(rows.train) < num_ranks:
         raise ConfigError(f"{num_ranks} ranks for {len(rows.train)} training rows: use at most one rank per row")
+
+    if data.has_images:
+        _check_images(config)
+
+
+def _check_images(config: RunConfig) -> None:
+    """What rows with images do not go together with."""
+    parallel = config.parallel
+    for axis in ("tensor", "context", "pipeline"):
+        if getattr(parallel, axis) > 1:
+            raise ConfigError(f"rows with images are not learned from with parallel.{axis} above 1: set it to 1")
+    if parallel.backend != "torch":
+        raise ConfigError(f"rows with images are not learned from with parallel.backend {parallel.backend}: use torch")
 
 
 def check_reference_model(config: RunConfig, tokenizer: Tokenizer) -> None:

@@ -24,6 +24,7 @@ from lockstep.config import ConfigError, RunConfig
 from lockstep.data.cache import cache_folder
 from lockstep.data.dataset import CompiledData
 from lockstep.evaluation import metrics
+from lockstep.inference.image_answers import answer_with_images
 from lockstep.inference.openai.rollout_endpoint import RolloutEndpoint, connect
 from lockstep.model.export import export_run, save_weights
 from lockstep.model.load import (
@@ -34,6 +35,7 @@ from lockstep.model.load import (
     load_run_tokenizer,
 )
 from lockstep.model.parts import describe_parts, sizes_of
+from lockstep.model.vision import copy_processor
 from lockstep.parallel import host_files
 from lockstep.parallel.group import ProcessGroup, choose_device, find_nccl
 from lockstep.rollouts.engines.pool import start_engines
@@ -58,7 +60,7 @@ from lockstep.train.reference import (
 )
 from lockstep.train.steps import CompileWatch, Diverged, LoopInputs, RunInterrupted
 from lockstep.train.validation import AnswerScores, last_answer
-from lockstep.types import Tokenizer
+from lockstep.types import Datum, ImageProcessor, Prompt, SamplingParams, TextCompletion, Tokenizer
 
 if TYPE_CHECKING:
     from lockstep.backend.deepspeed.backend import DeepSpeedBackend
@@ -86,7 +88,7 @@ def run(run_dir: Path, asked_to_stop: Callable[[], bool] = lambda: False) -> Non
     check_trainable(config.model)
     tokenizer = load_run_tokenizer(config)
     check_reference_model(config, tokenizer)
-    data, rows = prepare_rows(config, tokenizer, run, num_ranks)
+    data, rows, images = prepare_rows(config, tokenizer, run, num_ranks)
     reference = plan_reference(config, rows.train)
     if config.algorithm.kind != "sft":
         run.log_event("reference", kind=reference.kind, why=reference.why)
@@ -99,7 +101,7 @@ def run(run_dir: Path, asked_to_stop: Callable[[], bool] = lambda: False) -> Non
     keep_freed_memory()
     compiles = group.device.type == "cuda" if config.model.compile == "auto" else config.model.compile
     with CompileWatch(run, enabled=compiles) as watch:
-        backend, rows = build(config, group, run, rows, reference)
+        backend, rows = build(config, group, run, rows, reference, images)
         backend.asked_to_stop = asked_to_stop
         check_positions(config, backend, rows)
         for message in describe_cost(config, backend, rows):
@@ -205,13 +207,18 @@ def _with_reference(rows: RowsToLearn, forward: Forward | None, settings: Precom
 
 
 def build(
-    config: RunConfig, group: ProcessGroup, run: RunDir, rows: RowsToLearn, reference: ReferenceChoice
+    config: RunConfig,
+    group: ProcessGroup,
+    run: RunDir,
+    rows: RowsToLearn,
+    reference: ReferenceChoice,
+    images: ImageProcessor | None = None,
 ) -> tuple[TorchBackend | DeepSpeedBackend, RowsToLearn]:
     """The backend before its first step, and the rows, with the reference's log-probs if precomputed. All ranks."""
     precision = agree_on_precision(config.model.precision, group)
     run.write_status(phase="loading the model")
     if reference.kind != "precomputed":
-        return make_backend(config, group, run, precision, reference.kind), rows
+        return make_backend(config, group, run, precision, reference.kind, images), rows
     settings = _precompute_settings(config, group, run, precision)
     if reference_config(config) is not config:
         rows = _precompute_with_other_model(config, group, run, rows, settings)
@@ -224,12 +231,18 @@ def build(
 
 
 def make_backend(
-    config: RunConfig, group: ProcessGroup, run: RunDir, precision: str, reference: str
+    config: RunConfig,
+    group: ProcessGroup,
+    run: RunDir,
+    precision: str,
+    reference: str,
+    images: ImageProcessor | None = None,
 ) -> TorchBackend | DeepSpeedBackend:
+    """`images`: of a vision-language model, where rows have some."""
     run.write_status(phase="loading the model", precision=precision, device=str(group.device))
     torch.manual_seed(config.seed)  # new adapters start the same in every run and layout
     model = build_model(config.model, config.lora, precision, with_weights=group.rank == 0)
-    backend = _choose_backend(config, model, group, precision, reference)
+    backend = _choose_backend(config, model, group, precision, reference, images)
     for message in backend.warnings:
         run.log_event("warning", message=message)
     for message in backend.slow:
@@ -247,7 +260,12 @@ def make_backend(
 
 
 def _choose_backend(
-    config: RunConfig, model: nn.Module, group: ProcessGroup, precision: str, reference: str
+    config: RunConfig,
+    model: nn.Module,
+    group: ProcessGroup,
+    precision: str,
+    reference: str,
+    images: ImageProcessor | None = None,
 ) -> TorchBackend | DeepSpeedBackend:
     options: dict[str, Any] = {
         "reference": reference,
@@ -269,6 +287,7 @@ def _choose_backend(
             router_losses=RouterLosses.of(config.model),
             stages_saves=config.checkpoint.asynchronous,
             deterministic=config.deterministic,
+            images=images,
             **options,
         )
     from lockstep.backend.deepspeed.backend import DeepSpeedBackend
@@ -398,7 +417,10 @@ def answer_scores(
     metrics.check_references(evaluation.metrics, references, [datum.origin for datum in rows])
     if backend.group.degrees.pipeline > 1:
         raise ConfigError("evaluation.metrics needs the whole model on every rank: set parallel.pipeline to 1")
-    engine = colocated_engine(backend, tokenizer, run)
+    sample = colocated_engine(backend, tokenizer, run).sample
+    if data.has_images:
+        assert isinstance(backend, TorchBackend), "the others take no images"
+        sample = functools.partial(sample_about_images, backend, rows, tokenizer)
 
     def score(answers: Sequence[str], references: Sequence[str]) -> dict[str, float]:
         scores: dict[str, float] = {}
@@ -411,7 +433,21 @@ def answer_scores(
         for prompt, answer, reference in list(zip(prompts, answers, references))[:NUM_SAMPLES_KEPT]:
             run.log_sample(step=step, prompt=tokenizer.decode(prompt), answer=answer, reference=reference)
 
-    return AnswerScores(prompts, references, engine.sample, score, evaluation.max_tokens, keep)
+    return AnswerScores(prompts, references, sample, score, evaluation.max_tokens, keep)
+
+
+def sample_about_images(
+    backend: TorchBackend,
+    rows: Sequence[Datum],
+    tokenizer: Tokenizer,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+) -> list[list[TextCompletion]]:
+    """Of one prompt for each row. Every rank answers all of them. All ranks."""
+    with backend.lend_model() as model:
+        inputs = [backend.image_inputs(datum, prompt) for datum, prompt in zip(rows, prompts, strict=True)]
+        sharded = backend.group.degrees.sharded
+        return answer_with_images(model, tokenizer, prompts, inputs, params, sharded=sharded)
 
 
 # --- after training ---------------------------------------------------------------------------------------------------
@@ -438,6 +474,7 @@ def _export(config: RunConfig, backend: TorchBackend | DeepSpeedBackend, run: Ru
     backend.export_weights(path)
     if run.owner:
         load_run_tokenizer(config).save_pretrained(path)
+        copy_processor(config.model, path)
     return str(path)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from lockstep.config import ConfigError, GrpoConfig, RunConfig
 from lockstep.data import Batches, CompileProgress, compile_data
 from lockstep.data.prompts import PromptRow, Prompts
-from lockstep.model.load import load_run_tokenizer
+from lockstep.model.load import load_processor, load_run_tokenizer
 from lockstep.rollouts.episode import Group, Rollout
 from lockstep.rollouts.rewards import Outcome
 from lockstep.rollouts.source import read_prompt_data
@@ -47,7 +47,10 @@ def compile_rows(config: RunConfig, on_progress: Callable[[CompileProgress], Non
         seed=config.seed,
         timeout_s=config.launch.timeout_s,
         on_progress=on_progress,
+        images=load_processor(config.model, tokenizer),
     )
+    if compiled.has_images:
+        raise ConfigError("lockstep verify does not compute rows with images: verify with rows that have none")
     return rows_to_learn(config, compiled).train
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep.data.formats.image_parts import IMAGE, ImageSource, read_part, read_parts
 from lockstep.data.sources.rows import DataError, Row, json_type
 
 Message = Mapping[str, Any]
@@ -21,6 +22,7 @@ class Conversation:
     """Messages for a chat template; `learned` are the indices of the assistant turns to learn, in order.
 
     `label`: whether the answer is a good one, in unpaired preference data. `whole`: every token is learned.
+    `images`: one for each IMAGE in the messages, in order.
     """
 
     origin: str
@@ -29,6 +31,7 @@ class Conversation:
     tools: list[dict[str, Any]] | None = None
     label: bool | None = None
     whole: bool = False
+    images: tuple[ImageSource, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +217,10 @@ def turn_style(turns: object, names: TurnNames) -> str | None:
     return "sharegpt" if "from" in turn else None
 
 
-def read_turns(row: Row, key: str, names: TurnNames, *, may_be_empty: bool = False) -> tuple[Message, ...]:
+def read_turns(
+    row: Row, key: str, names: TurnNames, *, may_be_empty: bool = False, sees: bool = False
+) -> tuple[Message, ...]:
+    """`sees`: messages may have images, as parts of their content."""
     turns = row.fields[key]
     if not isinstance(turns, list):
         raise DataError(f"{row.origin}: {key!r} is {json_type(turns)}: it must be an array of messages")
@@ -222,12 +228,12 @@ def read_turns(row: Row, key: str, names: TurnNames, *, may_be_empty: bool = Fal
         raise DataError(f"{row.origin}: {key!r} is empty: add messages or remove the row")
     style = turn_style(turns, names) or "messages"
     return tuple(
-        read_turn(turn, names, style, f"{row.origin}: message {number} of {key!r}")
+        read_turn(turn, names, style, f"{row.origin}: message {number} of {key!r}", sees=sees)
         for number, turn in enumerate(turns, start=1)
     )
 
 
-def read_turn(turn: object, names: TurnNames, style: str, where: str) -> Message:
+def read_turn(turn: object, names: TurnNames, style: str, where: str, *, sees: bool = False) -> Message:
     """`style` is that of turn_style; every error starts with `where`."""
     role_key, content_key = ("from", "value") if style == "sharegpt" else ("role", "content")
     expected = f'"{role_key}" and "{content_key}"'
@@ -244,7 +250,7 @@ def read_turn(turn: object, names: TurnNames, style: str, where: str) -> Message
     if role == FUNCTION_CALL:
         calls = _parse_function_call(turn.get("content"), where)
         return _clean_message({**turn, "role": "assistant", "content": None, "tool_calls": calls}, where, content_key)
-    return _clean_message({**turn, "role": role}, where, content_key)
+    return _clean_message({**turn, "role": role}, where, content_key, sees=sees)
 
 
 def _read_role(tag: object, names: TurnNames, style: str, where: str) -> str:
@@ -264,7 +270,7 @@ def _read_role(tag: object, names: TurnNames, style: str, where: str) -> str:
     return role
 
 
-def _clean_message(turn: dict[str, Any], where: str, content_key: str) -> Message:
+def _clean_message(turn: dict[str, Any], where: str, content_key: str, *, sees: bool = False) -> Message:
     """Without nulls: in a table every message has every key, and templates test whether a key exists."""
     message = {key: value for key, value in turn.items() if value is not None}
     if "weight" in message:
@@ -275,28 +281,21 @@ def _clean_message(turn: dict[str, Any], where: str, content_key: str) -> Messag
         raise DataError(f"{where}: its tool_calls are {json_type(calls)}: they must be an array")
     if calls:
         message["tool_calls"] = [_read_call(call, f"{where}: tool call {n}") for n, call in enumerate(calls, start=1)]
-    message["content"] = _read_content(turn, where, content_key, may_be_null=bool(calls))
+    if sees and isinstance(turn.get("content"), list):
+        message["content"], message[IMAGE] = read_parts(turn["content"], f"{where}: part {{}} of its {content_key}")
+    else:
+        message["content"] = _read_content(turn, where, content_key, may_be_null=bool(calls))
     return message
 
 
 def _read_content(turn: Mapping[str, Any], where: str, key: str, *, may_be_null: bool) -> str | None:
     content = turn.get("content")
     if isinstance(content, list):
-        return "".join(_read_part(part, f"{where}: part {n} of its {key}") for n, part in enumerate(content, start=1))
+        return "".join(read_part(part, f"{where}: part {n} of its {key}") for n, part in enumerate(content, start=1))
     if isinstance(content, str) or (content is None and may_be_null):
         return content
     actual = json_type(content) if "content" in turn else "missing"
     raise DataError(f"{where}: its {key} is {actual}: it must be a string")
-
-
-def _read_part(part: object, where: str) -> str:
-    if not isinstance(part, dict):
-        raise DataError(f'{where} is {json_type(part)}: it must be {{"type": "text", "text": ...}}')
-    if part.get("type") != "text":
-        raise DataError(f"{where} has the type {part.get('type')!r}: only text is supported: remove the row")
-    if not isinstance(part.get("text"), str):
-        raise DataError(f"{where}: its text is {json_type(part.get('text'))}: it must be a string")
-    return str(part["text"])
 
 
 def _read_weight(weight: object, where: str) -> int:

@@ -24,6 +24,7 @@ from lockstep.data.formats.conversation import (
     rename_keys,
     turn_style,
 )
+from lockstep.data.formats.image_parts import COLUMNS as IMAGE_COLUMNS
 from lockstep.data.formats.row_formats import (
     ANSWER_KEYS,
     Rules,
@@ -162,11 +163,12 @@ _READERS: dict[str, Callable[[Row, Rules], Conversation | Passage]] = {
     "alpaca": read_alpaca,
     "text": read_text,
 }
+_BLIND = ("text", "template", "preference", "unpaired")  # formats whose rows have no images
 _ALPACA_KEYS = ("instruction", "input", "output", "history")
 _TEMPLATES = ("input_template", "output_template")
 _ROW_KEYS = {
     *("messages", "conversations", "conversation", "system", "tools", "context", "text", "chosen", "rejected"),
-    *("label", "kto_tag", "history", "instruction"),
+    *("label", "kto_tag", "history", "instruction", "images"),
     *(key for keys in ANSWER_KEYS for key in keys),
 }
 
@@ -188,11 +190,14 @@ def recognise_format(row: Row, source: SourceConfig) -> str | None:
 class RowReader:
     """Reads the rows of one file, which all have the same format. Picklable: a converter is imported where it runs."""
 
-    def __init__(self, source: SourceConfig, format: str, *, train_on: str, has_template: bool) -> None:
+    def __init__(
+        self, source: SourceConfig, format: str, *, train_on: str, has_template: bool, sees: bool = False
+    ) -> None:
+        """`sees`: rows may have images."""
         self.format = "template" if source.input_template is not None else format
         assert self.format in KINDS, self.format
         names, self._columns = _read_names(source)
-        self._rules = Rules(names, train_on, has_template)
+        self._rules = Rules(names, train_on, has_template, sees and has_template)
         self._converter = source.converter
         self._texts = {key: ColumnText(key, getattr(source, key)) for key in _TEMPLATES if self.format == "template"}
         self._last: tuple[Row, Row | None] | None = None
@@ -226,6 +231,7 @@ class RowReader:
         if self.format == "template":
             return converted.fields.keys() - set().union(*(text.columns for text in self._texts.values()))
         read = _keys_read(self.format, rename_keys(converted.fields, self._columns), self._rules.names)
+        read |= set(IMAGE_COLUMNS if self._rules.sees and self.format not in _BLIND else ())
         renamed = {name: column for name, column in self._columns.items() if column in converted.fields}
         return converted.fields.keys() - {renamed.get(key, key) for key in read}
 

@@ -29,6 +29,7 @@ from lockstep.data.formats.conversation import (
     read_turns,
     turn_style,
 )
+from lockstep.data.formats.image_parts import gather_images, refuse_images
 from lockstep.data.sources.rows import DataError, Row, json_type
 
 _TURNS_KEYS = ("messages", "conversations", "conversation")
@@ -51,11 +52,12 @@ _DIALOGUE_TURN = re.compile(r"\n\n(Human|Assistant):")
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """How the rows of a source are read. `train_on` is that of the data section."""
+    """How the rows of a source are read. `train_on` is that of the data section. `sees`: rows may have images."""
 
     names: TurnNames
     train_on: str
     has_template: bool
+    sees: bool = False
 
     @property
     def whole(self) -> bool:
@@ -93,7 +95,7 @@ def unread_keys(fields: Mapping[str, object], keys: tuple[str, str]) -> list[str
 def read_conversation(row: Row, rules: Rules) -> Conversation:
     key = find_turns_key(row.fields)
     assert key is not None, "RowReader checks the keys"
-    return _converse(row, (), read_turns(row, key, rules.names), rules)
+    return _converse(row, (), read_turns(row, key, rules.names, sees=rules.sees), rules)
 
 
 def read_text(row: Row, rules: Rules) -> Passage:
@@ -110,8 +112,8 @@ def read_exchange(row: Row, keys: tuple[str, str], rules: Rules) -> Conversation
     """A prompt and an answer, each a string or a list of messages."""
     prompt_key, answer_key = keys
     if isinstance(row.fields[prompt_key], list) or isinstance(row.fields[answer_key], list):
-        before = _read_side(row, prompt_key, "user", rules.names)
-        return _converse(row, before, _read_side(row, answer_key, "assistant", rules.names), rules)
+        before = _read_side(row, prompt_key, "user", rules)
+        return _converse(row, before, _read_side(row, answer_key, "assistant", rules), rules)
     prompt, answer = read_prompt(row, prompt_key), read_answer(row, answer_key)
     context_key = find_context_key(row.fields, keys)
     prompt = _join_texts(prompt, read_optional(row, context_key) if context_key else "")
@@ -154,9 +156,9 @@ def _read_history(row: Row) -> tuple[Message, ...]:
     return tuple(turns)
 
 
-def _read_side(row: Row, key: str, role: str, names: TurnNames) -> tuple[Message, ...]:
+def _read_side(row: Row, key: str, role: str, rules: Rules) -> tuple[Message, ...]:
     if isinstance(row.fields[key], list):
-        return read_turns(row, key, names, may_be_empty=role == "user")
+        return read_turns(row, key, rules.names, may_be_empty=role == "user", sees=rules.sees)
     return ({"role": role, "content": read_string(row, key)},)
 
 
@@ -181,8 +183,9 @@ def _converse(row: Row, before: tuple[Message, ...], after: tuple[Message, ...],
     messages = _add_system(row, before + after)
     check_messages(row.origin, messages)
     first = len(messages) - len(after)
+    messages, images = gather_images(row, messages) if rules.sees else (messages, ())
     learned = find_answers(row.origin, messages, first=first, last_only=rules.train_on == "last")
-    return Conversation(row.origin, messages, learned, read_tools(row), whole=rules.whole)
+    return Conversation(row.origin, messages, learned, read_tools(row), whole=rules.whole, images=images)
 
 
 def _add_system(row: Row, messages: tuple[Message, ...]) -> tuple[Message, ...]:
@@ -225,7 +228,9 @@ def read_labelled(
             f"{row.origin}: {key!r} is {row.fields[key]!r}: it must be true or false; "
             "if it does not rate the answer, set data.format to the format of the row without it"
         )
-    content = read(row, replace(rules, train_on="last"))
+    if rules.sees:
+        refuse_images(row)
+    content = read(row, replace(rules, train_on="last", sees=False))
     if isinstance(content, Passage):
         return replace(content, label=label)
     last = max(i for i, message in enumerate(content.messages) if message["role"] == "assistant")
@@ -236,7 +241,9 @@ def read_labelled(
 def read_pair(row: Row, rules: Rules) -> Pair:
     if row.fields["chosen"] == row.fields["rejected"]:
         raise DataError(f"{row.origin}: nothing to prefer: 'chosen' and 'rejected' are the same: remove the row")
-    rules = replace(rules, train_on="last")
+    if rules.sees:
+        refuse_images(row)
+    rules = replace(rules, train_on="last", sees=False)
     prompt_key = find_prompt_key(row.fields)
     strings = all(isinstance(row.fields[side], str) for side in _SIDES)
     if strings and prompt_key and isinstance(row.fields[prompt_key], str):

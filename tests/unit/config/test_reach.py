@@ -22,7 +22,7 @@ def found(**sections: Any) -> dict[str, tuple[str, str]]:
 
 def test_every_key_that_takes_text_is_classified() -> None:
     assert open_keys() - REACHES.keys() == set(), "say in lockstep/config/reach.py what these lead to"
-    switches = {"model.trust_remote_code"}
+    switches = {"model.trust_remote_code", "data.image_urls"}
     assert REACHES.keys() - open_keys() == switches, "these keys are gone, or take no text"
 
 

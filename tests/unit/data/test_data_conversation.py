@@ -260,7 +260,7 @@ def test_both_styles_read_the_same(turns: list[dict[str, Any]], answer: dict[str
         ([USER, {"role": "assistant", "content": None}], "its content is null"),
         ([USER, {"role": "assistant"}], "its content is missing"),
         ([USER, {"role": "assistant", "content": ["a"]}], "part 1 of its content is a string"),
-        ([USER, {"role": "user", "content": [{"type": "image_url"}]}], "the type 'image_url': only text is supported"),
+        ([USER, {"role": "user", "content": [{"type": "image_url"}]}], "is an image: images are learned from by sft"),
         ([USER, {"role": "user", "content": [{"type": "text", "text": None}]}], "its text is null"),
         ([USER, {**ASSISTANT, "weight": 0.5}], "weight 0.5: it must be 0 or 1"),
         ([USER, {**ASSISTANT, "tool_calls": {}, "weight": [1]}], "weight [1]"),

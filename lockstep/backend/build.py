@@ -117,8 +117,8 @@ def build_policy(
             prefetch=parallel.prefetch,
             offload=parallel.offload,
         )
-    if not (group.degrees.sharded and parallel.offload):
-        policy.to(group.device)
+    if group.device.type != "cpu" and not (group.degrees.sharded and parallel.offload):
+        policy.to(group.device)  # models are loaded on the CPU
     if group.num_ranks > 1:
         _distribute_weights(policy, weights, group)
     module: nn.Module = policy

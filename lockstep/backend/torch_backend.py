@@ -341,8 +341,7 @@ class TorchBackend:
 
     def _micro_batches(self, plan: MicroBatchPlan, batch: Sequence[Datum], loss: LossSpec) -> list[MicroBatch]:
         dtype = torch.float64 if self.precision == "fp64" else torch.float32
-        # Whole tiles for matrix kernels and fewer shapes for compiled ones; may exceed the budget a little.
-        multiple_of = 128 if self.device.type == "cuda" and self.policy.packs else 1
+        multiple_of = self._tile_tokens if self.policy.packs else 1
         context = (self.group.place("context"), self.group.degrees.context)
         multiple_of *= context[1]
         if self._pipelined is not None:  # hidden states between stages must have one size
@@ -445,6 +444,11 @@ class TorchBackend:
 
         self._pipelined.forward(micro_batches, self._hidden_dtype, finish)
         return outputs
+
+    @property
+    def _tile_tokens(self) -> int:
+        """Whole tiles for matrix kernels and fewer shapes for compiled ones; may exceed the budget a little."""
+        return 128 if self.device.type == "cuda" else 1
 
     @property
     def _hidden_dtype(self) -> torch.dtype:

@@ -15,7 +15,21 @@ from lockstep.cli.options import app, echo
 
 # isort: off
 # In the order in which --help lists the commands.
-from lockstep.cli import train, manifest, demo, data, verify, eval, generate, runs, scale, serve, service, sagemaker
+from lockstep.cli import (
+    train,
+    manifest,
+    demo,
+    data,
+    verify,
+    eval,
+    generate,
+    runs,
+    scale,
+    plan,
+    serve,
+    service,
+    sagemaker,
+)
 # isort: on
 
 __all__ = [
@@ -26,6 +40,7 @@ __all__ = [
     "generate",
     "main",
     "manifest",
+    "plan",
     "runs",
     "sagemaker",
     "scale",

@@ -231,6 +231,11 @@ def _causal_mask(
     return mask if sliding_window is None else mask & (distance < sliding_window)
 
 
+def forget_masks() -> None:
+    """Those that were made: tensors of a simulated rank have no contents."""
+    _causal_mask.cache_clear()
+
+
 def _is_grouped(query: Tensor, key: Tensor) -> bool:
     # A branch, because the compiler may hold sizes as symbols and the kernel wants a plain bool.
     if query.shape[1] == key.shape[1]:  # noqa: SIM103

@@ -51,10 +51,10 @@ def load_run_tokenizer(config: RunConfig) -> Tokenizer:
 
 
 def load_hf_config(config: ModelConfig) -> PreTrainedConfig:
-    """The model's own configuration, without its weights."""
+    """The model's own configuration, without its weights, which need not be there."""
     from transformers import AutoConfig
 
-    with _explaining(config):
+    with _explaining(config, needs_weights=False):
         return AutoConfig.from_pretrained(**_source(config))
 
 
@@ -63,7 +63,7 @@ def load_causal_lm(config: ModelConfig, dtype: torch.dtype, *, with_weights: boo
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.initialization import no_init_weights
 
-    with _explaining(config):
+    with _explaining(config, needs_weights=with_weights):
         if with_weights:
             _refuse_adapter(config)
         hf_config = load_hf_config(config)
@@ -245,9 +245,9 @@ def _wants_safetensors(config: ModelConfig) -> bool | None:
 
 
 @contextlib.contextmanager
-def _explaining(config: ModelConfig) -> Iterator[None]:
+def _explaining(config: ModelConfig, *, needs_weights: bool = True) -> Iterator[None]:
     """Turn what transformers raises about a missing or broken source into one sentence."""
-    check_model_source(config)
+    check_model_source(config, needs_weights=needs_weights)
     try:
         yield
     except (OSError, ImportError, SafetensorError) as error:
@@ -259,7 +259,7 @@ def _explaining(config: ModelConfig) -> Iterator[None]:
         ) from error
 
 
-def check_model_source(config: ModelConfig) -> None:
+def check_model_source(config: ModelConfig, *, needs_weights: bool = True) -> None:
     """Checks of a local source that need no loading."""
     path = Path(config.path)
     if not path.exists():
@@ -274,7 +274,7 @@ def check_model_source(config: ModelConfig) -> None:
         return
     if not (path / "config.json").exists():
         raise ConfigError(f"model.path {path} is not a model folder: it has no config.json")
-    if not any(path.glob("*.safetensors")):
+    if needs_weights and not any(path.glob("*.safetensors")):
         why = "no weights (*.safetensors)"
         if any(path.glob("*.bin")):
             why = "only pickled weights (*.bin), which are not loaded: convert them to safetensors"

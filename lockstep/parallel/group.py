@@ -125,8 +125,7 @@ def join(device: torch.device, degrees: Degrees, *, timeout_s: float = 600.0) ->
                 f"rank {rank} waited {waited:.0f} s at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} "
                 f"for all {num_ranks} ranks to join, and they did not: is every process started?"
             ) from error
-    mesh = init_device_mesh(device.type, tuple(getattr(degrees, axis) for axis in AXES), mesh_dim_names=AXES)
-    expert_mesh = _divide_for_experts(mesh, degrees)
+    mesh, expert_mesh = make_meshes(device, degrees)
     for part in (mesh, expert_mesh):
         for process_group in part.get_all_groups() if part is not None else ():
             # A mesh gives its groups torch's default deadline; there is no public way to pass ours (torch 2.13).
@@ -135,14 +134,15 @@ def join(device: torch.device, degrees: Degrees, *, timeout_s: float = 600.0) ->
     return ProcessGroup(rank, num_ranks, device, degrees, mesh, background, expert_mesh=expert_mesh)
 
 
-def _divide_for_experts(mesh: DeviceMesh, degrees: Degrees) -> DeviceMesh | None:
-    """The axis that experts are divided along as two: `expert`, of neighbours that have all of them together, and
-    `expert_shard` (or `expert_replicate`), of ranks that have the same ones."""
+def make_meshes(device: torch.device, degrees: Degrees) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """Of all axes, and of experts, where they are divided: the axis that they are divided along as two, `expert`, of
+    neighbours that have all of them together, and `expert_shard` (or `expert_replicate`), of ranks with the same."""
+    mesh = init_device_mesh(device.type, tuple(getattr(degrees, axis) for axis in AXES), mesh_dim_names=AXES)
     if degrees.expert == 1:
-        return None
+        return mesh, None
     axis = degrees.expert_axis
     sizes = (getattr(degrees, axis) // degrees.expert, degrees.expert)
-    return mesh._unflatten(axis, sizes, (f"expert_{axis}", "expert"))
+    return mesh, mesh._unflatten(axis, sizes, (f"expert_{axis}", "expert"))
 
 
 @dataclass(frozen=True)

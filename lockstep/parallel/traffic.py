@@ -25,7 +25,7 @@ from lockstep.types import Metrics
 Exchanged = Tensor | Sequence[Tensor] | Sequence[Sequence[Tensor]]
 # Methods of torch's ProcessGroup, in older and newer versions: (kind, index of the argument that holds all that is
 # exchanged). Receiving sends nothing.
-_METHODS = {
+COLLECTIVES = {
     "allreduce": ("all_reduce", 0),
     "allreduce_coalesced": ("all_reduce", 0),
     "allgather": ("all_gather", 0),
@@ -83,7 +83,7 @@ class Traffic:
         """`unseen`: axes whose collectives are in compiled code, which is not seen here. They are left out."""
         self._group, self._unseen = group, unseen
         self.current = Counts()
-        self._axes: dict[str, str | None] = {}
+        self._axes = AxisNames(group)
         self._measures_time = group.num_ranks > 1 and group.device.type == "cpu"
         self._async_calls = AsyncCalls()
         self._counts = False
@@ -149,18 +149,11 @@ class Traffic:
     # --- called by the hooks ----------------------------------------------------------------------------------------
 
     def count_call(self, kind: str, exchanged: Exchanged, process_group: dist.ProcessGroup) -> None:
-        name = process_group.group_name
-        if name not in self._axes:
-            self._axes = self._name_axes()
-        axis = self._axes.get(name, "other")
-        # torch has one group where all ranks of an axis divide the experts: what is traded there is theirs.
-        degrees = self._group.degrees
-        if kind == "all_to_all" and degrees.expert > 1 and axis == degrees.expert_axis:
-            axis = "expert"
+        axis = self._axes.of(kind, process_group)
         if axis is None or axis in self._unseen:
             return
         self.current.num_calls[axis, kind] += 1
-        self.current.sent_bytes[axis, kind] += _num_bytes(exchanged) * sent_share(kind, process_group.size())
+        self.current.sent_bytes[axis, kind] += num_bytes(exchanged) * sent_share(kind, process_group.size())
 
     def count_async(self, work: dist.Work) -> None:
         if self._measures_time:
@@ -171,8 +164,27 @@ class Traffic:
             self._async_calls.forget(work)
             self.current.wait_s += seconds
 
-    def _name_axes(self) -> dict[str, str | None]:
-        """Group name -> axis; None for groups whose traffic is not the step's."""
+
+class AxisNames:
+    """Which mesh axis a call of a process group is of."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._by_name: dict[str, str | None] = {}
+
+    def of(self, kind: str, process_group: dist.ProcessGroup) -> str | None:
+        """None for groups whose traffic is not the step's."""
+        name = process_group.group_name
+        if name not in self._by_name:  # some groups are made when they are first used
+            self._by_name = self._find()
+        axis = self._by_name.get(name, "other")
+        # torch has one group where all ranks of an axis divide the experts: what is traded there is theirs.
+        degrees = self._group.degrees
+        if kind == "all_to_all" and degrees.expert > 1 and axis == degrees.expert_axis:
+            return "expert"
+        return axis
+
+    def _find(self) -> dict[str, str | None]:
         mesh, degrees, world = self._group.mesh, self._group.degrees, dist.group.WORLD
         assert mesh is not None
         assert world is not None
@@ -241,10 +253,12 @@ def _watching(traffic: Traffic) -> Iterator[None]:
     threads, which need it to free tensors, would never finish.
     """
     # From the classes' own dictionaries: what attribute access returns would not bind when put back.
-    places: list[tuple[type, str]] = [(dist.ProcessGroup, name) for name in _METHODS if name in vars(dist.ProcessGroup)]
+    places: list[tuple[type, str]] = [
+        (dist.ProcessGroup, name) for name in COLLECTIVES if name in vars(dist.ProcessGroup)
+    ]
     own = {(owner, name): vars(owner)[name] for owner, name in (*places, (dist.Work, "wait"))}
     for owner, name in places:
-        setattr(owner, name, _counted(traffic, getattr(owner, name), *_METHODS[name]))
+        setattr(owner, name, _counted(traffic, getattr(owner, name), *COLLECTIVES[name]))
     dist.Work.wait = _timed(traffic, dist.Work.wait)  # type: ignore[method-assign]
     try:
         yield
@@ -277,7 +291,7 @@ def _timed(traffic: Traffic, own_wait: Callable[..., bool]) -> Callable[..., boo
     return wait
 
 
-def _num_bytes(exchanged: Exchanged) -> int:
+def num_bytes(exchanged: Exchanged) -> int:
     if isinstance(exchanged, Tensor):
         return exchanged.nbytes
-    return sum(_num_bytes(part) for part in exchanged)
+    return sum(num_bytes(part) for part in exchanged)

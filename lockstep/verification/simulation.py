@@ -1,0 +1,376 @@
+"""One step of a configuration on any number of ranks, without them: the real code, tensors without contents.
+
+A few ranks stand for all: every pipeline stage, and along each other axis the first and the last. Each is simulated on
+its own (fake_rank.py); what they say is compared, so that calls that would wait forever are found here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from lockstep.backend.build import Built
+from lockstep.backend.router_balance import RouterLosses
+from lockstep.backend.torch_backend import TorchBackend
+from lockstep.config import ConfigError, DpoConfig, GrpoConfig, KtoConfig, RunConfig, SftConfig
+from lockstep.config.parallel import AXES, Degrees
+from lockstep.model.load import build_model, load_hf_config
+from lockstep.model.policy import Policy
+from lockstep.parallel.collectives import Mismatch, Record, find_mismatches
+from lockstep.parallel.group import ProcessGroup
+from lockstep.processes.pool import WorkerPool
+from lockstep.processes.worker import WorkerFailed
+from lockstep.train.checkpoints import Progress
+from lockstep.train.dpo import prepare
+from lockstep.train.grpo import learn
+from lockstep.train.reference import REFERENCE, choose_reference
+from lockstep.train.steps import optim_step
+from lockstep.types import Completion, Datum, LossResult, LossSpec, OptimResult, OptimStep
+from lockstep.verification.fake_rank import CPU, FakeRank, Memory, fake_rank
+from lockstep.verification.reduced import build_reduced, choose_reduction
+from lockstep.verification.sample import as_groups, total_weight
+
+DEADLINE_S = 600.0  # of one rank
+_PROBE_TOKENS = 64  # of the small copy's vocabulary
+_PROBE_LAYERS = 2
+OnProgress = Callable[[int, int], None]
+Item = tuple[int, tuple[Any, ...]]  # a rank, and what it hears of rank 0
+
+
+@dataclass(frozen=True)
+class Findings:
+    """How the model is called, as the checks before a run's first step find out: here on a small copy with numbers."""
+
+    packs: bool
+    attends_packed: bool
+    enters_head: bool
+    gives_positions: bool
+    shares_prompts: bool
+    loops: bool
+
+    @classmethod
+    def of(cls, policy: Policy) -> Findings:
+        names = ("packs", "attends_packed", "enters_head", "gives_positions", "shares_prompts")
+        return cls(**{name: getattr(policy, name) for name in names}, loops=bool(policy.mixers.parts))
+
+    def apply(self, policy: Policy) -> None:
+        while (policy.packs, policy.attends_packed) != (self.packs, self.attends_packed):
+            assert policy.packs, "a model of the same class packs in the same way"
+            policy.attend_more_plainly()
+        policy.enters_head, policy.gives_positions = self.enters_head, self.gives_positions
+        policy.shares_prompts = self.shares_prompts
+
+
+class SimulatedBackend(TorchBackend):
+    """Inside of `fake_rank`. It says what its tensors are for; checks that need numbers are made before."""
+
+    last_result: LossResult
+
+    def __init__(
+        self, model: Any, memory: Memory, findings: Findings | None = None, *, tile_tokens: int = 1, **settings: Any
+    ) -> None:
+        self._memory, self._findings, self._tile = memory, findings, tile_tokens
+        super().__init__(model, compile=False, **settings)
+
+    @property
+    def _tile_tokens(self) -> int:
+        return self._tile
+
+    def _check_passes(self, built: Built) -> list[str]:
+        if self._findings is not None:
+            self._findings.apply(self.policy)
+        return []
+
+    def forward_backward(self, batch: Sequence[Datum], loss: LossSpec) -> LossResult:
+        self._memory.kind = "activations"
+        self.last_result = super().forward_backward(batch, loss)
+        self._memory.name_gradients([p.grad for p in self.parameters().values() if p.grad is not None])
+        return self.last_result
+
+    def optim_step(self, step: OptimStep) -> OptimResult:
+        self._memory.kind = "optimizer"
+        result = super().optim_step(step)
+        self._memory.see(value for state in self._optimizer.state.values() for value in state.values())
+        return result
+
+
+@dataclass(frozen=True)
+class SimulatedRank:
+    """What is known of one rank. `expected`: what the formula says that it sends, by (axis, kind)."""
+
+    record: Record
+    place: dict[str, int]
+    peak_bytes: dict[str, int]
+    expected: dict[tuple[str, str], float]
+    seconds: float
+    heard: tuple[Any, ...] = ()
+
+    @property
+    def rank(self) -> int:
+        return self.record.rank
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The result of `simulate`. `notes` say how it differs from a run."""
+
+    model: str
+    degrees: Degrees
+    precision: str
+    ranks: list[SimulatedRank]
+    mismatches: list[Mismatch]
+    num_rows: int
+    num_tokens: int
+    seconds: float
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        return not self.mismatches
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """The step of a configuration, as any rank of `degrees` makes it. Sent to the processes that simulate."""
+
+    config: RunConfig
+    degrees: Degrees
+    precision: str
+    findings: Findings
+    reference: str
+    tile_tokens: int
+
+    def prepare(self) -> Callable[[Item], SimulatedRank]:
+        torch.set_num_threads(1)
+        return lambda item: self.simulate(*item)
+
+    def simulate(self, rank: int, heard_before: tuple[Any, ...] = ()) -> SimulatedRank:
+        """`heard_before`: what rank 0 says to all, of a rank 0 that was simulated before."""
+        started, heard = time.monotonic(), list(heard_before)
+        with fake_rank(rank, self.degrees, heard) as fake:
+            backend = self._build(fake)
+            # The second step is like all that follow: the optimizer has its state, and stages know their shapes.
+            for _ in range(2):
+                fake.recorder.end_step()
+                fake.memory.start_step()
+                self._take(backend)
+            metrics = backend.last_result.metrics
+            record = fake.recorder.end_step()
+            place = {axis: fake.group.place(axis) for axis in AXES}
+        peak = {kind: size for kind, size in sorted(fake.memory.peak.items()) if size}
+        return SimulatedRank(record, place, peak, read_expected(metrics), time.monotonic() - started, tuple(heard))
+
+    def _build(self, fake: FakeRank) -> SimulatedBackend:
+        config = self.config
+        model = build_model(config.model, config.lora, self.precision, with_weights=False)
+        return SimulatedBackend(
+            model,
+            fake.memory,
+            self.findings,
+            micro_batch_tokens=config.batch.micro_batch_tokens,
+            precision=self.precision,
+            parallel=config.parallel,
+            activation_checkpointing=config.model.activation_checkpointing,
+            activation_offload=config.model.activation_offload,
+            logits_gib=config.model.logits_gib,
+            reference=self.reference if self.reference != "precomputed" else "none",
+            router_losses=RouterLosses.of(config.model),
+            temperature=getattr(config.algorithm, "temperature", 1.0),
+            seed=config.seed,
+            group=fake.group,
+            tile_tokens=self.tile_tokens,
+        )
+
+    def _take(self, backend: SimulatedBackend) -> None:
+        """As the loop of the algorithm does."""
+        config, algorithm = self.config, self.config.algorithm
+        rows = make_rows(config, with_reference=self.reference == "precomputed")
+        batch: Sequence[Datum] = rows
+        if isinstance(algorithm, GrpoConfig):
+            unchecked = algorithm.model_copy(update={"max_sampler_trainer_logprob_diff": None})
+            learn(config, unchecked, backend, as_groups(rows), Progress(step=1), config.learning_rate)
+            return
+        if isinstance(algorithm, SftConfig):
+            loss = LossSpec("cross_entropy", scale=1.0 / total_weight(rows))
+        else:
+            batch, loss = prepare(config, backend, rows)
+        backend.forward_backward(batch, loss)
+        backend.optim_step(optim_step(config, config.learning_rate))
+
+
+def read_expected(metrics: dict[str, float]) -> dict[tuple[str, str], float]:
+    found = {}
+    for name, count in metrics.items():
+        if name.startswith("traffic_least/"):
+            _, axis, kind = name.split("/")
+            found[axis, kind] = count
+    return found
+
+
+def simulate(
+    config: RunConfig,
+    num_ranks: int,
+    *,
+    ranks: Sequence[int] | None = None,
+    num_processes: int = 2,
+    on_progress: OnProgress = lambda done, total: None,
+) -> Simulation:
+    """`ranks`: those to simulate besides rank 0; default: `choose_ranks`. Raises ConfigError for what cannot be.
+
+    `num_processes` 0: in this one.
+    """
+    started = time.monotonic()
+    step = plan_step(config, num_ranks)
+    wanted = sorted({0, *(choose_ranks(step.degrees) if ranks is None else ranks)})
+    if wanted[0] < 0 or wanted[-1] >= num_ranks:
+        raise ConfigError(f"there is no rank {wanted[0] if wanted[0] < 0 else wanted[-1]} of {num_ranks}")
+    found: list[SimulatedRank] = []
+    with _explaining(), _started(step, num_processes) as run:
+        heard: tuple[Any, ...] = ()
+        for batch in (wanted[:1], wanted[1:]):  # what rank 0 says to all, the others hear
+            for result in run((rank, heard) for rank in batch):
+                found.append(result)
+                on_progress(len(found), len(wanted))
+            heard = found[0].heard
+    rows = make_rows(config)
+    num_tokens = sum(len(row.prompt) + sum(len(c.tokens) for c in row.completions) for row in rows)
+    return Simulation(
+        load_hf_config(config.model).model_type,
+        step.degrees,
+        step.precision,
+        found,
+        find_mismatches([one.record for one in found]),
+        len(rows),
+        num_tokens,
+        time.monotonic() - started,
+        list(_notes(config, step)),
+    )
+
+
+@contextlib.contextmanager
+def _started(step: SimulatedStep, num_processes: int) -> Iterator[Callable[[Iterable[Item]], Iterator[SimulatedRank]]]:
+    if not num_processes:
+        yield lambda items: map(step.prepare(), items)
+        return
+    with WorkerPool("simulated rank", step, num_processes, timeout_s=DEADLINE_S) as pool:
+        yield pool.map
+
+
+@contextlib.contextmanager
+def _explaining() -> Iterator[None]:
+    """A user's mistake is the same whichever process notices it."""
+    try:
+        yield
+    except WorkerFailed as error:
+        if error.kind in ("ValueError", "ConfigError"):
+            raise ConfigError(error.reason) from None
+        raise
+
+
+def plan_step(config: RunConfig, num_ranks: int) -> SimulatedStep:
+    """What the ranks must know before, found with numbers on a small copy of the model."""
+    if config.parallel.backend != "torch":
+        raise ConfigError("a simulation is of parallel.backend torch: DeepSpeed's ranks cannot be simulated")
+    degrees = config.parallel.degrees(num_ranks, _ranks_per_machine(config, num_ranks))
+    num_rows = len(make_rows(config))
+    if num_rows < degrees.data:
+        raise ConfigError(
+            f"a batch has {num_rows} rows, and {degrees.data} ranks have rows of their own: raise batch.samples (or "
+            "batch.tokens) or lower parallel.replicate and parallel.shard"
+        )
+    on_gpu = config.launch.device != "cpu"
+    precision = config.model.precision
+    if precision == "auto":
+        precision = "bf16" if on_gpu else "fp32"
+    choice = choose_reference(config, num_rows=num_rows, num_seen=num_rows)
+    return SimulatedStep(config, degrees, precision, probe(config), choice.kind, 128 if on_gpu else 1)
+
+
+def _ranks_per_machine(config: RunConfig, num_ranks: int) -> int:
+    """As many as launch says, if that is fewer than all."""
+    return min(int(getattr(config.launch, "procs", None) or num_ranks), num_ranks)
+
+
+def probe(config: RunConfig) -> Findings:
+    reduction = choose_reduction(config, list(range(_PROBE_TOKENS)), _PROBE_LAYERS)
+    model = build_reduced(config, reduction)
+    backend = TorchBackend(model, precision="fp64", group=ProcessGroup(0, 1, CPU), compile=False)
+    return Findings.of(backend.policy)
+
+
+def choose_ranks(degrees: Degrees) -> list[int]:
+    """Every stage; of the first and the last one also the last rank of each other axis."""
+    others = [axis for axis in AXES if axis != "pipeline" and getattr(degrees, axis) > 1]
+    chosen = {_rank_at(degrees, {"pipeline": stage}) for stage in range(degrees.pipeline)}
+    for stage in {0, degrees.pipeline - 1}:
+        chosen |= {_rank_at(degrees, {"pipeline": stage, axis: getattr(degrees, axis) - 1}) for axis in others}
+    return sorted(chosen)
+
+
+def _rank_at(degrees: Degrees, place: dict[str, int]) -> int:
+    rank = 0
+    for axis in AXES:
+        rank = rank * getattr(degrees, axis) + place.get(axis, 0)
+    return rank
+
+
+def _notes(config: RunConfig, step: SimulatedStep) -> Iterator[str]:
+    longest = config.data.max_length
+    yield f"rows are made up: {longest // 4:,} to {longest:,} tokens, of which a third is prompt"
+    yield "layers are not compiled and attention is the CPU's: a GPU's own workspaces are not counted"
+    if step.findings.loops:
+        yield "parts of this model compute documents one after another, here all at once: activations may differ"
+    if step.reference == "precomputed":
+        yield "the reference's log-probs are taken as computed before"
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def make_rows(config: RunConfig, *, with_reference: bool = False) -> list[Datum]:
+    """A batch of made-up rows: as many as the configuration takes in a step, of lengths up to data.max_length."""
+    draw = random.Random(config.seed)
+    longest = config.data.max_length
+    rows: list[Datum] = []
+    wanted, tokens_left = config.batch.samples_per_step, config.batch.tokens
+    while len(rows) < wanted if wanted is not None else (tokens_left or 0) > 0:
+        length = draw.randint(max(longest // 4, 4), max(longest, 4))
+        prompt = [1] * max(length // 3, 1)
+        completions = [_completion(config, draw, length - len(prompt), i) for i in range(_num_answers(config))]
+        if with_reference:
+            completions = [replace(c, values={**c.values, REFERENCE: [-1.0] * len(c.tokens)}) for c in completions]
+        row = Datum(prompt, completions, f"row {len(rows)}")
+        num_tokens = len(prompt) + sum(len(c.tokens) for c in completions)
+        if tokens_left is not None and rows and num_tokens > tokens_left:
+            break
+        tokens_left = None if tokens_left is None else tokens_left - num_tokens
+        rows.append(row)
+    return rows
+
+
+def _num_answers(config: RunConfig) -> int:
+    algorithm = config.algorithm
+    if isinstance(algorithm, GrpoConfig):
+        return algorithm.group_size
+    return 2 if isinstance(algorithm, DpoConfig) else 1
+
+
+def _completion(config: RunConfig, draw: random.Random, longest: int, number: int) -> Completion:
+    algorithm = config.algorithm
+    length = longest
+    values: dict[str, list[float]] = {}
+    if isinstance(algorithm, GrpoConfig):
+        length = draw.randint(max(algorithm.max_tokens // 4, 1), algorithm.max_tokens)
+        facts = {"behaviour_logprobs": -1.0, "reward": float(number % 2), "truncated": 0.0, "reward_failed": 0.0}
+        values = {name: [value] * length for name, value in facts.items()}
+    elif isinstance(algorithm, DpoConfig) and number:
+        length = draw.randint(max(longest // 2, 1), longest)
+    elif isinstance(algorithm, KtoConfig):
+        values = {"label": [float(draw.random() < 0.5)] * length}
+    return Completion([1] * length, [1.0] * length, values)

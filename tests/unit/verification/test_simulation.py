@@ -1,0 +1,136 @@
+"""Ranks that do not exist: what they would send and hold, and faults of one of them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from equivalence.layouts import batches
+from equivalence.plain import STEP, make_model, scale_of
+from tiny import write_config, write_model
+
+from lockstep.config import ParallelConfig, load_config
+from lockstep.parallel.collectives import Record, find_mismatches
+from lockstep.types import LossSpec
+from lockstep.verification.fake_rank import FakeRank, fake_rank
+from lockstep.verification.simulation import SimulatedBackend, choose_ranks, simulate
+
+
+def take_steps(fake: FakeRank, parallel: ParallelConfig, family: str = "llama", *, lora: bool = False) -> Record:
+    """Two steps; the second one is returned."""
+    model = make_model(family, lora=lora)
+    backend = SimulatedBackend(
+        model, fake.memory, micro_batch_tokens=96, precision="fp64", group=fake.group, parallel=parallel
+    )
+    batch = batches()[0]
+    for _ in range(2):
+        fake.recorder.end_step()
+        fake.memory.start_step()
+        backend.forward_backward(batch, LossSpec(scale=scale_of(batch)))
+        backend.optim_step(STEP)
+    return fake.recorder.end_step()
+
+
+def records_of(num_ranks: int, parallel: ParallelConfig, **options: Any) -> list[Record]:
+    heard: list[Any] = []
+    found = []
+    for rank in range(num_ranks):
+        with fake_rank(rank, parallel.degrees(num_ranks), heard) as fake:
+            found.append(take_steps(fake, parallel, **options))
+    return found
+
+
+def test_memory_of_one_rank_is_counted_to_the_byte() -> None:
+    with fake_rank(0, ParallelConfig().degrees(1)) as fake:
+        take_steps(fake, ParallelConfig())
+        peak = dict(fake.memory.peak)
+        alive = dict(fake.memory.alive)
+    size = sum(p.nbytes for p in make_model("llama", lora=False).parameters())
+    assert peak["optimizer"] == 2 * size
+    assert peak["weights"] == size + 4 * 8  # and the frequencies of rotary embeddings
+    assert peak["activations"] > 0
+    assert alive["gradients"] == 0
+    assert not dist.is_initialized()
+    assert torch.zeros(2).tolist() == [0.0, 0.0]  # tensors have contents again
+
+
+def skip_on(rank: int, number: int, own: Callable[..., Any]) -> Callable[..., Any]:
+    """The call with this number is left out, on this rank."""
+    counts: Counter[int] = Counter()
+
+    def all_reduce(*arguments: Any, **options: Any) -> Any:
+        counts[dist.get_rank()] += 1
+        is_skipped = dist.get_rank() == rank and counts[rank] == number
+        return None if is_skipped else own(*arguments, **options)
+
+    return all_reduce
+
+
+def test_a_rank_that_skips_a_collective_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "all_reduce", skip_on(1, 20, dist.all_reduce))
+    (found,) = find_mismatches(records_of(2, ParallelConfig(tensor=2)))
+    assert found.rank == 1
+    assert found.group.axis == "tensor"
+    assert "rank 1 leaves out a call that rank 0 makes: all_reduce of 8,704 bytes (float64) at " in str(found)
+    assert re.search(r"at lockstep/parallel/tensor.py:\d+, called at lockstep/parallel/tensor.py:\d+", found.call)
+
+
+def test_a_stage_that_does_not_send_is_named() -> None:
+    parallel = ParallelConfig(pipeline=2)
+    found = records_of(2, parallel)
+    assert find_mismatches(found) == []
+    first = found[0]
+    place = next(i for i, call in enumerate(first.calls) if call.kind == "send")
+    del first.calls[place]
+    (mismatch,) = find_mismatches(found)
+    assert "rank 1 waits for rank 0, which never sends" in str(mismatch)
+    assert "lockstep/parallel/pipeline.py:" in str(mismatch)
+
+
+def test_every_stage_and_both_ends_of_each_axis_are_chosen() -> None:
+    degrees = ParallelConfig(replicate=2, shard=4, tensor=2, pipeline=3).degrees(48)
+    assert choose_ranks(degrees) == [0, 1, 6, 8, 16, 32, 33, 38, 40]
+    assert choose_ranks(ParallelConfig().degrees(1)) == [0]
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the configuration of a model, and no weights."""
+    folder = tmp_path_factory.mktemp("simulated")
+    model = write_model(folder / "model")
+    for weights in model.glob("*.safetensors"):
+        weights.unlink()
+    return write_config(folder, model, batch={"samples": 16, "micro_batch_tokens": 256})
+
+
+def test_a_configuration_is_simulated_without_weights(config_file: Path) -> None:
+    config = load_config(config_file, ["parallel.tensor=2", "parallel.shard=4"])
+    found = simulate(config, 8, num_processes=0)
+    assert found.passed
+    assert [one.rank for one in found.ranks] == [0, 1, 6]
+    for one in found.ranks:
+        traffic = one.record.traffic()
+        for flow, expected in one.expected.items():
+            assert expected <= traffic[flow][1] <= 1.05 * expected + 1024, flow
+        assert one.peak_bytes["optimizer"] == pytest.approx(2 * one.peak_bytes["weights"], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (["parallel.tensor=3"], "= 6 ranks, but the run has 8"),
+        (["batch.samples=4"], "a batch has 4 rows, and 8 ranks have rows of their own"),
+        (["model.path=/nowhere"], "model.path /nowhere does not exist"),
+        (["parallel.shard=1", "parallel.tensor=8"], "parallel.tensor 8 does not divide"),
+    ],
+)
+def test_what_cannot_be_simulated_is_said_in_a_sentence(config_file: Path, changes: list[str], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        simulate(load_config(config_file, changes), 8, num_processes=0)
+    assert not dist.is_initialized()

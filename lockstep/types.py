@@ -28,6 +28,8 @@ class Completion:
     tokens: Sequence[int]
     weights: Sequence[float]
     values: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    routing: bytes = b""
+    """Experts to use, in equally many bytes for each token of prompt and completion but the last. Empty: any."""
 
     def __post_init__(self) -> None:
         if len(self.weights) != len(self.tokens):
@@ -366,6 +368,9 @@ class TextCompletion:
     logprobs: tuple[float, ...] | None = None
     version: int = 0
     versions: tuple[int, ...] = ()
+    routing: bytes = b""
+    """Of an engine that records it: which experts each token of prompt and answer chose, but for the last one, which
+    was not computed. See lockstep/model/replay.py."""
 
     @property
     def oldest_version(self) -> int:
@@ -374,11 +379,15 @@ class TextCompletion:
 
 @dataclass(frozen=True, slots=True)
 class PartialCompletion:
-    """What an answer has so far: of each token its log-prob, and the version of the weights that it came from."""
+    """What an answer has so far: of each token its log-prob, and the version of the weights that it came from.
+
+    `routing`: as that of a TextCompletion, of the prompt's tokens too.
+    """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
+    routing: bytes = b""
 
     def __post_init__(self) -> None:
         if not len(self.tokens) == len(self.logprobs) == len(self.versions):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from lockstep.algorithms.losses import LossInputs
 from lockstep.data.packing import BY_TOKENS, Cost, measure_balance, partition
 from lockstep.model.policy import PackedTokens, Policy
+from lockstep.model.replay import OWN_CHOICE, RoutingRows
 from lockstep.types import Completion, Datum, LossSpec
 
 
@@ -185,8 +186,11 @@ def to_micro_batch(
     dtype: torch.dtype,
     multiple_of: int = 1,
     part: tuple[int, int] = (0, 1),
+    routing: RoutingRows | None = None,
 ) -> MicroBatch:
     """Lay documents end to end, pad to a multiple, and take one of several equal parts: (index, number of parts).
+
+    `routing`: how that of completions is written, where it is to be replayed.
 
     The padding is a document of its own, or the tail of a single one, which cannot see what follows it.
     No documents: two tokens whose weight is zero, so that every rank makes the same passes.
@@ -220,6 +224,9 @@ def to_micro_batch(
         padding,
         to_device(counts[here], torch.float64),
     )
+    if routing is not None:
+        given = _routing_rows(documents, batch, routing.num_bytes, len(tokens))
+        packed = replace(packed, routing=routing.read(to_device(given[here], torch.uint8)))
     inputs = _loss_inputs(branches, batch, loss, lambda array, kind=None: to_device(array[mine], kind or dtype))
     if is_padding:
         inputs = LossInputs(inputs.weights, inputs.scale, inputs.values, inputs.options, inputs.completions, 0)
@@ -288,6 +295,34 @@ def _part_of(num_tokens: int, predictors: np.ndarray, part: tuple[int, int]) -> 
     size = num_tokens // num_parts
     here = slice(index * size, (index + 1) * size)
     return here, (predictors >= here.start) & (predictors < here.stop)
+
+
+def _routing_rows(documents: Sequence[Document], batch: Sequence[Datum], num_bytes: int, num_tokens: int) -> np.ndarray:
+    """[T, bytes]: the experts that were chosen when the tokens were sampled; a router's own choice for all others.
+
+    A prompt that is computed once has those of its first completion: all were sampled from one computation of it.
+    """
+    rows = np.full((num_tokens, num_bytes), OWN_CHOICE[0], dtype=np.uint8)
+    start = 0
+    for document in documents:
+        end = start + len(document.prompt)
+        for number, branch in enumerate(document.branches if document.datum >= 0 else ()):
+            datum = batch[document.datum]
+            given = datum.completions[branch.completion].routing
+            length = len(document.prompt) + len(branch.tokens) - 1  # nothing follows the last token
+            if given and len(given) != length * num_bytes:
+                raise ValueError(
+                    f"an answer to {datum.origin or 'a datum'} has the routing of {len(given) / num_bytes:g} tokens, "
+                    f"and {length} are computed: it was recorded with another model"
+                )
+            found = np.frombuffer(given, dtype=np.uint8).reshape(-1, num_bytes)
+            if number == 0:
+                rows[start : start + len(found)] = found
+            else:
+                rows[end : end + max(len(found) - len(document.prompt), 0)] = found[len(document.prompt) :]
+            end += len(branch.tokens)
+        start += document.num_tokens
+    return rows
 
 
 def _value_names(batch: Sequence[Datum]) -> list[str]:

@@ -32,6 +32,7 @@ from lockstep.model.parts import Part, measure_parts
 from lockstep.model.policy import Policy, causal_lm, decoder_layers, head_dim, tensor_plan
 from lockstep.model.quantised import describe_rest
 from lockstep.model.quantised_layers import PRODUCTS, QuantisedLinear
+from lockstep.model.replay import RoutingRows, replay_choices
 from lockstep.model.stages import PassThrough, Stage, check_divisible, keep_layers, layer_costs
 from lockstep.parallel import expert, pipeline, tensor
 from lockstep.parallel.context import HeadExchange
@@ -46,7 +47,7 @@ class Built:
     """`module` is what is called: the policy or its DDP wrapper; with pipeline parallelism `stages` are, by number.
 
     `parts`: what is trained of the whole model, by kind. `warnings`: what a person should know before the first step.
-    `eager`: of compiled layers, the forward before that.
+    `eager`: of compiled layers, the forward before that. `routing`: how choices of routers are given, if they are.
     """
 
     policy: Policy
@@ -56,6 +57,7 @@ class Built:
     parts: dict[str, Part]
     warnings: tuple[str, ...] = ()
     eager: dict[nn.Module, Callable[..., object]] = field(default_factory=dict)
+    routing: RoutingRows | None = None
 
     def leave_loops_uncompiled(self) -> None:
         """A loop over documents in a layer would be compiled anew for every batch."""
@@ -72,13 +74,16 @@ def build_policy(
     compile_layers: bool,
     parallel: ParallelConfig,
     logits_gib: float = 2.5,
+    router_replay: bool = False,
 ) -> Built:
-    """Rank 0's weights are used. `logits_gib`: the most memory for logits; with less the head takes more passes."""
+    """Rank 0's weights are used. `logits_gib`: the most memory for logits; with less the head takes more passes.
+    `router_replay`: routers take choices that are given."""
     dtype = compute_dtype or next(model.parameters()).dtype
     coverage, parts, unquantised = measure_coverage(model), measure_parts(model), describe_rest(model)
     policy = Policy(model, **_head_memory(model, group.device, dtype, logits_gib))
     # Before anything is split: every rank gets its part of the whole tensors.
     weights = _full_weights(policy) if group.rank == 0 else None
+    routing = replay_choices(model, policy.routers) if router_replay else None
     divided = split_experts(policy, group)
     if group.degrees.tensor > 1:
         split_tensors(policy, group)
@@ -125,7 +130,7 @@ def build_policy(
     if group.degrees.replicate > 1 and not group.degrees.sharded:
         module = replicate(policy, group.device, parallel.compression)
     warnings = tuple(_describe(policy, coverage, unquantised, group.device))
-    return Built(policy.train(), module, stages, num_stages, parts, warnings, eager)
+    return Built(policy.train(), module, stages, num_stages, parts, warnings, eager, routing)
 
 
 def _describe(

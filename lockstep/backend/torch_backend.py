@@ -80,6 +80,7 @@ class TorchBackend:
         reference: str = "none",
         temperature: float = 1.0,
         router_losses: RouterLosses = NO_LOSSES,
+        router_replay: bool = False,
         device: str = "auto",
         seed: int = 0,
         timeout_s: float = 600.0,
@@ -93,6 +94,7 @@ class TorchBackend:
         `temperature`: of all log-probs and entropies, the reference's too: where answers are sampled, that of sampling.
         `stages_saves`: on a GPU, saved states are copied while training goes on (StagingArea). `deterministic`: there,
         sums are taken in a fixed order. `images`: of a vision-language model whose batches have some.
+        `router_replay`: experts are those of the completions' `routing`.
         """
         parallel = parallel or ParallelConfig()
         self.group = group or join_group(device, parallel, timeout_s)
@@ -103,9 +105,9 @@ class TorchBackend:
         self._activation_offload = activation_offload
         self._in_fixed_order = fixed_order if deterministic and on_gpu else contextlib.nullcontext
         self._scale = LossScale() if self.precision == "fp16" else None
-        compute_dtype = _narrow_dtype(self.precision)
         settle_dtypes(model, DTYPES[self.precision])
         self._compiles = compiles = on_gpu if compile == "auto" else bool(compile)
+        compute_dtype = _narrow_dtype(self.precision)
         built = build_policy(
             model,
             self.group,
@@ -114,8 +116,9 @@ class TorchBackend:
             compile_layers=compiles,
             parallel=parallel,
             logits_gib=logits_gib,
+            router_replay=router_replay,
         )
-        self.policy, self._module, self.parts = built.policy, built.module, built.parts
+        self.policy, self._module, self.parts, self._routing = built.policy, built.module, built.parts, built.routing
         self._pipelined = PipelinedPasses(built, self.group, parallel.schedule) if built.stages else None
         sharded = self.group.degrees.sharded
         self._narrow = None if sharded else _narrow_copies(self.policy, compute_dtype)  # FSDP2 casts by itself
@@ -123,12 +126,9 @@ class TorchBackend:
         self._roots: list[nn.Module] = [self.policy, *built.stages.values()]
         self.slow = self._check_passes(built)
         self._images = None if images is None else self._see(images)
-        built.leave_loops_uncompiled()
+        self._end_checks(built, temperature)
         self.balance = RouterBalance(self.policy, router_losses, self.group, reference, compiled=compiles)
         self.warnings = [*built.warnings, *self.balance.warnings]
-        self.policy.use_temperature(temperature)  # the checks above are of the model as it is
-        if self.group.degrees.context > 1:
-            split_tokens(self.policy, self.group)
         self._cost = Cost.from_hidden_size(hidden_size(causal_lm(model)))
         self._reference, self._reference_mixed = make_reference(reference, model, self.parameters()), False
         self._optimizer = loss_step.build_optimizer(self.parameters(), self.device)
@@ -149,6 +149,13 @@ class TorchBackend:
         images = BatchImages(self.policy, processor)
         check_images(self.policy, images, self._evaluation(), self.device, self.precision)
         return images
+
+    def _end_checks(self, built: Built, temperature: float) -> None:
+        """They are of the model as it is, on whole documents."""
+        built.leave_loops_uncompiled()
+        self.policy.use_temperature(temperature)
+        if self.group.degrees.context > 1:
+            split_tokens(self.policy, self.group)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """What is trained, by the names that the model itself uses."""
@@ -349,7 +356,7 @@ class TorchBackend:
             multiple_of *= -(-max(longest, 2) // multiple_of)
 
         def make(part: tuple[Document, ...]) -> MicroBatch:
-            return to_micro_batch(part, batch, loss, self.device, dtype, multiple_of, context)
+            return to_micro_batch(part, batch, loss, self.device, dtype, multiple_of, context, self._routing)
 
         if self._images is None:
             return [make(part) for part in plan.micro_batches]
@@ -372,7 +379,7 @@ class TorchBackend:
         if self._reference is None:
             raise ValueError("this backend was built without a reference: give it reference='copy' or 'adapter_off'")
         self._before_change()  # sharded parameters exchange their values with it
-        with self._reference.in_place():
+        with self._reference.in_place(), self.policy.routers.choosing_freely():
             yield
 
     def _reference_logprobs(self, rank_batch: RankBatch) -> list[Tensor]:

@@ -121,6 +121,9 @@ class GrpoConfig(Section):
     max_sampler_trainer_logprob_diff: Positive | None = 0.2
     """Stop the run when the log-probs of sampler and trainer differ by more than this per token, on average. Of fresh
     tokens: in those that older weights have sampled, there is also what was learned since. null: never."""
+    router_replay: bool = False
+    """For mixtures: train with the experts that the sampler chose for each token, not with those that the trainer's
+    routers would choose."""
     num_updates: PositiveInt = 1
     """Passes of a step over its samples."""
     minibatches: PositiveInt = 1
@@ -254,6 +257,11 @@ def check_rollouts(rollouts: RolloutsConfig, algorithm: Section) -> None:
 def _check_endpoint(rollouts: RolloutsConfig, algorithm: GrpoConfig) -> None:
     if rollouts.engines:
         raise ValueError("rollouts has both engines and an endpoint: give one of them")
+    if algorithm.router_replay:
+        raise ValueError(
+            "algorithm.router_replay needs a sampler that tells which experts it chose, and rollouts.endpoint does "
+            "not: use rollouts.engines, or set it to false"
+        )
     if rollouts.kind == "vllm" and algorithm.temperature != 1:
         raise ValueError(
             f"algorithm.temperature {algorithm.temperature:g} does not go with rollouts.kind vllm, which gives "

@@ -234,6 +234,11 @@ class RunConfig(Section):
         full, adapters = (2e-5, 2e-4) if self.algorithm.kind == "sft" else (1e-6, 1e-5)
         return adapters if self.lora else full
 
+    @property
+    def router_replay(self) -> bool:
+        """Whether samplers record which experts they choose, for training to choose the same."""
+        return isinstance(self.algorithm, GrpoConfig) and self.algorithm.router_replay
+
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
@@ -258,6 +263,8 @@ def _check_routers(config: RunConfig) -> None:
     for key in ("router_aux_loss", "router_z_loss", "router_bias_rate"):
         if getattr(model, key) not in ("off", 0.0) and config.parallel.backend == "deepspeed":
             raise ValueError(f"model.{key} is not for parallel.backend deepspeed: use backend torch")
+    if config.router_replay and config.parallel.backend == "deepspeed":
+        raise ValueError("algorithm.router_replay is not for parallel.backend deepspeed: use backend torch")
     if model.router_bias_rate and config.lora is not None:
         raise ValueError(
             "model.router_bias_rate changes the base model, which an adapter does not hold: set it to 0, or remove lora"

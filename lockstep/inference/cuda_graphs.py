@@ -147,3 +147,23 @@ class CompiledStep:
         distinct = cast("Any", shape_config).patch(use_duck_shape=False)
         with replaced_forwards(forwards), torch.compiler.set_stance("default"), limits, distinct:
             yield
+
+
+class StepSpeed:
+    """Seconds of a step, and what it costs when a fast way is lost: said once, when both are known."""
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report, self._said = report, set[str]()
+        self._fast_s: dict[int, float] = {}  # by batch size
+        self.problem: str | None = None
+
+    def note(self, seconds: float, batch_size: int, capture_problem: str | None) -> None:
+        if capture_problem is not None:
+            self.problem = f"decoding steps are not captured in CUDA graphs ({capture_problem})"
+        if self.problem is None:
+            self._fast_s[batch_size] = min(seconds, self._fast_s.get(batch_size, seconds))
+        elif self.problem not in self._said:
+            self._said.add(self.problem)
+            before = self._fast_s.get(batch_size)
+            instead = "" if before is None else f" instead of {1e3 * before:.1f}"
+            self._report(f"{self.problem}: one of {batch_size} rows takes {1e3 * seconds:.1f} ms{instead}")

@@ -14,13 +14,14 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.inference import kv_cache
 from lockstep.inference.adapter_bank import NO_ADAPTER, AdapterBank
-from lockstep.inference.cuda_graphs import CompiledStep, StepGraphs
+from lockstep.inference.cuda_graphs import CompiledStep, StepGraphs, StepSpeed
 from lockstep.inference.fused_linear import MIN_ROWS, FusedLinears, recorded_groups
 from lockstep.inference.joined_linear import JoinedLinears
 from lockstep.inference.kv_cache import (
@@ -33,6 +34,7 @@ from lockstep.inference.kv_cache import (
 )
 from lockstep.inference.token_sampling import TokenScores, Truncation, sample_tokens, score_tokens, uniforms
 from lockstep.model.policy import CausalLM, attention_problem, causal_lm, decoder_layers, headless, logit_transform
+from lockstep.model.replay import RoutingRecorder
 from lockstep.model.rotary import RotaryByLength, TextSpan
 
 _PREFILL_TOKENS = 8192  # packed into one pass, at most; a longer prompt has a pass of its own
@@ -49,6 +51,8 @@ class LaunchedSteps:
     """[step][slot] tokens and log-probs, waited for."""
     scores: Callable[[], list[list[TokenScores]]] | None = None
     """[step][slot], where they were asked for."""
+    routing: Callable[[], list[np.ndarray]] | None = None
+    """[step][slot] bytes, where they are recorded."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +69,8 @@ class Decoder:
     `sharded`: several processes hold the model together; all make the same number of passes. `compiles`: steps that are
     captured as graphs are also compiled, which takes a while at first and rounds differently. `fuses`: on a CPU, and
     where steps are compiled, a copy of the weights is laid out for them if an eighth of the memory holds it. `bank`:
-    adapters, one of which each slot may have for itself. `report` is told where a fast way cannot be taken, and what
-    that costs.
+    adapters, one of which each slot may have for itself. `recorder`: of the choices of routers, for each token that is
+    computed. `report` is told where a fast way cannot be taken, and what that costs.
     """
 
     def __init__(
@@ -78,9 +82,11 @@ class Decoder:
         compiles: bool = False,
         fuses: bool = True,
         bank: AdapterBank | None = None,
+        recorder: RoutingRecorder | None = None,
         report: Callable[[str], None] = warnings.warn,
     ) -> None:
-        self._model, self._causal, self.bank = model, causal_lm(model), bank
+        self._model, self._causal, self.bank, self.recorder = model, causal_lm(model), bank, recorder
+        self.prompt_routing: dict[int, bytes] = {}  # by slot, of the last `prefill`
         if problem := attention_problem(self._causal):
             raise UnsupportedModelError(problem)
         kv_cache.register()
@@ -98,17 +104,18 @@ class Decoder:
         self.by_kernel = False
         self._num_slots = 0  # in use, of those allocated
         self._bank_revision = -1
-        self._speed, self._read_at = _StepSpeed(report), 0.0
+        self._speed, self._read_at = StepSpeed(report), 0.0
         own = self._own_logits()
         with self.in_use():
             self._refuse_other_state()
             self._groups = self._probe(own, fuses=fuses and self.device.type == "cpu" and not sharded)
         self.release()
         if compiles and self.graphs is not None and self.by_kernel:
-            if bank is None:
+            if bank is None and recorder is None:
                 self.compile_steps()
             else:
-                report("decoding steps are not compiled: rows have adapters of their own")
+                why = "rows have adapters of their own" if recorder is None else "the choices of routers are recorded"
+                report(f"decoding steps are not compiled: {why}")
 
     def compile_steps(self) -> None:
         """From the next step on; their linear layers are joined if an eighth of the memory holds the copy."""
@@ -223,6 +230,7 @@ class Decoder:
         `adapters`: by slot, see AdapterBank.number. `scored`: the slots whose scores are returned.
         """
         found: dict[int, list[TokenScores]] = {}
+        self.prompt_routing = {}
         for part in _split_prefill([(slot, tokens) for slot, tokens in prompts if len(tokens)]):
             slots, lengths = [slot for slot, _ in part], [len(tokens) for _, tokens in part]
             attention = PrefillPass(self._kv_cache, slots, lengths, self.device)
@@ -234,6 +242,8 @@ class Decoder:
             # The next token belongs to the text as well: its length decides.
             with joined, adapted, self.rotary.texts([TextSpan(length, length + 1) for length in lengths]):
                 hidden = self._hidden(packed[None], attention.positions[None], attention)[0]
+            for slot, rows in zip(slots, self._routing().split(lengths) if self.recorder else (), strict=False):
+                self.prompt_routing[slot] = rows.cpu().numpy().tobytes()
             for (slot, tokens), states in zip(part, hidden.split(lengths), strict=True):
                 if scored is not None and slot in scored:
                     found[slot] = self._score(states, [*tokens[1:], scored[slot].last], scored[slot].num_top)
@@ -291,9 +301,10 @@ class Decoder:
                 self._speed.note((self._read_at - began) / num_steps, batch_size, self.graphs.problem)
             return found
 
-        scored = [step[2:] for step in steps]
+        scored = [step[2:5] for step in steps]
+        routing = None if self.recorder is None else lambda: [step[-1].cpu().numpy() for step in steps]
         scores = None if num_top is None else lambda: [TokenScores.read((a, b, c)) for a, b, c in scored]
-        return LaunchedSteps(num_steps, read, scores)
+        return LaunchedSteps(num_steps, read, scores, routing)
 
     def finish(self) -> None:
         """Join the passes that other processes still have to make: each needs every part of the model."""
@@ -347,15 +358,18 @@ class Decoder:
 
             return self._run((batch_size, length, truncation, num_top), batch_size, step)
         # Which rows draw in which way changes from step to step: that is no part of a graph.
-        (outputs,) = self._run((batch_size, length), batch_size, lambda: (self._head_outputs(batch_size, length),))
-        return self._take_tokens(outputs, truncation, num_top, self._draw_rows)
+        outputs, *routing = self._run(
+            (batch_size, length), batch_size, lambda: (self._head_outputs(batch_size, length),)
+        )
+        return (*self._take_tokens(outputs, truncation, num_top, self._draw_rows), *routing)
 
     def _run(self, key: Hashable, batch_size: int, compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """With fast modules, as a graph where that is possible."""
+        """With fast modules, as a graph where that is possible. Where routing is recorded, it is the last result."""
 
         def step() -> tuple[Tensor, ...]:
             with self._fast_modules(batch_size):
-                return compute()
+                found = compute()
+            return found if self.recorder is None else (*found, self._routing())
 
         if self.graphs is None:
             return step()
@@ -440,8 +454,15 @@ class Decoder:
         return self._transform.apply(outputs.to(wide))
 
     def _hidden(self, tokens: Tensor, positions: Tensor, attention: AttentionPass) -> Tensor:
-        body = headless(self._causal)
-        return body(input_ids=tokens, position_ids=positions, use_cache=False, cached_pass=attention).last_hidden_state
+        body, recorded = headless(self._causal), contextlib.nullcontext()
+        with recorded if self.recorder is None else self.recorder.recording():
+            found = body(input_ids=tokens, position_ids=positions, use_cache=False, cached_pass=attention)
+        return found.last_hidden_state
+
+    def _routing(self) -> Tensor:
+        """[tokens, bytes] of the last pass."""
+        assert self.recorder is not None
+        return self.recorder.take()
 
     def _announce(self, *, working: bool) -> bool:
         """Whether any process has a pass to make now. All ranks call it, before every pass and until none has."""
@@ -531,26 +552,6 @@ class Decoder:
         if linears.num_bytes <= _total_bytes(self.device) // 8:
             linears.lay_out(MIN_ROWS)
             self.linears = linears
-
-
-class _StepSpeed:
-    """Seconds of a step, and what it costs when a fast way is lost: said once, when both are known."""
-
-    def __init__(self, report: Callable[[str], None]) -> None:
-        self._report, self._said = report, set[str]()
-        self._fast_s: dict[int, float] = {}  # by batch size
-        self.problem: str | None = None
-
-    def note(self, seconds: float, batch_size: int, capture_problem: str | None) -> None:
-        if capture_problem is not None:
-            self.problem = f"decoding steps are not captured in CUDA graphs ({capture_problem})"
-        if self.problem is None:
-            self._fast_s[batch_size] = min(seconds, self._fast_s.get(batch_size, seconds))
-        elif self.problem not in self._said:
-            self._said.add(self.problem)
-            before = self._fast_s.get(batch_size)
-            instead = "" if before is None else f" instead of {1e3 * before:.1f}"
-            self._report(f"{self.problem}: one of {batch_size} rows takes {1e3 * seconds:.1f} ms{instead}")
 
 
 def _first_line(error: BaseException) -> str:

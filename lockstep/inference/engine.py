@@ -37,6 +37,7 @@ from lockstep.model.load import (
 )
 from lockstep.model.lora import speed_up_eager
 from lockstep.model.policy import CausalLM
+from lockstep.model.replay import RoutingRecorder
 from lockstep.model.rotary import RotaryByLength
 from lockstep.types import (
     PartialCompletion,
@@ -65,12 +66,14 @@ class LocalEngine:
         steps_per_read: int | None = None,
         graphs: bool = True,
         compiles: bool = False,
+        records_routing: bool = False,
         report: Callable[[str], None] = warnings.warn,
     ) -> None:
         """`batch_size`: sequences decoded at once; fewer where their cache would exceed `max_cache_bytes`, by default
         half of the free memory. `sharded`: several processes hold the model together, and all make the same calls.
         `steps_per_read`: tokens are fetched from the device only so often. `graphs`: on a GPU, replay CUDA graphs.
         `compiles`: on a GPU, compile the captured steps: half a minute once, and steps take a third of the time.
+        `records_routing`: completions tell which experts their tokens chose; for mixtures alone.
         `report` is told, once, of each fast way that cannot be taken.
         """
         self.tokenizer = tokenizer
@@ -81,6 +84,7 @@ class LocalEngine:
         self.batch_size = batch_size or (_GPU_ROWS if on_gpu else 16)
         self.limits = BatchLimits(self.batch_size, max_cache_bytes, steps_per_read or (8 if on_gpu else 1))
         self._sharded, self._graphs, self._compiles, self._report = sharded, graphs, compiles, report
+        self._records_routing = records_routing
         self.version = 0
         self._use(model)
 
@@ -221,6 +225,7 @@ class LocalEngine:
         self._end_tokens = stop_token_ids(model, self.tokenizer)
         self.num_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self._decoder = None
+        self._recorder = RoutingRecorder(model) if self._records_routing else None
         self.decodes = True  # False once the decoder has refused the model
 
     def _check_adapter(self, name: str) -> None:
@@ -248,6 +253,7 @@ class LocalEngine:
             on_text=on_text,
             version=self.version,
             options=options,
+            routing_bytes=0 if self._recorder is None else self._recorder.rows.num_bytes,
         )
 
     def _seed(self, params: SamplingParams) -> int:
@@ -281,9 +287,15 @@ class LocalEngine:
                     graphs=self._graphs,
                     compiles=self._compiles,
                     bank=self.bank,
+                    recorder=self._recorder,
                     report=self._report,
                 )
             except UnsupportedModelError as error:
+                if self._recorder is not None:
+                    raise ValueError(
+                        f"{error}, and transformers' generate does not tell which experts it chose: set "
+                        "algorithm.router_replay to false"
+                    ) from error
                 seconds = check_generate(self.model, pad_id=self._pad_id, sharded=self._sharded)
                 self.decodes = False
                 self._report(
@@ -302,13 +314,14 @@ def load_engine(
     batch_size: int | None = None,
     compiles: bool = False,
     chat_template: str = "auto",
+    records_routing: bool = False,
 ) -> LocalEngine:
     """An engine that samples as a run of this configuration would itself. `chat_template`: as data.chat_template."""
     keep_freed_memory()
     built, tokenizer = build_engine_model(model, lora, precision, device), load_tokenizer(model)
     if chat_template not in ("auto", "none"):
         tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
-    return LocalEngine(built, tokenizer, batch_size, compiles=compiles)
+    return LocalEngine(built, tokenizer, batch_size, compiles=compiles, records_routing=records_routing)
 
 
 def build_engine_model(config: ModelConfig, lora: LoraConfig | None, precision: str, device: str) -> CausalLM:

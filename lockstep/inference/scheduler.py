@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -62,6 +62,10 @@ class SlotSchedule:
             self._partial.add(sequence_id)
         self._waiting.append(sequence_id)
         return sequence_id
+
+    def holds(self, prompt: Hashable) -> bool:
+        """Whether some slot has it."""
+        return prompt in self._cached
 
     def resize(self, num_slots: int) -> None:
         """More slots, or fewer if the last ones are free."""
@@ -179,6 +183,7 @@ class ContinuousBatch:
         self._is_outdated = False  # the cache is of older weights
         self._launched: tuple[ActiveSlots, LaunchedSteps] | None = None
         self._settled: list[TokenSequence] = []  # finished, and not yet returned by `advance`
+        self._routing: dict[Hashable, bytes] = {}  # of cached prompts, where it is recorded
 
     @property
     def busy(self) -> bool:
@@ -310,6 +315,11 @@ class ContinuousBatch:
         adapters = {slot: self._adapter(sequence) for slot, sequence in sequences.items()}
         for slot, scores in self._decoder.prefill(prompts, adapters, scored).items():
             sequences[slot].prompt_scores = scores
+        for slot, rows in self._decoder.prompt_routing.items():
+            sequences[slot].add_routing(0, rows)
+            computed = len(sequences[slot].tokens) - 1
+            in_prompt = len(rows) // computed * (len(sequences[slot].prompt) - 1)
+            self._routing[self._cache_name(sequences[slot])] = rows[:in_prompt]
 
     def _adapter(self, sequence: TokenSequence) -> int:
         name = sequence.options.adapter
@@ -325,8 +335,15 @@ class ContinuousBatch:
         self._decoder.copy(admission.copied, longest)
         self._prefill({slot: sequences[slot] for slot, _ in admission.computed})
         self._decoder.copy(admission.shared, longest)
+        self._share_routing(sequences.values())
         self._finish_scored(admission.placed)
         self._place(sequences)
+
+    def _share_routing(self, sequences: Collection[TokenSequence]) -> None:
+        """A prompt that was not computed again was routed as when it was."""
+        for sequence in sequences if self._routing else ():
+            sequence.add_routing(0, self._routing.get(self._cache_name(sequence), b""))
+        self._routing = {name: rows for name, rows in self._routing.items() if self._schedule.holds(name)}
 
     def _place(self, sequences: Mapping[int, TokenSequence]) -> None:
         if not sequences:
@@ -385,6 +402,7 @@ class ContinuousBatch:
     def _read(self, active: ActiveSlots, launched: LaunchedSteps) -> list[TokenSequence]:
         tokens, logprobs = launched.read()
         scores = None if launched.scores is None else launched.scores()
+        routing = None if launched.routing is None else launched.routing()
         finished = []
         for slot, sequence_id in active:
             sequence = self._sequences.get(sequence_id)  # None: it ended in the steps before, which were read later
@@ -397,6 +415,8 @@ class ContinuousBatch:
                     )
                 wanted = sequence.options.num_top
                 found = None if wanted is None or scores is None else scores[step][slot].first(wanted)
+                if routing is not None:
+                    sequence.add_routing(sequence.length - 1, routing[step][slot].tobytes())
                 sequence.append(tokens[step][slot], logprobs[step][slot], found)
                 if sequence.finished:
                     finished.append(self._sequences.pop(sequence_id))

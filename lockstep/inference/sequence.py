@@ -48,10 +48,13 @@ class TokenSequence:
         on_text: Callable[[str], None] | None = None,
         version: int = 0,
         options: SequenceOptions = NOTHING_ELSE,
+        routing_bytes: int = 0,
     ) -> None:
+        """`routing_bytes`: of each token that is computed, where the choices of routers are recorded."""
         self.prompt = tuple(int(token) for token in prompt)
         self.truncation, self.random_stream, self.version = Truncation.of(params), random_stream, version
         # Append-only, in this order: another thread may read as many of each as the last one has.
+        self._routing, self._routing_bytes = bytearray(), routing_bytes
         self.sampled: list[int] = []
         self.logprobs: list[float] = []
         self.versions: list[int] = []
@@ -129,12 +132,29 @@ class TokenSequence:
                 )
             self.append(token, logprob)
         self.version = current
+        self.add_routing(0, partial.routing)
+
+    def add_routing(self, position: int, rows: bytes) -> None:
+        """Of the tokens from `position` on. What is known stays: a cache that is computed anew, perhaps with newer
+        weights, is not what the next tokens were sampled from."""
+        known = len(self._routing) - position * self._routing_bytes
+        assert known >= 0, "tokens are computed in order"
+        self._routing += rows[known:]
+
+    def _routing_of(self, start: int, end: int) -> bytes:
+        """What the sampled tokens from `start` to `end` add: each that of the token before it, the first that of the
+        whole prompt."""
+        edges = [(len(self.prompt) + place - 1) * self._routing_bytes if place else 0 for place in (start, end)]
+        return bytes(self._routing[edges[0] : edges[1]])
 
     def partial(self, start: int = 0) -> PartialCompletion:
         """The completion so far, from its token `start` on. From any thread."""
         end = len(self.versions)
         return PartialCompletion(
-            tuple(self.sampled[start:end]), tuple(self.logprobs[start:end]), tuple(self.versions[start:end])
+            tuple(self.sampled[start:end]),
+            tuple(self.logprobs[start:end]),
+            tuple(self.versions[start:end]),
+            self._routing_of(start, end),
         )
 
     def append(self, token: int, logprob: float, scores: TokenScores | None = None) -> None:
@@ -156,7 +176,10 @@ class TokenSequence:
         logprobs = tuple(self.logprobs) if self._params.logprobs else None
         newest = max(self.versions, default=self.version)
         versions = tuple(self.versions) if min(self.versions, default=newest) != newest else ()
-        return TextCompletion(tuple(self.sampled), self._final_text(), self._finish_reason, logprobs, newest, versions)
+        routing = self._routing_of(0, len(self.sampled))
+        return TextCompletion(
+            tuple(self.sampled), self._final_text(), self._finish_reason, logprobs, newest, versions, routing
+        )
 
     def _completes_stop_text(self, token: int) -> bool:
         piece = self._detokenizer.push(token) if self._detokenizer is not None else ""

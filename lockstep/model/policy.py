@@ -58,6 +58,7 @@ class PackedTokens:
     padding: int = 0  # tokens at the end that are of no document
     counts: Tensor | None = None  # [T] in how many texts each token is: a shared prompt in several, padding in none
     images: ImageInputs | None = None  # positions are then [axes, T] where the model has several
+    routing: Tensor | None = None  # [T, routers, K] experts that are given, see Routers.replayed
 
     @property
     def text_lengths(self) -> list[int]:
@@ -208,10 +209,16 @@ class Policy(nn.Module):
 
     def run_layers(self, body: nn.Module, packed: PackedTokens, inputs: dict[str, Tensor]) -> Tensor:
         """[1, T, H] hidden states of a model without its head."""
-        self.routers.read(packed.counts)
-        layout = self._layout(packed)
-        with self.rotary.texts(self._spans(packed)), self.mixers.documents(layout):
+        with self._reading(packed):
             return body(**inputs, **self._arguments(packed)).last_hidden_state
+
+    @contextlib.contextmanager
+    def _reading(self, packed: PackedTokens) -> Iterator[None]:
+        """Around a pass over these tokens: what parts of the model need to know of them."""
+        self.routers.read(packed.counts)
+        replayed = self.routers.replaying(packed.routing)
+        with self.rotary.texts(self._spans(packed)), self.mixers.documents(self._layout(packed)), replayed:
+            yield
 
     def _run_to_head(self, packed: PackedTokens, inputs: dict[str, Tensor]) -> Tensor:
         """[1, T, H]: what the model itself gives to its head, which returns it unchanged meanwhile."""
@@ -225,10 +232,8 @@ class Policy(nn.Module):
 
         own = head.__dict__.get("forward")
         head.forward = pass_through
-        self.routers.read(packed.counts)
-        layout = self._layout(packed)
         try:
-            with self.rotary.texts(self._spans(packed)), self.mixers.documents(layout):
+            with self._reading(packed):
                 causal(**inputs, **self._arguments(packed))
         finally:
             del head.forward

@@ -55,11 +55,12 @@ class Routers:
         self.num_experts = self.top_k = 0
         self.have_bias = False
         self.tokens: Tensor | None = None
+        self.replayed: Tensor | None = None  # [T, routers, K]: choices that are given, see replay.py
         self.slopes: Tensor | None = None  # [experts]: of the loss, per probability of a token
         self.log_sum_slope: Tensor | float = 0.0  # of the loss, per squared log-sum-exp of a token
         self._counts: RouterCounts | None = None
-        self._is_attached = False
-        for name, module, index in _find_routers(model):
+        self._is_attached = self._chooses_freely = False
+        for name, module, index in find_routers(model):
             self.num_experts = max(self.num_experts, int(module.num_experts))
             self.top_k = int(module.top_k)
             self.have_bias |= isinstance(getattr(module, BIAS, None), Tensor)
@@ -73,6 +74,24 @@ class Routers:
 
     def read(self, tokens: Tensor | None) -> None:
         self.tokens = tokens
+
+    @contextlib.contextmanager
+    def replaying(self, choices: Tensor | None) -> Iterator[None]:
+        """Around a pass whose `choices` are given. None: they are the routers' own."""
+        self.replayed = None if self._chooses_freely else choices
+        try:
+            yield
+        finally:
+            self.replayed = None
+
+    @contextlib.contextmanager
+    def choosing_freely(self) -> Iterator[None]:
+        """Passes whose choices are the routers' own, whatever is given."""
+        self._chooses_freely = True
+        try:
+            yield
+        finally:
+            self._chooses_freely = False
 
     @contextlib.contextmanager
     def counting(self, counts: RouterCounts | None) -> Iterator[None]:
@@ -100,16 +119,21 @@ class Routers:
     def remembering_tokens(self, recompute: Callable[..., Any]) -> Callable[..., Any]:
         """`recompute(function, ...)` may call it again, in a backward pass: with the tokens of the first call."""
 
-        def call(tokens: Tensor | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            before, self.tokens = self.tokens, tokens
+        def call(
+            read: tuple[Tensor | None, Tensor | None], function: Callable[..., Any], *args: Any, **kwargs: Any
+        ) -> Any:
+            before = self.tokens, self.replayed
+            self.tokens, self.replayed = read
             try:
                 return function(*args, **kwargs)
             finally:
-                self.tokens = before
+                self.tokens, self.replayed = before
 
         if not self:
             return recompute
-        return lambda function, *args, **kwargs: recompute(call, self.tokens, function, *args, **kwargs)
+        return lambda function, *args, **kwargs: recompute(
+            call, (self.tokens, self.replayed), function, *args, **kwargs
+        )
 
     def _hook(self, place: int, index: int) -> Any:
         def read(module: nn.Module, _inputs: object, output: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
@@ -117,7 +141,7 @@ class Routers:
                 return None
             logits = output[index].flatten(0, -2)
             if self._counts is not None and not _is_recomputed():
-                self.count(place, logits.detach(), _chosen(output, logits, self.top_k))
+                self.count(place, logits.detach(), chosen_experts(output, logits, self.top_k))
             if not self._is_attached or not logits.requires_grad:
                 return None
             weight = next(i for i, part in enumerate(output) if i != index and part.is_floating_point())
@@ -176,13 +200,13 @@ def _is_recomputed() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
-def _chosen(output: tuple[Tensor, ...], logits: Tensor, top_k: int) -> Tensor:
+def chosen_experts(output: tuple[Tensor, ...], logits: Tensor, top_k: int) -> Tensor:
     """[T, K], the experts that a router says it chose; one that does not say it takes the largest logits."""
     said = [part for part in output if not part.is_floating_point()]
     return said[-1].reshape(len(logits), -1) if said else torch.topk(logits, top_k, dim=-1).indices
 
 
-def _find_routers(model: nn.Module) -> Iterator[tuple[str, Any, int]]:
+def find_routers(model: nn.Module) -> Iterator[tuple[str, Any, int]]:
     """(name, module, which of its outputs are logits), as the model itself tells where its router_logits come from."""
     seen: set[int] = set()
     for name, part in model.named_modules():

@@ -39,7 +39,7 @@ def as_data(groups: Sequence[Group], algorithm: GrpoConfig, version: int | None 
     for number, group in enumerate(groups):
         trained = [i for i, rollout in enumerate(group.rollouts) if _is_trained(rollout, algorithm)]
         if trained:
-            completions = [_as_completion(group.rollouts[i], algorithm.aggregation, version) for i in trained]
+            completions = [_as_completion(group.rollouts[i], algorithm, version) for i in trained]
             batch.append(Datum(group.prompt.tokens, completions, group.prompt.origin))
             places.append((number, trained))
     return batch, places
@@ -51,8 +51,8 @@ def _is_trained(rollout: Rollout, algorithm: GrpoConfig) -> bool:
     return not (rollout.truncated and algorithm.overlong == "mask")
 
 
-def _as_completion(rollout: Rollout, aggregation: str, version: int | None) -> Completion:
-    weight = token_weight(aggregation, rollout.num_sampled)
+def _as_completion(rollout: Rollout, algorithm: GrpoConfig, version: int | None) -> Completion:
+    weight = token_weight(algorithm.aggregation, rollout.num_sampled)
     # An environment's tokens after the last sampled one are context of nothing.
     stop = len(rollout.sampled) - rollout.sampled[::-1].index(True)
     weights = [weight if sampled else 0.0 for sampled in rollout.sampled[:stop]]
@@ -61,7 +61,8 @@ def _as_completion(rollout: Rollout, aggregation: str, version: int | None) -> C
         # After an older token, the engine's cache still has what the older weights made of it.
         is_fresh = min(rollout.sampled_versions) >= version
         values["fresh"] = [float(is_fresh)] * stop
-    return Completion(rollout.tokens[:stop], weights, values)
+    routing = rollout.routing if algorithm.router_replay else b""
+    return Completion(rollout.tokens[:stop], weights, values, routing)
 
 
 def count_fresh(batch: Sequence[Datum]) -> int:

@@ -5,8 +5,10 @@ A rollout in progress can be written to a checkpoint at any time and continued l
 
 from __future__ import annotations
 
+import base64
 import sys
 import threading
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -40,6 +42,8 @@ class Rollout:
     turns: tuple[str, ...]
     truncated: bool
     outcome: Outcome
+    routing: bytes = b""
+    """As in TextCompletion: of the prompt and all tokens but the last."""
 
     @property
     def num_sampled(self) -> int:
@@ -52,7 +56,10 @@ class Rollout:
     def to_json(self) -> dict[str, object]:
         # JSON has no nan: an unknown reward is null.
         outcome = asdict(self.outcome) | ({"reward": None} if self.outcome.reward_failed else {})
-        return {name: getattr(self, name) for name in self.__slots__} | {"outcome": outcome}
+        return {name: getattr(self, name) for name in self.__slots__} | {
+            "outcome": outcome,
+            "routing": as_text(self.routing),
+        }
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Rollout:
@@ -61,7 +68,17 @@ class Rollout:
         }
         outcome, problem = values["outcome"], values["outcome"]["problem"]
         columns["outcome"] = Outcome(**outcome) if problem is None else Outcome.failed(problem)
+        columns["routing"] = as_bytes(values.get("routing", ""))
         return cls(**columns)
+
+
+def as_text(content: bytes) -> str:
+    """For JSON, with `as_bytes` as its inverse. Neighbouring tokens choose alike: compressed."""
+    return base64.b64encode(zlib.compress(content, 1)).decode() if content else ""
+
+
+def as_bytes(text: str) -> bytes:
+    return zlib.decompress(base64.b64decode(text)) if text else b""
 
 
 def _with_new_keys(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,10 +126,14 @@ class Episode:
     is_over: bool = False
     awaits_reply: bool = False
     problem: str | None = None
+    routing: bytes = b""
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self) | {"routing": as_text(self.routing)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Episode:
-        return cls(**_with_new_keys(values))
+        return cls(**_with_new_keys(values) | {"routing": as_bytes(values.get("routing", ""))})
 
     @property
     def awaits_completion(self) -> bool:
@@ -124,6 +145,8 @@ class Episode:
         self.sampled += [True] * len(completion.tokens)
         self.logprobs += completion.logprobs
         self.versions += completion.versions or [completion.version] * len(completion.tokens)
+        # A later turn's has the whole text: what earlier turns were sampled with stays.
+        self.routing += completion.routing[len(self.routing) :]
         self.turns.append(completion.text)
         self.truncated = completion.finish_reason == "length"
         self.is_over = self.truncated or len(self.turns) == max_turns
@@ -149,6 +172,7 @@ class Episode:
             tuple(self.turns),
             self.truncated,
             outcome,
+            self.routing,
         )
 
 

@@ -19,7 +19,7 @@ from lockstep.config import GrpoConfig, RunConfig
 from lockstep.data.order import Batches
 from lockstep.data.prompts import PromptRow, Prompts
 from lockstep.rollouts.buffer import Buffer, RolloutBatch, StalenessSchedule
-from lockstep.rollouts.episode import Episode, EpisodeGroups, EpisodeRunner, Group
+from lockstep.rollouts.episode import Episode, EpisodeGroups, EpisodeRunner, Group, as_bytes, as_text
 from lockstep.types import Metrics, PartialCompletion, PartialCompletions, Prompt, SamplingParams, TextCompletion
 
 if TYPE_CHECKING:
@@ -108,11 +108,12 @@ class PartialGroup:
     completions: PartialCompletions | None = None
 
     def to_json(self) -> dict[str, object]:
-        return {
-            name: [[asdict(entry) if entry else None for entry in group] for group in value]
-            for name, value in vars(self).items()
-            if value
-        }
+        found: dict[str, object] = {}
+        if self.episodes:
+            found["episodes"] = [[episode.to_json() for episode in group] for group in self.episodes]
+        if self.completions:
+            found["completions"] = [[entry and _write_partial(entry) for entry in group] for group in self.completions]
+        return found
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> PartialGroup:
@@ -122,8 +123,15 @@ class PartialGroup:
         return cls(episodes or None, [[_read_partial(entry) for entry in group] for group in completions] or None)
 
 
+def _write_partial(partial: PartialCompletion) -> dict[str, Any]:
+    return asdict(partial) | {"routing": as_text(partial.routing)}
+
+
 def _read_partial(values: Mapping[str, Any] | None) -> PartialCompletion | None:
-    return None if values is None else PartialCompletion(**{name: tuple(column) for name, column in values.items()})
+    if values is None:
+        return None
+    tokens, logprobs, versions = (tuple(values[name]) for name in ("tokens", "logprobs", "versions"))
+    return PartialCompletion(tokens, logprobs, versions, as_bytes(values.get("routing", "")))
 
 
 @dataclass(frozen=True)

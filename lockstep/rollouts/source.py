@@ -242,17 +242,18 @@ class ColocatedEngine:
         batch_size: int | None = None,
         max_kept_bytes: int = 0,
         compiles: bool = False,
+        records_routing: bool = False,
         report: Callable[[str], None] = warnings.warn,
     ) -> None:
         """Ranks of one replica are adjacent: `rank // shards` is the replica.
 
         `max_kept_bytes`: a KV cache of at most this size is kept between calls. Training then has less memory, and
-        CUDA graphs need no second capture. `compiles` and `report`: see LocalEngine.
+        CUDA graphs need no second capture. `compiles`, `records_routing` and `report`: see LocalEngine.
         """
         self._borrow, self._tokenizer, self._gather = borrow, tokenizer, gather
         self._replica, self._replicas, self._shards = rank // shards, replicas, shards
         self._batch_size, self._max_kept_bytes = batch_size, max_kept_bytes
-        self._compiles, self._report = compiles, report
+        self._compiles, self._records_routing, self._report = compiles, records_routing, report
         self._engine: LocalEngine | None = None
         self.version = 0
 
@@ -286,6 +287,7 @@ class ColocatedEngine:
                 self._batch_size,
                 sharded=self._shards > 1,
                 compiles=self._compiles,
+                records_routing=self._records_routing,
                 report=self._report,
             )
         self._engine.version = self.version

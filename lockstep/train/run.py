@@ -288,6 +288,7 @@ def _choose_backend(
             stages_saves=config.checkpoint.asynchronous,
             deterministic=config.deterministic,
             images=images,
+            router_replay=config.router_replay,
             **options,
         )
     from lockstep.backend.deepspeed.backend import DeepSpeedBackend
@@ -354,7 +355,13 @@ def compose_rollouts(
         cursor=progress.cursor,
         broadcast=backend.group.broadcast_object,
         read_weights=backend.read_weights,
-        colocated_engine=lambda: colocated_engine(backend, tokenizer, run, compiles=config.model.compile is not False),
+        colocated_engine=lambda: colocated_engine(
+            backend,
+            tokenizer,
+            run,
+            compiles=config.model.compile is not False,
+            records_routing=config.router_replay,
+        ),
         start_engines=start,
     )
 
@@ -385,7 +392,12 @@ def connect_endpoint(config: RunConfig, backend: TorchBackend | DeepSpeedBackend
 
 
 def colocated_engine(
-    backend: TorchBackend | DeepSpeedBackend, tokenizer: Tokenizer, run: RunDir, *, compiles: bool | None = None
+    backend: TorchBackend | DeepSpeedBackend,
+    tokenizer: Tokenizer,
+    run: RunDir,
+    *,
+    compiles: bool | None = None,
+    records_routing: bool = False,
 ) -> ColocatedEngine:
     """`compiles`: for an engine that samples in every step; on a GPU its cache is then kept between calls."""
     degrees, device = backend.group.degrees, backend.group.device
@@ -399,6 +411,7 @@ def colocated_engine(
         shards=degrees.data // degrees.replicas * degrees.context * degrees.tensor,
         max_kept_bytes=torch.cuda.get_device_properties(device).total_memory // 20 if keeps_cache else 0,
         compiles=bool(compiles),
+        records_routing=records_routing,
         report=run.report_slow,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from equivalence.plain import TINY, keep_float64
@@ -94,3 +95,13 @@ class Float64(TorchFunctionMode):
         wide = [torch.float64 if a is torch.float32 else a for a in args]
         named = {key: torch.float64 if a is torch.float32 else a for key, a in (kwargs or {}).items()}
         return func(*wide, **named)
+
+
+def widen_softmax(patch: pytest.MonkeyPatch) -> None:
+    """A mode does not reach what is recomputed in backward; of Qwen3-MoE's routers the softmax is all that rounds."""
+    honest = torch.nn.functional.softmax
+
+    def softmax(x: Tensor, *arguments: Any, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
+        return honest(x, *arguments, dtype=x.dtype if x.dtype == torch.float64 else dtype, **options)
+
+    patch.setattr(torch.nn.functional, "softmax", softmax)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from equivalence.layouts import everywhere, spawn, whole
-from equivalence.mixtures import Float64, build_mixture, own_router_losses
+from equivalence.mixtures import Float64, build_mixture, own_router_losses, widen_softmax
 from equivalence.plain import make_batch, plain_loss, scale_of
 
 from lockstep.backend.batching import Document
@@ -134,13 +134,7 @@ ONE = ProcessGroup(0, 1, torch.device("cpu"))
 
 @pytest.fixture
 def wide_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mode does not reach what is recomputed in backward; of this family's routers the softmax is all that rounds."""
-    honest = torch.nn.functional.softmax
-
-    def softmax(x: torch.Tensor, *arguments: Any, dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor:
-        return honest(x, *arguments, dtype=x.dtype if x.dtype == torch.float64 else dtype, **options)
-
-    monkeypatch.setattr(torch.nn.functional, "softmax", softmax)
+    widen_softmax(monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +164,8 @@ def test_without_a_loss_of_routers_a_step_is_what_it_was_to_the_bit() -> None:
 
 def _no_routers(self: Routers, model: object) -> None:
     self.names, self.num_experts, self.top_k, self.have_bias = [], 0, 0, False
-    self.tokens, self._counts, self._is_attached = None, None, False
+    self.tokens, self.replayed, self._counts = None, None, None
+    self._is_attached = self._chooses_freely = False
 
 
 def _count_the_last_micro_batch_alone(patch: pytest.MonkeyPatch) -> None:

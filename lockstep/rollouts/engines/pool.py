@@ -188,8 +188,12 @@ class SampleRequest:
 
     def extend(self, place: int, sample: int, new: PartialCompletion) -> None:
         old = self.partial[place][sample] or PartialCompletion((), (), ())
-        joined = (old.tokens + new.tokens, old.logprobs + new.logprobs, old.versions + new.versions)
-        self.partial[place][sample] = PartialCompletion(*joined)
+        self.partial[place][sample] = PartialCompletion(
+            old.tokens + new.tokens,
+            old.logprobs + new.logprobs,
+            old.versions + new.versions,
+            old.routing + new.routing,
+        )
         self._has_new_tokens = True
 
     def take_partial(self) -> PartialCompletions | None:
@@ -209,6 +213,7 @@ def _as_partial(completion: TextCompletion) -> PartialCompletion:
         completion.tokens,
         completion.logprobs or (0.0,) * count,
         completion.versions or (completion.version,) * count,
+        completion.routing,
     )
 
 

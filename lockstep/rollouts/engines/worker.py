@@ -17,6 +17,7 @@ from lockstep.config import LoraConfig, ModelConfig, RunConfig
 from lockstep.inference.engine import ContinuousEngine, LocalEngine, SampleCall, load_engine
 from lockstep.processes.worker import Reply
 from lockstep.rollouts.engines.publishing import Manifest, WeightReceiver
+from lockstep.rollouts.episode import as_bytes, as_text
 from lockstep.types import PartialCompletion, PartialCompletions, Prompt, SamplingParams, TextCompletion
 
 ENTRY = "lockstep.rollouts.engines.worker:start"
@@ -41,6 +42,7 @@ def engine_settings(
         "batch_size": batch_size,
         "compiles": config.model.compile is not False,
         "chat_template": config.data.chat_template,
+        "records_routing": config.router_replay,
     }
 
 
@@ -152,12 +154,12 @@ def unpack_request(
 
 
 def pack_partial(partial: PartialCompletion) -> list[Any]:
-    return [list(partial.tokens), list(partial.logprobs), list(partial.versions)]
+    return [list(partial.tokens), list(partial.logprobs), list(partial.versions), as_text(partial.routing)]
 
 
 def unpack_partial(values: Sequence[Any]) -> PartialCompletion:
-    tokens, logprobs, versions = values
-    return PartialCompletion(tuple(tokens), tuple(logprobs), tuple(versions))
+    tokens, logprobs, versions, routing = values
+    return PartialCompletion(tuple(tokens), tuple(logprobs), tuple(versions), as_bytes(routing))
 
 
 def pack_completions(groups: Sequence[Sequence[TextCompletion]]) -> tuple[Body, Tensors]:
@@ -170,12 +172,15 @@ def pack_completions(groups: Sequence[Sequence[TextCompletion]]) -> tuple[Body, 
         "versions": [completion.version for completion in every],
         "mixed": [bool(completion.versions) for completion in every],
         "has_logprobs": all(completion.logprobs is not None for completion in every),
+        "routing_bytes": [len(completion.routing) for completion in every],
     }
     tensors = {
         "tokens": torch.tensor([token for completion in every for token in completion.tokens], dtype=torch.int64),
         "logprobs": torch.tensor([x for completion in every for x in completion.logprobs or ()], dtype=torch.float64),
         "versions": torch.tensor([x for completion in every for x in completion.versions], dtype=torch.int64),
     }
+    if routing := bytearray(b"".join(completion.routing for completion in every)):
+        tensors["routing"] = torch.frombuffer(routing, dtype=torch.uint8)
     return body, tensors
 
 
@@ -185,7 +190,12 @@ def unpack_completions(body: Mapping[str, Any], tensors: Mapping[str, Tensor]) -
     logprobs = _split(tensors["logprobs"], lengths) if body["has_logprobs"] else [None] * len(lengths)
     mixed = [length if is_mixed else 0 for length, is_mixed in zip(lengths, body["mixed"], strict=True)]
     versions = _split(tensors["versions"], mixed)
-    rows = zip(tokens, body["texts"], body["finish_reasons"], logprobs, body["versions"], versions, strict=True)
+    routing = [b""] * len(lengths)
+    if "routing" in tensors:
+        routing = [part.numpy().tobytes() for part in tensors["routing"].split(body["routing_bytes"])]
+    rows = zip(
+        tokens, body["texts"], body["finish_reasons"], logprobs, body["versions"], versions, routing, strict=True
+    )
     every = iter([TextCompletion(*row) for row in rows])
     return [[next(every) for _ in range(count)] for count in body["groups"]]
 

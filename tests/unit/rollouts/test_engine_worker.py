@@ -124,7 +124,7 @@ def test_a_ping_tells_how_far_answers_are_and_whether_there_is_progress(tmp_path
     assert silent["partial"] == {}
     assert silent["progress"] == asked["progress"] == before["progress"] + 1
     assert asked["busy"]
-    heard = {(place, sample): tokens for place, sample, (tokens, _, _) in asked["partial"]["first"]}
+    heard = {(place, sample): tokens for place, sample, (tokens, *_) in asked["partial"]["first"]}
     assert set(heard) == {(place, sample) for place in range(3) for sample in range(2)}
     while handler.has_work():
         handler.work()
@@ -146,7 +146,8 @@ def completions(draw: Any, has_logprobs: bool) -> TextCompletion:
     logprobs = tuple(draw(floats) for _ in range(count)) if has_logprobs else None
     versions = tuple(draw(numbers) for _ in range(count)) if draw(st.booleans()) else ()
     reason = draw(st.sampled_from(["stop", "length"]))
-    return TextCompletion(tokens, draw(st.text(max_size=5)), reason, logprobs, draw(numbers), versions)
+    routing = draw(st.binary(max_size=6))
+    return TextCompletion(tokens, draw(st.text(max_size=5)), reason, logprobs, draw(numbers), versions, routing)
 
 
 @given(st.data(), st.booleans())
@@ -160,10 +161,10 @@ def test_answers_come_as_they_were_sent(data: Any, has_logprobs: bool) -> None:
         assert found == [[] for _ in answers]
 
 
-@given(st.lists(numbers, min_size=1, max_size=4), floats, st.booleans())
-def test_requests_come_as_they_were_sent(tokens: list[int], logprob: float, has_partial: bool) -> None:
+@given(st.lists(numbers, min_size=1, max_size=4), floats, st.booleans(), st.binary(max_size=6))
+def test_requests_come_as_they_were_sent(tokens: list[int], logprob: float, has_partial: bool, routing: bytes) -> None:
     params = SamplingParams(9, 0.5, 0.75, 3, ("a", "b"), 2, True, 4, 0.25, (7, 8))
-    partial = PartialCompletion(tuple(tokens), (logprob,) * len(tokens), tuple(tokens))
+    partial = PartialCompletion(tuple(tokens), (logprob,) * len(tokens), tuple(tokens), routing)
     given = [[partial, None], [None, partial]] if has_partial else None
     body = json.loads(json.dumps(pack_request([tokens, tokens[::-1]], params, [1, 2**70], given)))
     assert unpack_request(body) == ([tokens, tokens[::-1]], params, [1, 2**70], given)

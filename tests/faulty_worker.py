@@ -81,7 +81,7 @@ def clipped_per_rank() -> None:
 
 def tied_weight_not_reduced() -> None:
     """The first stage keeps the embedding's part of a tied gradient, and the last the head's."""
-    from lockstep.backend.torch_backend import PipelinedPasses
+    from lockstep.backend.pipelined import PipelinedPasses
 
     PipelinedPasses._sum_tied = lambda self: None  # type: ignore[method-assign]
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -34,6 +33,7 @@ from lockstep.backend.batching import (
 from lockstep.backend.build import Built, build_policy, expect_traffic, settle_dtypes, split_tokens
 from lockstep.backend.images import BatchImages, image_costs, refuse_layouts
 from lockstep.backend.loss_step import RankBatch, TokenLogprobs, read_later
+from lockstep.backend.pipelined import PipelinedPasses
 from lockstep.backend.probe import check_images, check_policy, check_stages
 from lockstep.backend.reference import make_reference
 from lockstep.backend.router_balance import NO_LOSSES, RouterBalance, RouterLosses
@@ -46,7 +46,6 @@ from lockstep.model.policy import Policy, causal_lm, decoder_layers, generating
 from lockstep.parallel.gradients import clip, gradient_norm
 from lockstep.parallel.group import ProcessGroup, choose_device, join, peak_memory_gib
 from lockstep.parallel.loss_scale import LossScale
-from lockstep.parallel.pipeline import Pipeline
 from lockstep.parallel.replicate import NarrowCopies
 from lockstep.parallel.shard import reshard, unsharded
 from lockstep.parallel.traffic import Traffic
@@ -485,72 +484,6 @@ class TorchBackend:
         """Rows whose own log-probs are not finite, on any rank. All ranks (they all saw the same loss)."""
         flags = self.group.sum(loss_step.flag_nonfinite(rank_batch, logprobs, self.device))
         return loss_step.origins_of(flags.tolist(), rank_batch.batch)
-
-
-Finish = Callable[[int, Tensor], Tensor]
-
-
-class PipelinedPasses:
-    """The passes of a rank that has some of the layers. All ranks of the pipeline axis have the same micro-batches and
-    make the same calls; the last stage has the results."""
-
-    def __init__(self, built: Built, group: ProcessGroup, schedule: str) -> None:
-        assert group.mesh is not None
-        self._stages, self._group = built.stages, group
-        self._axis = group.mesh.get_group("pipeline")
-        self._pipeline = Pipeline(dict(built.stages), built.num_stages, schedule, self._axis, group.device)
-        causal = causal_lm(built.policy.model)
-        self._hidden_size = causal.config.get_text_config().hidden_size
-        self._tied = self._find_tied(causal, built.num_stages)
-
-    def num_micro_batches(self, wanted: int) -> int:
-        return self._pipeline.num_micro_batches(wanted)
-
-    def forward_backward(self, micro_batches: Sequence[MicroBatch], dtype: torch.dtype, finish: Finish) -> None:
-        self._prepare(micro_batches, finish)
-        self._pipeline.forward_backward(len(micro_batches), self._example(micro_batches, dtype))
-        self._sum_tied()
-
-    def forward(self, micro_batches: Sequence[MicroBatch], dtype: torch.dtype, finish: Finish) -> None:
-        self._prepare(micro_batches, finish)
-        self._pipeline.forward(len(micro_batches), self._example(micro_batches, dtype))
-
-    def own_parameters(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """Without the tied embedding on the last stage: the first one counts it."""
-        if 0 in self._stages:
-            return list(parameters)
-        tied = {id(p) for p in self._tied}
-        return [p for p in parameters if id(p) not in tied]
-
-    def _prepare(self, micro_batches: Sequence[MicroBatch], finish: Finish) -> None:
-        for stage in self._stages.values():
-            stage.micro_batches, stage.finish = [m.packed for m in micro_batches], finish
-
-    def _example(self, micro_batches: Sequence[MicroBatch], dtype: torch.dtype) -> Tensor:
-        (length,) = {len(m.packed.tokens) for m in micro_batches}
-        return torch.zeros(1, length, self._hidden_size, dtype=dtype, device=self._group.device)
-
-    def _find_tied(self, causal: Any, num_stages: int) -> list[nn.Parameter]:
-        """What is trained of the embedding, its adapters too, on the two ranks that both have it because it is also
-        the head."""
-        has_first, has_last = 0 in self._stages, num_stages - 1 in self._stages
-        if has_first == has_last or not getattr(causal.config.get_text_config(), "tie_word_embeddings", False):
-            return []
-        return [p for p in causal.get_input_embeddings().parameters() if p.requires_grad]
-
-    def _sum_tied(self) -> None:
-        """First and last stage exchange their parts of the tied gradients. The last one does not use adapters."""
-        other = dist.get_global_rank(self._axis, self._group.degrees.pipeline - 1 if 0 in self._stages else 0)
-        for parameter in self._tied:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            gradient = parameter.grad
-            mine = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            theirs = torch.empty_like(mine)
-            exchange = [dist.P2POp(dist.isend, mine.contiguous(), other), dist.P2POp(dist.irecv, theirs, other)]
-            for request in dist.batch_isend_irecv(exchange):
-                request.wait()
-            mine.add_(theirs)
 
 
 def _gather(parameters: Mapping[str, Tensor], group: ProcessGroup) -> dict[str, Tensor]:

@@ -13,6 +13,13 @@ import yaml
 _PAIRS = {"kind": "dpo", "beta": 0.5}
 _LORA = {"rank": 4, "alpha": 12}
 _TIED = {"tie_word_embeddings": True}
+_EXPERTS = {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "head_dim": 8,
+}
 # By name: (kind of rows, changes of the model, changes of the configuration)
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "sft": ("answers", {}, {}),
@@ -22,17 +29,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "odd vocabulary": ("answers", {"vocab_size": tiny.VOCABULARY + 1}, {}),
     "qk norm": ("answers", {"model_type": "qwen3"}, {}),
     "window": ("answers", {"model_type": "mistral", "sliding_window": 6}, {}),
-    "experts": (
-        "answers",
-        {
-            "model_type": "qwen3_moe",
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-            "head_dim": 8,
-        },
-        {"lora": _LORA, "model": {"router_aux_loss": 0.5}},
-    ),
+    "experts": ("answers", _EXPERTS, {"lora": _LORA, "model": {"router_aux_loss": 0.5}}),
+    "sft experts": ("answers", _EXPERTS, {}),
     "dropout": ("answers", {}, {"lora": {**_LORA, "dropout": 0.4}}),
     "recomputed dropout": (
         "answers",

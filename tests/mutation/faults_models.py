@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mutation.faults import (
     BATCH,
+    EXPERTS,
     FAMILIES,
     HEAD,
     LAYOUT,
@@ -14,6 +15,7 @@ from mutation.faults import (
     PAIRS,
     POLICY,
     RANKS,
+    REPLAY,
     SCALE,
     STEPS,
     WINDOWS,
@@ -21,6 +23,46 @@ from mutation.faults import (
 )
 
 PARALLEL = (
+    Fault(
+        "tokens come back from their experts in the experts' order",
+        "parallel/expert.py",
+        "        rows = rows[restored]\n",
+        "",
+        (EXPERTS,),
+        ("experts", "shard=2,expert=2"),
+    ),
+    Fault(
+        "gradients of sent tokens stay where the experts are",
+        "parallel/expert.py",
+        "return _exchange(gradients[0], received, sent, ctx.group), None, None, None",
+        "return gradients[0].new_zeros(sum(sent), *gradients[0].shape[1:]), None, None, None",
+        (EXPERTS,),
+        ("experts", "shard=2,expert=2"),
+    ),
+    Fault(
+        "every rank adapts the first experts",
+        "model/experts.py",
+        "here = slice(split.first, split.first + split.count)",
+        "here = slice(0, split.count)",
+        (EXPERTS,),
+        ("experts", "shard=2,expert=2"),
+    ),
+    Fault(
+        "tensor ranks keep their own experts' gradient of what they share",
+        "parallel/expert.py",
+        "return value if self._tensor is None else Enter.apply(value, self._tensor)",
+        "return value",
+        (f"{MIXTURES} -k tensor-2",),
+        ("experts", "tensor=2"),
+    ),
+    Fault(
+        "the norm leaves out other ranks' experts",
+        "parallel/gradients.py",
+        "if not place.is_replicate()]",
+        'if not place.is_replicate() and (mesh.mesh_dim_names or ())[i] != "expert"]',
+        (EXPERTS,),
+        ("sft experts", "shard=2,expert=2"),
+    ),
     Fault(
         "data ranks of a hybrid layout are counted wrongly",
         "parallel/group.py",
@@ -265,6 +307,34 @@ MODELS = (
         "RouterCounts.unpack(mine, *shape)",
         (f"{MIXTURES} -k fsdp-2",),
         ("experts", "shard=2"),
+    ),
+    Fault(
+        "routing is replayed one token late",
+        BATCH,
+        "rows[start : start + len(found)] = found",
+        "rows[start + 1 : start + 1 + len(found)] = found",
+        (REPLAY,),
+    ),
+    Fault(
+        "the answers after the first are routed by themselves",
+        BATCH,
+        "rows[end : end + max(len(found) - len(document.prompt), 0)] = found[len(document.prompt) :]",
+        "pass",
+        (REPLAY,),
+    ),
+    Fault(
+        "the trainer's routers choose, whatever is given",
+        "model/replay.py",
+        "torch.where(self._chosen < 0, result.indices, self._chosen)",
+        "result.indices",
+        (REPLAY,),
+    ),
+    Fault(
+        "a prompt that is copied has no routing of its own",
+        "inference/scheduler.py",
+        'sequence.add_routing(0, self._routing.get(self._cache_name(sequence), b""))',
+        'sequence.add_routing(0, bytes(len(self._routing.get(self._cache_name(sequence), b""))))',
+        (REPLAY,),
     ),
     Fault(
         "a shared prompt counts once in the load-balancing loss",

@@ -55,6 +55,10 @@ def configuration_reference() -> str:
             found = _follow(choice["$ref"], schema)
             kind = found["properties"]["kind"]["const"]
             pages.append(_table(f"{name}, kind {kind}", f"{name}.", found))
+            for key, inner in found["properties"].items():
+                if (nested := _section(inner, schema)) is not None:
+                    title = f"{name}.{key}{_presence(key, inner, found)}"
+                    pages.append(_table(title, f"{name}.{key}.", nested))
             if kind == "grpo":
                 pages.append(_table(_REWARD_TITLE, "", schema["$defs"]["RewardConfig"]))
             if kind == "kubernetes":
@@ -82,7 +86,7 @@ def _follow(reference: str, schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _presence(name: str, field: dict[str, Any], schema: dict[str, Any]) -> str:
-    if name in schema["required"]:
+    if name in schema.get("required", ()):
         return " (required)"
     return " (off unless given)" if field.get("default", "") is None else ""
 

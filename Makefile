@@ -41,8 +41,8 @@ SWEEP_faults := $(addprefix tests/distributed/test_,fault_matrix.py engines.py g
 SWEEP_resume := $(addprefix tests/distributed/test_,resume.py elastic.py grpo_resume.py preference_resume.py \
 	interrupted.py export_layouts.py answers_in_training.py)
 SWEEP_processes := $(addprefix tests/distributed/test_,workers.py ray_workers.py ray_launch.py training_service.py \
-	two_hosts.py other_launchers.py kubernetes_run.py traffic_counts.py sagemaker.py slurm.py slurm_service.py slurm_ray.py \
-	hosts.py)
+	two_hosts.py other_launchers.py kubernetes_run.py traffic_counts.py sagemaker.py hosts.py \
+	slurm.py slurm_limits.py slurm_service.py slurm_ray.py)
 SWEEP_deepspeed := tests/equivalence/test_zero.py $(wildcard tests/distributed/test_deepspeed*.py)
 SWEEP_service := tests/service
 SWEEP_unit := tests/unit tests/loops tests/docs

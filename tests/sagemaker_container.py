@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import tiny
 import yaml
+
+
+def load_start_job() -> ModuleType:
+    """The example that starts a job. Without the SDK, which only its main imports."""
+    path = Path(__file__).parents[1] / "examples" / "sagemaker" / "start_job.py"
+    spec = importlib.util.spec_from_file_location("start_job", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def write_job(

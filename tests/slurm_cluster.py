@@ -55,8 +55,10 @@ def missing_programs() -> list[str]:
 
 
 class SlurmCluster:
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    """`settings` are more lines of its configuration; node n2 sees nothing of the folder `hidden`."""
+
+    def __init__(self, folder: Path, settings: str = "", hidden: Path | None = None) -> None:
+        self.folder, self._hidden = folder, hidden
         self.config = folder / "slurm.conf"
         self._processes: list[subprocess.Popen[bytes]] = []
         (folder / "state").mkdir(parents=True)
@@ -70,6 +72,7 @@ class SlurmCluster:
                 port_1=ports[1],
                 port_2=ports[2],
             )
+            + settings
         )
 
     @property
@@ -79,8 +82,8 @@ class SlurmCluster:
 
     def start(self) -> None:
         self._start("slurmctld", "-D")
-        for node in ("n1", "n2"):
-            self._start("slurmd", "-D", "-N", node)
+        self._start("slurmd", "-D", "-N", "n1")
+        self._start("slurmd", "-D", "-N", "n2", hidden=self._hidden)
         deadline = time.monotonic() + 120
         while self.query("sinfo", "-h", "-o", "%T %D") != "idle 2":
             assert time.monotonic() < deadline, (self.folder / "slurmctld.log").read_text()[-4000:]
@@ -111,22 +114,24 @@ class SlurmCluster:
                 process.wait(20)
             process.kill()
 
-    def _start(self, *command: str) -> None:
+    def _start(self, *command: str, hidden: Path | None = None) -> None:
         path = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
         program = shutil.which(command[0], path=path)
         assert program is not None
         with (self.folder / f"{command[0]}.out").open("ab") as log:
             environment = {**os.environ, **self.environment}
+            words = [program, *command[1:]]
+            if hidden is not None:
+                script = 'mount -t tmpfs none "$1" && shift && exec "$@"'
+                words = ["unshare", "--mount", "sh", "-c", script, "sh", str(hidden), *words]
             self._processes.append(
-                subprocess.Popen(
-                    [program, *command[1:]], env=environment, stdout=log, stderr=log, start_new_session=True
-                )
+                subprocess.Popen(words, env=environment, stdout=log, stderr=log, start_new_session=True)
             )
 
 
 @contextlib.contextmanager
-def running_cluster(folder: Path) -> Iterator[SlurmCluster]:
-    cluster = SlurmCluster(folder)
+def running_cluster(folder: Path, settings: str = "", hidden: Path | None = None) -> Iterator[SlurmCluster]:
+    cluster = SlurmCluster(folder, settings, hidden)
     try:
         cluster.start()
         yield cluster
@@ -135,9 +140,9 @@ def running_cluster(folder: Path) -> Iterator[SlurmCluster]:
 
 
 @contextlib.contextmanager
-def cluster_of_this_process(folder: Path) -> Iterator[SlurmCluster]:
+def cluster_of_this_process(folder: Path, settings: str = "", hidden: Path | None = None) -> Iterator[SlurmCluster]:
     """Slurm's commands here, and the jobs that are submitted here, know it and this Lockstep."""
-    with running_cluster(folder) as started, pytest.MonkeyPatch.context() as patch:
+    with running_cluster(folder, settings, hidden) as started, pytest.MonkeyPatch.context() as patch:
         patch.setenv("SLURM_CONF", str(started.config))
         patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]))
         patch.setenv("HF_HUB_OFFLINE", "1")

@@ -18,9 +18,7 @@ _COMMAND_S = 60.0  # for an answer of one of Slurm's commands
 FIND_S = 10.0
 _SILENCE = re.compile(r"[Uu]nable to contact|[Cc]onnection refused|timed out|connection failure|Could not establish")
 # sbatch waits and tries again by itself where the whole queue is full; limits of users and accounts it refuses.
-_FULL = re.compile(
-    r"queue full|temporarily unable to accept|ubmit ?(?:Job ?)?(?:PerUser)?[Ll]imit|MaxSubmit|Max(?:imum)?Job"
-)
+_FULL = re.compile(r"queue full|temporarily unable to accept|Resource temporarily unavailable|ubmit limit|MaxSubmitJob")
 WAITING = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"})
 _ALIVE = WAITING | {
     "RUNNING",
@@ -180,11 +178,8 @@ def ask(command: Sequence[str], environment: Mapping[str, str] | None = None, fo
         raise SlurmSilent(f"Slurm gave {command[0]} no answer within {_COMMAND_S:.0f} s: try again later") from None
     if answered.returncode == 0:
         return answered.stdout
-    words = re.sub(
-        r"^(\w+: (error: |fatal: )?|allocation failure: )",
-        "",
-        (answered.stderr.strip().splitlines() or ["no reason"])[-1],
-    )
+    lines = [line for line in answered.stderr.splitlines() if line.strip() and not line.startswith("Try ")]
+    words = re.sub(r"^(\w+: (error: |fatal: )?|allocation failure: )", "", lines[-1] if lines else "no reason")
     if _SILENCE.search(answered.stderr):
         raise SlurmSilent(f"Slurm's controller does not answer ({words}): try again later")
     if _FULL.search(answered.stderr):
@@ -203,6 +198,7 @@ def _hint(words: str) -> str:
         "ime limit": "; lower launch.time, or choose another launch.partition",
         "qos": "; set launch.qos to one that you may use",
         "ode configuration": "; ask for less (launch.nodes, procs_per_node, gpus_per_node, memory)",
+        "rocessors requested": "; ask for less (launch.nodes, procs_per_node, cpus_per_proc)",
         "gres": "; the nodes have no such GPUs (launch.gpus_per_node, device)",
         "ermission": "; ask the operator of the cluster for leave",
     }

@@ -62,13 +62,15 @@ code=$?
 # Ranks get USR1 from Slurm itself; Ray's own processes must not be ended by it.
 _ON_RAY = """# Ray on every node, for the pools of the run. It obeys those who know its token, and ends with this turn.
 RAY_AUTH_TOKEN="$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')"
-export RAY_AUTH_TOKEN RAY_AUTH_MODE=token RAY_ADDRESS="$MASTER_ADDR:$MASTER_PORT" RAY_USAGE_STATS_ENABLED=0
-srun --ntasks={nodes} --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" bash -c 'trap "" USR1
+RAY_FOLDER="/tmp/ray-$(od -An -N8 -tx1 /dev/urandom | tr -d ' \\n')"
+export RAY_AUTH_TOKEN RAY_FOLDER RAY_AUTH_MODE=token RAY_ADDRESS="$MASTER_ADDR:$MASTER_PORT" RAY_USAGE_STATS_ENABLED=0
+srun --ntasks={nodes} --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" bash -c 'trap "" USR1; trap : TERM
   address="$(scontrol --oneliner show node "$SLURMD_NODENAME" | sed -n "s/.* NodeAddr=\\([^ ]*\\).*/\\1/p")"
   where=(--address="$RAY_ADDRESS")
   [ "$SLURM_PROCID" -ne 0 ] || where=(--head --port="$MASTER_PORT" --include-dashboard=false)
-  exec {ray} start "${{where[@]}}" --node-ip-address="$address" --num-cpus="$SLURM_CPUS_ON_NODE" --num-gpus={gpus} \\
-    --temp-dir="/tmp/ray-$SLURM_JOB_ID" --disable-usage-stats --block > /dev/null' &
+  {ray} start "${{where[@]}}" --node-ip-address="$address" --num-cpus="$SLURM_CPUS_ON_NODE" --num-gpus={gpus} \\
+    --temp-dir="$RAY_FOLDER" --disable-usage-stats --block > /dev/null
+  rm -rf "$RAY_FOLDER"' > >(sed -u 's/^srun: /ray: /') 2>&1 &
 ray=$!
 for second in {{1..120}}; do
   (exec 3<> "/dev/tcp/$MASTER_ADDR/$MASTER_PORT") 2> /dev/null && break
@@ -82,7 +84,7 @@ _ENGINES = """# The second component has a host for each engine. It takes its wo
 {secret}="$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')"
 export {secret}
 {srun} bash -c 'trap "" USR1 TERM
-{gpu}  for attempt in 1 2 3 4 5 6 7 8; do {command} && break; sleep 2; done' &
+{gpu}  for attempt in 1 2 3 4 5 6 7 8; do {command} && break; sleep 2; done' > >(sed -u 's/^srun: /engines: /') 2>&1 &
 hosts=$!
 
 """

@@ -20,6 +20,7 @@ from typing import Any
 from lockstep.config import RunConfig
 from lockstep.config.text import find_invisible
 from lockstep.launch import Launcher, LocalLauncher
+from lockstep.launch.local import read_handle
 from lockstep.launch.slurm import SlurmLauncher
 from lockstep.launch.slurm_queue import check_slurm
 from lockstep.rundir import RunDir
@@ -91,6 +92,7 @@ class JobManager:
                 max_user_bytes=user_limits.max_upload_mb << 20,
             )
             self._records.sync(self.store)
+            self._check_launcher()
         except BaseException:
             self.data_dir.close()
             raise
@@ -127,6 +129,20 @@ class JobManager:
     def _rebuild(self, store: Store) -> None:
         num_jobs, num_datasets = self._records.rebuild(store, self.slots, self.admission.places.hide_text)
         log.info("added %d jobs and %d data sets to the database", num_jobs, num_datasets)
+
+    def _check_launcher(self) -> None:
+        """Jobs that were started elsewhere than this service would look for them are neither lost nor ended."""
+        here = "local" if self._cluster is None else "slurm"
+        for job in self.store.active():
+            handle = read_handle(self.data_dir.jobs / job.id)
+            if handle is None or handle.launch_id != job.launch_id or handle.launcher == here:
+                continue
+            if here == "slurm" or handle.launcher == "slurm":
+                option = "with the --launch file" if handle.launcher == "slurm" else "without --launch"
+                raise ServiceError(
+                    f"job {job.id} was started by launcher {handle.launcher} and has not ended: start the service "
+                    f"{option}, as before, until it has"
+                )
 
     def start(self) -> None:
         self._scheduler.start()

@@ -24,6 +24,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from lockstep.config import ConfigError, RunConfig, parse_config
 from lockstep.launch import Launcher, LauncherBusy, Resources, RunState
+from lockstep.launch.start import reopen
 from lockstep.rundir import RunDir
 from lockstep.service.data_dir import DataDir
 from lockstep.service.run_files import traceback_of
@@ -264,8 +265,11 @@ class Scheduler:
         try:
             config = parse_config(job.config, directory=self._data_dir.empty)
             self._check(job, config)
+            placed = self._place(config)
             if not run.config_path.exists():
-                RunDir.create(run.path, self._place(config))
+                RunDir.create(run.path, placed)
+            elif run.config().launch.kind != placed.launch.kind:  # the operator has chosen another place since
+                reopen(run.path, settings=placed)
             devices = self._slots.devices_of(job.slots) if job.device != "cpu" else ()
             resources = Resources(job.procs, job.device, devices, self._slots.threads)
             self._launcher.start(run.path, resources, launch_id=job.launch_id)

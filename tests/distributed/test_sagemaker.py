@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -13,29 +12,19 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import sagemaker_container as container
 import tiny
 from network_hosts import Host, made_hosts
-from sagemaker_container import failure_of, run_container, start_container, write_job
+from sagemaker_container import failure_of, load_start_job, run_container, start_container, write_job
 
 from lockstep.rundir import EXIT_INTERRUPTED, RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINTS = {"checkpoint": {"every_steps": 2, "asynchronous": False}}
 pytestmark = pytest.mark.slow
-
-
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("start_job", ROOT / "examples" / "sagemaker" / "start_job.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def wait_for_step(bases: Sequence[Path], step: int, processes: Sequence[subprocess.Popen[str]]) -> None:
@@ -81,7 +70,7 @@ def test_a_job_trains_reports_delivers_and_what_it_delivers_serves(tmp_path: Pat
     assert code == 0, err
     assert failure_of(base) == ""
     steps = len(re.findall(r"^metrics step=\d+ train:", out, re.MULTILINE))
-    for definition in example().METRIC_DEFINITIONS:
+    for definition in load_start_job().METRIC_DEFINITIONS:
         found = re.findall(definition["Regex"], out)
         if "reward" not in definition["Name"] and "margin" not in definition["Name"]:
             assert found, definition

@@ -11,6 +11,7 @@ from service_process import job, tree, wait_for
 
 from lockstep.config import ConfigError, RunConfig, SlurmLaunch, resolve_config
 from lockstep.launch import LauncherBusy, LocalLauncher, Resources, RunHandle
+from lockstep.rundir import RunDir
 from lockstep.service import scheduler
 from lockstep.service.errors import ServiceError
 from lockstep.service.jobs import JobManager
@@ -135,6 +136,30 @@ def test_a_busy_cluster_is_asked_again_and_fails_no_job(
     assert (waiting.state, waiting.progress.phase) == ("preparing", "Slurm takes no more jobs now")
     assert wait_for(lambda: (found := manager.get(view.id)).state == "completed" and found).restarts == 0
     assert launcher.num_asked == 3
+
+
+def test_a_run_goes_where_the_operator_says_now(make_manager: Callable[..., JobManager], tmp_path: Path) -> None:
+    """The service was in front of Slurm when the job was first started, and is not any more."""
+    manager = make_manager()
+    manager.submit(job(id="mine"))
+    run = RunDir.create(tmp_path / "data" / "jobs" / "mine", read(tmp_path, OPERATORS).place(config(1)))
+    assert run.config().launch.kind == "slurm"
+    manager.start()
+    wait_for(lambda: manager.get("mine").state == "completed")
+    assert run.config().launch.kind == "local"
+
+
+def test_jobs_of_another_launcher_are_not_given_up(make_manager: Callable[..., JobManager], tmp_path: Path) -> None:
+    first = make_manager()
+    first.submit(job(id="mine"))
+    found = first.store.get("mine")
+    first.store.change(found, state="running", launch_id="the-launch")
+    folder = tmp_path / "data" / "jobs" / "mine"
+    folder.mkdir()
+    (folder / "launch.json").write_text(RunHandle("slurm", str(folder), 0, "12", "the-launch").to_json())
+    first.close()
+    with pytest.raises(ServiceError, match="job mine was started by launcher slurm and has not ended"):
+        make_manager()
 
 
 def test_a_caller_does_not_choose_the_cluster(make_manager: Callable[..., JobManager]) -> None:

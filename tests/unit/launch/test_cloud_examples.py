@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -11,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from sagemaker_container import load_start_job
 
 ROOT = Path(__file__).resolve().parents[3]
 CONTAINERFILE = (ROOT / "Containerfile").read_text(encoding="utf-8")
@@ -21,12 +21,7 @@ SKYPILOT = Path(os.environ.get("SKYPILOT_VENV", ROOT / ".venv-skypilot")) / "bin
 @pytest.fixture(scope="module")
 def start_job() -> ModuleType:
     """Without the SDK, which only its main imports."""
-    spec = importlib.util.spec_from_file_location("start_job", ROOT / "examples" / "sagemaker" / "start_job.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_start_job()
 
 
 ARGUMENTS = ["--image", "1.dkr.ecr.eu-west-1.amazonaws.com/lockstep", "--role", "arn:aws:iam::123456789012:role/train"]

@@ -15,7 +15,7 @@ from collections.abc import Collection
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lockstep.config import RunConfig
 from lockstep.config.text import find_invisible
@@ -132,7 +132,7 @@ class JobManager:
 
     def _check_launcher(self) -> None:
         """Jobs that were started elsewhere than this service would look for them are neither lost nor ended."""
-        here = "local" if self._cluster is None else "slurm"
+        here = self.launcher_kind
         for job in self.store.active():
             handle = read_handle(self.data_dir.jobs / job.id)
             if handle is None or handle.launch_id != job.launch_id or handle.launcher == here:
@@ -143,6 +143,10 @@ class JobManager:
                     f"job {job.id} was started by launcher {handle.launcher} and has not ended: start the service "
                     f"{option}, as before, until it has"
                 )
+
+    @property
+    def launcher_kind(self) -> Literal["local", "slurm"]:
+        return "local" if self._cluster is None else "slurm"
 
     def start(self) -> None:
         self._scheduler.start()

@@ -176,6 +176,8 @@ class Health(Wire):
     procs: int
     free: int
     devices: list[str]
+    launcher: Literal["local", "slurm"] = "local"
+    """Where jobs run: on this machine, or as jobs of Slurm."""
     jobs: dict[str, int]
     """How many there are in each state."""
     user: str = ""

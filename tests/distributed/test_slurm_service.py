@@ -98,6 +98,7 @@ def test_a_job_that_waits_says_why_and_where(
     assert cluster.query("sbatch", "--exclusive", "-N2", "--time=10", "--wrap=sleep 500")
     config = tree(tmp_path / "local", tiny_model, 1)
     with service() as http:
+        assert http.get("/api/health").json()["launcher"] == "slurm"
         for name in ("first", "second"):
             http.post("/api/jobs", json={"id": name, "config": config})
 

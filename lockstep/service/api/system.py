@@ -195,6 +195,7 @@ def _health(manager: JobManager, caller: Caller) -> Health:
         procs=manager.slots.count,
         free=manager.num_free(),
         devices=list(manager.slots.devices),
+        launcher=manager.launcher_kind,
         jobs=manager.store.counts(),
         user=caller.name,
         role=caller.role,

@@ -86,7 +86,8 @@ async function watchService() {
   await poll(
     async () => {
       health = await getJson("/api/health");
-      const free = `${health.free} of ${health.procs} processes free`;
+      const where = health.launcher === "slurm" ? "on Slurm, " : "";
+      const free = `${where}${health.free} of ${health.procs} processes free`;
       const who = health.user ? `${health.user} (${health.role})` : null;
       const forget = h("button", { type: "button", class: "plain", onclick: forgetToken }, "Forget token");
       const text = [who, free].filter(Boolean).join(" · ");

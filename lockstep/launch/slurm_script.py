@@ -34,7 +34,10 @@ export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{threads}}}"
 nodes="${{SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}}"
 first_node="$(scontrol show hostnames "$nodes" | head -n 1)"
 MASTER_ADDR="$(scontrol --oneliner show node "$first_node" | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p')"
-MASTER_PORT="$((20000 + SLURM_JOB_ID % 20000))"
+# A port there on which nobody listens: this script runs on that node.
+for MASTER_PORT in $(shuf -i 20000-32000 -n 20); do
+  (exec 3<> "/dev/tcp/$MASTER_ADDR/$MASTER_PORT") 2> /dev/null || break
+done
 export MASTER_ADDR MASTER_PORT
 echo "job $SLURM_JOB_ID on $nodes, turn $((${{SLURM_RESTART_COUNT:-0}} + 1))"
 

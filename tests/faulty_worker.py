@@ -136,9 +136,9 @@ def head_not_reduced() -> None:
 
 def norms_decay() -> None:
     """Weight decay is applied to norms, too."""
-    from lockstep.backend import loss_step
+    from lockstep.backend import optimizers
 
-    honest = loss_step.build_optimizer
+    honest = optimizers.build_optimizer
 
     def build(*arguments: Any) -> Any:
         optimizer = honest(*arguments)
@@ -146,7 +146,7 @@ def norms_decay() -> None:
             group["decays"] = True
         return optimizer
 
-    loss_step.build_optimizer = build  # type: ignore[assignment]
+    optimizers.build_optimizer = build  # type: ignore[assignment]
 
 
 def one_replica_strays() -> None:

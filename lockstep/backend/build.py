@@ -178,6 +178,7 @@ def cut_stages(policy: Policy, group: ProcessGroup, schedule: str) -> tuple[dict
     num_ranks = group.degrees.pipeline
     if num_ranks == 1:
         return {}, 0
+    _check_ends(policy)
     check_divisible(policy)
     num_stages = num_ranks * pipeline.stages_per_rank(schedule)
     costs, head_cost = layer_costs(policy)
@@ -185,6 +186,18 @@ def cut_stages(policy: Policy, group: ProcessGroup, schedule: str) -> tuple[dict
     mine = pipeline.stages_of(group.place("pipeline"), num_ranks, num_stages)
     keep_layers(policy, [cuts[i] for i in mine], len(costs))
     return {i: Stage(policy, cuts[i], len(costs)) for i in mine}, num_stages
+
+
+def _check_ends(policy: Policy) -> None:
+    """First and last stage both have the matrix of a head that is also the embedding, and one of its names each."""
+    causal = causal_lm(policy.model)
+    embedding, head = causal.get_input_embeddings(), causal.get_output_embeddings()
+    shared = {id(p) for p in embedding.parameters()} & {id(p) for p in head.parameters()}
+    if shared and (not isinstance(head, nn.Linear) or hasattr(embedding, "modules_to_save")):
+        raise ValueError(
+            "a head that shares its matrix with the embedding is not adapted or trained alone in stages: set "
+            "parallel.pipeline to 1, or take lm_head and the embedding out of lora.targets and lora.modules_to_save"
+        )
 
 
 def split_experts(policy: Policy, group: ProcessGroup) -> set[nn.Module]:
@@ -208,6 +221,8 @@ def split_tensors(policy: Policy, group: ProcessGroup) -> None:
     assert group.mesh is not None
     if any(isinstance(module, QuantisedLinear) for module in policy.modules()):
         raise ValueError("quantised matrices are not split over ranks: set parallel.tensor to 1")
+    if not isinstance(causal_lm(policy.model).get_output_embeddings(), nn.Linear):
+        raise ValueError("an output head with an adapter is not split over ranks: set parallel.tensor to 1")
     # Experts are divided already: by whole matrices, where the plan of a model would have parts of each.
     plan = {name: how for name, how in tensor_plan(policy.model).items() if how[1] != "moe_tp_experts"}
     check_heads(policy, group.degrees.tensor)

@@ -11,14 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from lockstep.algorithms.losses import LOSSES, Loss
 from lockstep.backend.batching import Document, MicroBatch, MicroBatchPlan, whole_inputs
 from lockstep.model.head import TokenFacts
 from lockstep.parallel.group import ProcessGroup
-from lockstep.types import Datum, Logprobs, LossSpec, OptimStep, Pending
+from lockstep.types import Datum, Logprobs, LossSpec, Pending
 
 WEIGHTED_SUM = LossSpec("cross_entropy")
 """The loss of the second pass: a weighted sum of log-probs."""
@@ -196,24 +195,6 @@ def flag_nonfinite(rank_batch: RankBatch, logprobs: Sequence[Tensor], device: to
         nonfinite = ~torch.isfinite(part).cpu().numpy() & (micro_batch.rows >= 0)
         flags[torch.from_numpy(micro_batch.rows[nonfinite])] = 1
     return flags
-
-
-def build_optimizer(parameters: Mapping[str, nn.Parameter], device: torch.device) -> torch.optim.AdamW:
-    """Norms and biases (one-dimensional parameters) do not decay."""
-    groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
-    for p in parameters.values():
-        # A fused or foreach kernel cannot take parameters of several layouts at once.
-        layout = (p.device_mesh, p.placements) if isinstance(p, DTensor) else None
-        groups.setdefault((p.ndim >= 2, layout), []).append(p)
-    listed = [{"params": members, "decays": decays} for (decays, _), members in groups.items()]
-    return torch.optim.AdamW(listed, lr=0.0, fused=device.type == "cuda")
-
-
-def set_step(optimizer: torch.optim.Optimizer, step: OptimStep) -> None:
-    for group in optimizer.param_groups:
-        group["lr"], group["eps"] = step.learning_rate, step.eps
-        group["betas"] = (step.beta1, step.beta2)
-        group["weight_decay"] = step.weight_decay if group["decays"] else 0.0
 
 
 def read_later(values: Tensor) -> Pending[list[float]]:

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-
-if TYPE_CHECKING:
-    from peft.tuners.tuners_utils import BaseTunerLayer
 
 
 class ReferenceModel(Protocol):
@@ -32,8 +29,10 @@ class AdapterOff:
 
     def __init__(self, model: nn.Module) -> None:
         from peft.tuners.tuners_utils import BaseTunerLayer
+        from peft.utils.other import AuxiliaryTrainingWrapper
 
-        self._layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+        kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+        self._layers: list[Any] = [module for module in model.modules() if isinstance(module, kinds)]
         if not self._layers:
             raise ValueError("the reference adapter_off needs a model with LoRA adapters: use copy")
         _refuse_trained_base(model, self._layers)
@@ -56,7 +55,7 @@ class AdapterOff:
         return {}
 
 
-def _refuse_trained_base(model: nn.Module, layers: Sequence[BaseTunerLayer]) -> None:
+def _refuse_trained_base(model: nn.Module, layers: Sequence[Any]) -> None:
     """What is trained outside of adapters, such as biases, stays when they are switched off."""
     adapters = {
         id(p)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lockstep.backend.optimizers import prepare_state
 from lockstep.backend.staging import StagingArea, copy_now, local
 from lockstep.config.parallel import AXES
 from lockstep.model.checkpoint_storage import rank_file, read_index, read_tensors, write_tensors
@@ -24,8 +25,6 @@ from lockstep.model.export import PARAMETER_PREFIX
 from lockstep.parallel import host_files
 from lockstep.parallel.group import ProcessGroup
 from lockstep.types import SavedState
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def seed_rank(seed: int, rank: int) -> None:
@@ -72,7 +71,7 @@ def save(
 def expect_sizes(parameters: Mapping[str, nn.Parameter]) -> list[int]:
     """About the bytes of what `save` copies of this rank's parameters and of AdamW's state, before that exists."""
     values = [local(p).nbytes for p in parameters.values() if local(p).device.type == "cuda"]
-    moments = [size for nbytes in values for size in (4, *[nbytes] * len(_MOMENTS))]
+    moments = [size for nbytes in values for size in (4, nbytes, nbytes)]
     return [*values, *moments]
 
 
@@ -88,7 +87,8 @@ def load(
     `numbers` are read if they were saved. Returns the names of what was read.
     """
     if optimizer is not None:
-        _prepare_moments(parameters, optimizer)
+        for p in parameters.values():
+            optimizer.state[p] = prepare_state(optimizer, p)
     wanted = _collect(parameters, optimizer, group)
     rng = {name: wanted.pop(name) for name in _random_names(group) if name in wanted}
     stored = read_index(path)
@@ -195,14 +195,6 @@ def _random_names(group: ProcessGroup) -> tuple[str, str]:
     """(host's, device's). With the layout in the name: the same rank of another one computes something else."""
     layout = "x".join(str(getattr(group.degrees, axis)) for axis in AXES)
     return f"rng.{layout}.{group.rank}", f"rng_cuda.{layout}.{group.rank}"
-
-
-def _prepare_moments(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-    """Create what AdamW creates at its first step, to read into."""
-    fused = bool(optimizer.defaults.get("fused"))
-    for p in parameters.values():
-        step = torch.zeros((), dtype=torch.float32, device=p.device if fused else "cpu")
-        optimizer.state[p] = {"step": step} | {moment: torch.zeros_like(p) for moment in _MOMENTS}
 
 
 def _forget_unused(

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.algorithms.losses import lacks_reference
-from lockstep.backend import loss_step, state
+from lockstep.backend import loss_step, optimizers, state
 from lockstep.backend.batching import (
     Document,
     MicroBatch,
@@ -33,6 +33,7 @@ from lockstep.backend.batching import (
 from lockstep.backend.build import Built, build_policy, expect_traffic, settle_dtypes, split_tokens
 from lockstep.backend.images import BatchImages, image_costs, refuse_layouts
 from lockstep.backend.loss_step import RankBatch, TokenLogprobs, read_later
+from lockstep.backend.optimizers import ADAMW, OptimizerSettings
 from lockstep.backend.pipelined import PipelinedPasses
 from lockstep.backend.probe import check_images, check_policy, check_stages
 from lockstep.backend.reference import make_reference
@@ -80,6 +81,7 @@ class TorchBackend:
         temperature: float = 1.0,
         router_losses: RouterLosses = NO_LOSSES,
         router_replay: bool = False,
+        optimizer: OptimizerSettings = ADAMW,
         device: str = "auto",
         seed: int = 0,
         timeout_s: float = 600.0,
@@ -121,7 +123,6 @@ class TorchBackend:
         self._pipelined = PipelinedPasses(built, self.group, parallel.schedule) if built.stages else None
         sharded = self.group.degrees.sharded
         self._narrow = None if sharded else _narrow_copies(self.policy, compute_dtype)  # FSDP2 casts by itself
-        self._skips_on_device = on_gpu and not sharded and self.group.degrees.pipeline == 1 and self._scale is None
         self._roots: list[nn.Module] = [self.policy, *built.stages.values()]
         self.slow = self._check_passes(built)
         self._images = None if images is None else self._see(images)
@@ -130,11 +131,18 @@ class TorchBackend:
         self.warnings = [*built.warnings, *self.balance.warnings]
         self._cost = Cost.from_hidden_size(hidden_size(causal_lm(model)))
         self._reference, self._reference_mixed = make_reference(reference, model, self.parameters()), False
-        self._optimizer = loss_step.build_optimizer(self.parameters(), self.device)
+        self._optimizer = optimizers.build_optimizer(self.parameters(), self.device, optimizer, model)
         self._staging = StagingArea(self.device) if stages_saves and on_gpu else None
         self.traffic = Traffic(self.group, unseen=("tensor", "context") if compiles else ())
         self._expected = expect_traffic(built, self.group, parallel, DTYPES[self.precision].itemsize)
         state.seed_rank(seed, self.group.dropout_rank)
+
+    @property
+    def _skips_on_device(self) -> bool:
+        """Whether the optimizer's fused kernel itself skips a gradient that is not finite."""
+        fused = self.device.type == "cuda" and isinstance(self._optimizer, torch.optim.AdamW)
+        alone = not self.group.degrees.sharded and self.group.degrees.pipeline == 1
+        return fused and alone and self._scale is None
 
     def _check_passes(self, built: Built) -> list[str]:
         """Ways that are slower than they might be."""
@@ -225,7 +233,7 @@ class TorchBackend:
         numbers = read_later(norm.reshape(1))
         if step.max_grad_norm is not None or self._loss_scale != 1.0:
             clip(parameters, norm, step.max_grad_norm or math.inf, scale=1 / self._loss_scale)
-        loss_step.set_step(self._optimizer, step)
+        optimizers.set_step(self._optimizer, step)
         self._before_change()
         if self._skips_on_device:
             # The fused kernel itself skips a gradient that is not finite: the host need not wait for the norm.

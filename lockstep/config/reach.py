@@ -62,6 +62,7 @@ REACHES: dict[str, Reach] = {
     "model.revision": "hub",
     "model.trust_remote_code": "code",
     "lora.targets": "text",
+    "lora.modules_to_save": "text",
     **{f"data.{part}.{key}": reach for part in ("train", "validation", "test") for key, reach in _OF_A_SOURCE.items()},
     "data.columns": "text",
     "data.roles": "text",

@@ -83,6 +83,17 @@ class LoraConfig(Section):
     name endings of modules, or of experts' matrices (experts.down_proj)."""
     dora: bool = False
     """Weight-decomposed LoRA: also learns the magnitude of each output. Not on experts."""
+    rslora: bool = False
+    """Rank-stabilised LoRA: the output of an adapter is scaled by alpha / sqrt(rank) instead."""
+    init: Literal["default", "pissa"] = "default"
+    """pissa: adapters begin as the principal part of each matrix, and the base as the rest of it. Exported adapters are
+    twice as wide, for the base as it was. Not on experts."""
+    b_learning_rate_ratio: Annotated[float, Field(gt=0)] = 1.0
+    """LoRA+: the learning rate of each adapter's second matrix, as a multiple of optim.learning_rate. Its paper
+    recommends 16."""
+    modules_to_save: tuple[str, ...] = ()
+    """Name endings of modules that are trained whole beside the adapters and saved with them, such as embed_tokens and
+    lm_head."""
 
 
 class BatchConfig(Section):
@@ -105,6 +116,9 @@ class BatchConfig(Section):
 
 
 class OptimConfig(Section):
+    kind: Literal["adamw", "adamw_8bit", "adafactor", "muon"] = "adamw"
+    """adamw holds 8 bytes for each trained parameter. adamw_8bit: its moments in 2. adafactor: next to none, and no
+    momentum. muon: 4, for the matrices of layers, whose updates are made orthogonal; adamw for the rest."""
     learning_rate: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
     """auto: 2e-4 for LoRA, 2e-5 for full fine-tuning; for dpo and kto 1e-5 and 1e-6."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -123,6 +137,8 @@ class OptimConfig(Section):
     """AdamW: decay of the running mean of its square."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """AdamW: added to the denominator."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Muon: decay of the gradient's running mean."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Not applied to norms and biases."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
@@ -221,6 +237,8 @@ class RunConfig(Section):
                     f"evaluation.{key} needs validation data: set data.validation or data.validation_fraction"
                 )
         _check_routers(self)
+        _check_adapters(self)
+        _check_optimizer(self)
         _check_quantised(self)
         check_pools(self.launch, self.cluster, self.rollouts.engines)
         check_rollouts(self.rollouts, self.algorithm)
@@ -241,6 +259,34 @@ class RunConfig(Section):
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _check_adapters(config: RunConfig) -> None:
+    lora = config.lora
+    if lora is None:
+        return
+    if lora.init == "pissa" and lora.dora:
+        raise ValueError("lora.init pissa and lora.dora both take the base's matrices apart: choose one of them")
+    if config.parallel.backend == "deepspeed" and lora.b_learning_rate_ratio != 1.0:
+        raise ValueError("lora.b_learning_rate_ratio is not for parallel.backend deepspeed: use backend torch")
+    reference = getattr(config.algorithm, "reference", None)
+    if lora.init == "pissa" and reference == "adapter_off":
+        raise ValueError(
+            "algorithm.reference adapter_off is not the base model with lora.init pissa, which moves a part of it into "
+            "the adapters: set it to copy"
+        )
+
+
+def _check_optimizer(config: RunConfig) -> None:
+    kind, parallel = config.optim.kind, config.parallel
+    if kind == "adamw":
+        return
+    if parallel.backend == "deepspeed":
+        raise ValueError(f"optim.kind {kind} is not for parallel.backend deepspeed: use adamw, or backend torch")
+    if kind == "muon" and config.lora is not None:
+        raise ValueError("optim.kind muon is for whole matrices, not for the factors of lora: use another kind")
+    if kind == "adamw_8bit" and parallel.tensor > 1:
+        raise ValueError("optim.kind adamw_8bit needs whole rows on each rank: set parallel.tensor to 1")
 
 
 def _check_quantised(config: RunConfig) -> None:

@@ -100,7 +100,10 @@ def _read_run(path: Path) -> LoraAdapter:
     tensors = {name: torch.empty(stored[name].shape, dtype=stored[name].dtype) for name in names}
     read_tensors(checkpoint, tensors)
     trained = {name.removeprefix(PARAMETER_PREFIX): tensor for name, tensor in tensors.items()}
-    return LoraAdapter.from_tensors(trained, config.lora.alpha / config.lora.rank, config.model.path)
+    if config.lora.init == "pissa":
+        raise ConfigError("with lora.init pissa its adapter does not fit the base model: use the exported adapter")
+    divisor = math.sqrt(config.lora.rank) if config.lora.rslora else config.lora.rank
+    return LoraAdapter.from_tensors(trained, config.lora.alpha / divisor, config.model.path)
 
 
 def _read_folder(path: Path) -> LoraAdapter:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config import ConfigError
+from lockstep.model.pissa import as_plain_adapter, has_beginnings
 from lockstep.model.policy import CausalLM, causal_lm
 from lockstep.model.routing import BIAS
 from lockstep.model.stages import PassThrough
@@ -29,7 +30,16 @@ def save_weights(model: nn.Module, weights: Mapping[str, Tensor], path: Path) ->
     whole = _with_every_layer(model)
     writing = path.with_name(f"writing-{path.name}")
     shutil.rmtree(writing, ignore_errors=True)
-    whole.save_pretrained(writing, state_dict=dict(weights), **({} if _is_peft(whole) else {"is_main_process": True}))
+    if has_beginnings(model):
+        weights, settings = as_plain_adapter(model, weights)
+        own, whole.peft_config = whole.peft_config, {"default": settings}
+        try:
+            whole.save_pretrained(writing, state_dict=dict(weights))
+        finally:
+            whole.peft_config = own
+    else:
+        options = {} if _is_peft(whole) else {"is_main_process": True}
+        whole.save_pretrained(writing, state_dict=dict(weights), **options)
     shutil.rmtree(path, ignore_errors=True)
     os.replace(writing, path)
 
@@ -140,19 +150,27 @@ def merge(model: Any) -> tuple[CausalLM, float]:
     vocabulary = model.config.get_text_config().vocab_size
     probe = ((17 * torch.arange(48)) % vocabulary)[None]
     before = torch.log_softmax(model(probe).logits.float(), -1)
-    _untie_adapted_embedding(causal_lm(model))
+    _untie_adapted(causal_lm(model))
     merged = model.merge_and_unload(safe_merge=True)
+    head, embedding = merged.get_output_embeddings(), merged.get_input_embeddings()
+    if head.weight is not embedding.weight:
+        _say_untied(merged)
     after = torch.log_softmax(merged(probe).logits.float(), -1)
     return merged, float((after - before).abs().max())
 
 
-def _untie_adapted_embedding(causal: Any) -> None:
-    """PEFT adapts the embedding, not a head that shares its matrix: merged into one, both would change."""
-    embedding, head = causal.get_input_embeddings(), causal.get_output_embeddings()
-    if hasattr(embedding, "base_layer") and embedding.base_layer.weight is head.weight:
+def _untie_adapted(causal: Any) -> None:
+    """PEFT adapts the embedding or the head, and not the other that shares its matrix: merged, both would change."""
+    ends = (causal.get_input_embeddings(), causal.get_output_embeddings())
+    embedding, head = (getattr(end, "base_layer", getattr(end, "original_module", end)) for end in ends)
+    if (embedding, head) != ends and embedding.weight is head.weight:
         head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
-        for config in {id(c): c for c in (causal.config, causal.config.get_text_config())}.values():
-            config.tie_word_embeddings = False
+        _say_untied(causal)
+
+
+def _say_untied(causal: Any) -> None:
+    for config in {id(c): c for c in (causal.config, causal.config.get_text_config())}.values():
+        config.tie_word_embeddings = False
 
 
 def _is_peft(model: nn.Module) -> bool:

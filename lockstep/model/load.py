@@ -216,7 +216,7 @@ def build_model(
         keep_float64(model)
     if lora is None:
         return model
-    adapted = add_lora(model, lora, config.vision)
+    adapted = add_lora(model, lora, config.vision, with_weights=with_weights)
     if quantised and config.base_format is not None:
         place = torch.device("cuda") if torch.cuda.is_available() else None
         quantise_base(adapted, config.base_format, place, with_weights=with_weights)

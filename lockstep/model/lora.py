@@ -17,14 +17,16 @@ from torch.autograd.function import FunctionCtx
 from lockstep.config import LoraConfig
 from lockstep.model.experts import ExpertAdapter, compute_experts, expert_parameters, follows_transformers, is_divided
 from lockstep.model.parts import sizes_of
+from lockstep.model.pissa import start_from_principal_parts
 from lockstep.model.policy import CausalLM, causal_lm, decoder_layers
 from lockstep.model.vision import blind_to, vision_parameters
 
 
-def add_lora(model: nn.Module, config: LoraConfig, vision: str = "auto") -> CausalLM:
+def add_lora(model: nn.Module, config: LoraConfig, vision: str = "auto", *, with_weights: bool = True) -> CausalLM:
     """Freeze the model and put adapters on its linear layers and experts. Adapter weights are float32 or wider.
 
-    `vision` is model.vision: whether what a model sees with gets adapters as well.
+    `vision` is model.vision: whether what a model sees with gets adapters as well. `with_weights`: otherwise the
+    model's memory is not initialised, and rank 0 has what adapters begin with.
     """
     import peft
 
@@ -39,10 +41,22 @@ def add_lora(model: nn.Module, config: LoraConfig, vision: str = "auto") -> Caus
         target_parameters=targets.parameters or None,
         exclude_modules=blind_to(causal_lm(model), vision),
         use_dora=config.dora,
+        use_rslora=config.rslora,
+        modules_to_save=_modules_to_save(model, config.modules_to_save),
     )
     adapted = peft.get_peft_model(model, settings, autocast_adapter_dtype=True)
     _compute_narrowly(adapted)
+    if config.init == "pissa" and with_weights and not next(model.parameters()).is_meta:
+        start_from_principal_parts(adapted, torch.device("cuda") if torch.cuda.is_available() else None)
     return adapted
+
+
+def _modules_to_save(model: nn.Module, wanted: Sequence[str]) -> list[str] | None:
+    for name in wanted:
+        if not _matches(name, _module_names(model)):
+            kind = type(causal_lm(model)).__name__
+            raise ValueError(f"lora.modules_to_save {name!r} matches no module of {kind}")
+    return list(wanted) or None
 
 
 @dataclass(frozen=True)
@@ -91,15 +105,22 @@ def _as_peft_keeps_them(model: nn.Module, targets: _Targets) -> _Targets:
 
 def _refuse_on_parameters(targets: _Targets, config: LoraConfig) -> None:
     others = f", such as {targets.modules[0]}" if targets.modules else ""
-    for key in ("dropout", "dora"):
-        if targets.parameters and getattr(config, key):
+    for key in ("dropout", "dora", "init"):
+        if targets.parameters and getattr(config, key) not in (0.0, False, "default"):
             raise ValueError(
                 f"lora.{key} is not possible on {', '.join(targets.parameters)}, where adapters change the matrix "
                 f"itself: remove it, or name other layers in lora.targets{others}"
             )
 
 
-_ADAPTER_PARTS = ("lora_A", "lora_B", "lora_magnitude_vector", "lora_embedding_A", "lora_embedding_B")
+_ADAPTER_PARTS = (
+    "lora_A",
+    "lora_B",
+    "lora_magnitude_vector",
+    "lora_embedding_A",
+    "lora_embedding_B",
+    "original_module",  # of a module that is trained whole, whose copy counts
+)
 
 
 @dataclass(frozen=True)
@@ -139,6 +160,9 @@ def measure_coverage(model: nn.Module) -> AdapterCoverage | None:
             *_, holder, key = name.replace(".base_layer", "").split(".")
             tuner = modules.get(name.rpartition(".base_layer.")[0])
             if any(f".{part}." in name for part in _ADAPTER_PARTS):
+                continue
+            if ".modules_to_save." in name:
+                coverage.adapted[holder] += sizes[id(parameter)]
                 continue
             if id(parameter) in wrapped:
                 coverage.adapted[holder if key == "weight" else f"{holder}.{key}"] += sizes[id(parameter)]

@@ -30,6 +30,7 @@ from lockstep.model.head import (
 )
 from lockstep.model.image_inputs import ImageForward, ImageInputs
 from lockstep.model.mixers import Search, TokenMixers, candidates
+from lockstep.model.output_head import head_matrices, head_problem
 from lockstep.model.rotary import RotaryByLength, TextSpan
 from lockstep.model.routing import Routers
 from lockstep.model.vision import language_model, vision_modules
@@ -77,11 +78,9 @@ class Policy(nn.Module):
         self.model = model
         causal = causal_lm(model)
         head = causal.get_output_embeddings()
-        if not isinstance(head, nn.Linear):
-            raise ValueError(
-                f"the output head of {type(causal).__name__} is a {type(head).__module__}.{type(head).__name__}, "
-                "not a plain linear layer: take it out of lora.targets, or use a causal language model"
-            )
+        if problem := head_problem(head):
+            kind = f"{type(head).__module__}.{type(head).__name__}"
+            raise ValueError(f"the output head of {type(causal).__name__} is a {kind}, {problem}")
         self.head_options = HeadOptions(logit_transform(causal), chunk_tokens, kept_bytes=kept_bytes)
         self.why_not_packed = attention_problem(causal)
         self.attends_packed = not self.why_not_packed  # otherwise with the model's own attention
@@ -246,8 +245,8 @@ class Policy(nn.Module):
     ) -> Any:
         """[N] log-probs; with `grad_logprobs` (sum of grad_logprobs * log-probs, log-probs detached); with `facts`
         their TokenFacts."""
-        head = causal_lm(self.model).get_output_embeddings()
-        weight, bias = _local(head.weight), _local(head.bias)
+        weight, bias = head_matrices(causal_lm(self.model).get_output_embeddings())
+        weight, bias = _local(weight), None if bias is None else _local(bias)
         hidden = hidden.index_select(0, packed.predictors)
         if grad_logprobs is not None:
             return weighted_logprob_sum(hidden, weight, bias, packed.targets, grad_logprobs, self.head_options)
@@ -376,8 +375,8 @@ def generating(causal: PreTrainedModel) -> Iterator[None]:
 def max_positions(causal: PreTrainedModel) -> int | None:
     """The longest text of a model with a table of learned positions, such as GPT-2 and OPT; None: it has no table."""
     limit = getattr(causal.config.get_text_config(), "max_position_embeddings", None)
-    tokens = causal.get_input_embeddings()
-    tables = (m for m in causal.modules() if isinstance(m, nn.Embedding) and m is not tokens)
+    tokens = set(causal.get_input_embeddings().modules())
+    tables = (m for m in causal.modules() if isinstance(m, nn.Embedding) and m not in tokens)
     # Some models keep a few entries of the table for padding.
     has_table = limit is not None and any(limit <= table.num_embeddings <= limit + 8 for table in tables)
     return limit if has_table else None

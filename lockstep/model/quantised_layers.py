@@ -182,7 +182,7 @@ class _Fp8Product(torch.autograd.Function):
         ctx.save_for_backward(codes, scales)
         tokens = x.reshape(-1, x.shape[-1])
         if _multiplies_fp8(tokens, codes):
-            rounded, token_scales = quantise_rows(tokens)
+            rounded, token_scales = _round_tokens(tokens)
             product = _scaled_product(rounded, token_scales, codes.view(_FP8).T, scales, x.dtype)
         else:
             product = tokens @ dequantise_rows(codes, scales, x.dtype).T
@@ -194,19 +194,35 @@ class _Fp8Product(torch.autograd.Function):
         return (fp8_input_gradient(grad, *ctx.saved_tensors) if ctx.needs_input_grad[0] else None), None, None
 
 
+def _round_tokens(tokens: Tensor) -> tuple[Tensor, Tensor]:
+    if torch.compiler.is_compiling() or not _TRITON:
+        return quantise_rows(tokens)
+    from lockstep.model import fp8_kernel
+
+    return fp8_kernel.quantise_rows(tokens)
+
+
 @torch.library.custom_op("lockstep::fp8_input_gradient", mutates_args=())
 def fp8_input_gradient(grad: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     """[..., in] from [..., out]. Opaque to the compiler, which might keep the turned weight from forward on."""
     rows = grad.reshape(-1, grad.shape[-1])
     if _multiplies_fp8(rows, codes):
         # Rows of the weight are summed over here: their scales go to the gradient, before it is rounded.
-        rounded, row_scales = quantise_rows(rows * scales.to(rows.dtype))
-        turned = codes.T.contiguous().view(_FP8)  # [in, out]
+        rounded, row_scales, turned = _prepare_gradient(rows, codes, scales)
         ones = torch.ones(turned.shape[0], device=grad.device)
         product = _scaled_product(rounded, row_scales, turned.T, ones, grad.dtype)
     else:
         product = rows @ dequantise_rows(codes, scales, grad.dtype)
     return product.view(*grad.shape[:-1], -1)
+
+
+def _prepare_gradient(rows: Tensor, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(rounded rows times scales, their own scales, the weight's codes as [in, out])."""
+    if not _TRITON:
+        return *quantise_rows(rows * scales.to(rows.dtype)), codes.T.contiguous().view(_FP8)
+    from lockstep.model import fp8_kernel
+
+    return *fp8_kernel.quantise_rows(rows, scales), fp8_kernel.turn(codes).view(_FP8)
 
 
 @fp8_input_gradient.register_fake
@@ -220,7 +236,10 @@ PRODUCTS = (torch.ops.lockstep.nf4_product.default, torch.ops.aten._scaled_mm.de
 
 def _multiplies_fp8(x: Tensor, codes: Tensor) -> bool:
     """Tensor cores take whole 16 bytes, from compute capability 8.9 on; rows with scales give bf16 alone."""
-    if not x.is_cuda or x.dtype != torch.bfloat16 or torch.cuda.get_device_capability(x.device) < (8, 9):
+    if not x.is_cuda or x.dtype != torch.bfloat16:
+        return False
+    about = torch.cuda.get_device_properties(x.device)
+    if (about.major, about.minor) < (8, 9):
         return False
     return codes.shape[0] % 16 == 0 and codes.shape[1] % 16 == 0
 

@@ -259,6 +259,8 @@ def choose_reference(config: RunConfig, *, num_rows: int, num_seen: int) -> Refe
         return ReferenceChoice(algorithm.reference, "as configured")
     if algorithm.reference_sync_steps is not None:
         return ReferenceChoice("copy", "only a copy can follow the model in training")
+    if config.lora is not None and config.lora.init == "pissa":
+        return ReferenceChoice("copy", "with lora.init pissa the model without its adapters is not the base")
     if config.lora is not None:
         return ReferenceChoice("adapter_off", "the model without its adapters is the reference, at no memory")
     return _choose_for_full(config, algorithm, num_rows, num_seen)
@@ -269,7 +271,7 @@ def _choose_for_samples(config: RunConfig, algorithm: GrpoConfig) -> ReferenceCh
         return ReferenceChoice("none", "kl_coefficient is 0")
     if algorithm.reference != "auto":
         return ReferenceChoice(algorithm.reference, "as configured")
-    if config.lora is not None and algorithm.reference_sync_steps is None:
+    if config.lora is not None and config.lora.init != "pissa" and algorithm.reference_sync_steps is None:
         return ReferenceChoice("adapter_off", "the model without its adapters is the reference, at no memory")
     return ReferenceChoice("copy", "answers are new in every step, so nothing can be computed ahead")
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.backend.optimizers import OptimizerSettings
 from lockstep.backend.router_balance import RouterLosses
 from lockstep.backend.torch_backend import TorchBackend, agree_on_precision, join_group
 from lockstep.config import ConfigError, RunConfig
@@ -224,7 +225,7 @@ def build(
         rows = _precompute_with_other_model(config, group, run, rows, settings)
         return make_backend(config, group, run, precision, "none"), rows
     # Before a checkpoint is loaded the policy is the reference; under LoRA without its new adapters.
-    has_adapter = config.lora is not None
+    has_adapter = config.lora is not None and config.lora.init != "pissa"  # which begins as the base
     backend = make_backend(config, group, run, precision, "adapter_off" if has_adapter else "none")
     forward = functools.partial(backend.forward, reference=has_adapter)
     return backend, _with_reference(rows, forward, settings)
@@ -285,6 +286,7 @@ def _choose_backend(
             model,
             parallel=parallel,
             router_losses=RouterLosses.of(config.model),
+            optimizer=OptimizerSettings.of(config),
             stages_saves=config.checkpoint.asynchronous,
             deterministic=config.deterministic,
             images=images,

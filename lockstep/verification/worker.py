@@ -95,7 +95,8 @@ def _build(
 
     Then the policy leaves its reference.
     """
-    has_adapter, kind = job.config.lora is not None, "none"
+    has_adapter = job.config.lora is not None and job.config.lora.init != "pissa"  # which begins as the base
+    kind = "none"
     if job.reference != "precomputed":
         kind = job.reference
         backend = make_backend(job, group, kind)

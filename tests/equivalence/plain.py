@@ -16,6 +16,7 @@ from torch import nn
 from lockstep.config import LoraConfig
 from lockstep.model.lora import add_lora
 from lockstep.model.quantised import dequantise_base, quantise_base
+from lockstep.model.quantised_layers import QUANTISED
 from lockstep.types import Completion, Datum, OptimStep
 
 TINY = {
@@ -60,27 +61,37 @@ SEQUENCE_FAMILIES = {
 }
 
 # With what FAMILIES do not have: layers that are split by rows and have a bias.
-BIASED_FAMILIES = {"llama-biased": lambda: transformers.LlamaConfig(**TINY, attention_bias=True, mlp_bias=True)}
+BIASED_FAMILIES = {
+    "llama-biased": lambda: transformers.LlamaConfig(**TINY, attention_bias=True, mlp_bias=True),
+    "llama-wide": lambda: transformers.LlamaConfig(**{**TINY, "intermediate_size": 300}, attention_bias=True),
+}
 
 STEP = OptimStep(learning_rate=1e-2, beta2=0.99, eps=1e-6, weight_decay=0.1, max_grad_norm=0.5)
 
 
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "pissa": {"init": "pissa", "rslora": True},
+    "ends": {"targets": ("q_proj", "down_proj", "embed_tokens", "lm_head")},
+    "saved": {"modules_to_save": ("embed_tokens", "lm_head", "norm")},
+}
+
+
 def make_model(family: str, *, lora: bool) -> nn.Module:
-    """`family` may end in +nf4 or +fp8: the frozen base is then held in that."""
-    family, _, held = family.partition("+")
+    """`family` may end in +nf4 or +fp8: the frozen base is then held in that; or in + and one of `ADAPTERS`."""
+    family, _, what = family.partition("+")
     torch.manual_seed(0)
     config = {**FAMILIES, **SEQUENCE_FAMILIES, **BIASED_FAMILIES}[family]()
     model = keep_float64(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64))
     if not lora:
         return model
-    model = add_lora(model, LoraConfig(rank=4, alpha=8))
+    model = add_lora(model, LoraConfig(rank=4, alpha=8, **ADAPTERS.get(what, {})))
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
-        if "lora_B" in name:  # zero at first, which would hide the gradient of lora_A
+        if "lora_B" in name and what != "pissa":  # zero at first, which would hide the gradient of lora_A
             parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.1
     model = model.double()
-    if held:
-        quantise_base(model, held)  # type: ignore[arg-type]
+    if what in QUANTISED:
+        quantise_base(model, what)  # type: ignore[arg-type]
     return model
 
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.algorithms.losses import lacks_reference
-from lockstep.backend import loss_step, state
+from lockstep.backend import loss_step, optimizers, state
 from lockstep.backend.batching import MicroBatch, documents_for, plan_micro_batches, to_micro_batch
 from lockstep.backend.build import build_policy, settle_dtypes
 from lockstep.backend.deepspeed.config import resolve_ds_config, wanted_precision
@@ -106,7 +106,7 @@ class DeepSpeedBackend:
         self.policy, self.parts = built.policy, built.parts
         exact = self._cast(narrow)
         self._reference = AdapterOff(model) if reference == "adapter_off" else None
-        self._optimizer = loss_step.build_optimizer(self.parameters(), self.device)
+        self._optimizer = optimizers.build_optimizer(self.parameters(), self.device)
         self.engine = self._start_engine(settings)
         _set_deadlines(_process_groups() - before, timeout_s)
         self.pieces = ZeroPieces(self._deepspeed, self.engine, self._optimizer, self.group)
@@ -164,7 +164,7 @@ class DeepSpeedBackend:
     def optim_step(self, step: OptimStep) -> OptimResult:
         norm = 0.0
         if self._has_gradients:
-            loss_step.set_step(self._optimizer, step)
+            optimizers.set_step(self._optimizer, step)
             self.engine.optimizer.clip_grad = step.max_grad_norm or 0.0
             self.engine.step()  # leaves a step out whose norm is not finite
             norm = float(self.engine.get_global_grad_norm())

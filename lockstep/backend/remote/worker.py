@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.backend.optimizers import OptimizerSettings
 from lockstep.backend.remote import wire
 from lockstep.backend.router_balance import RouterLosses
 from lockstep.backend.torch_backend import TorchBackend, agree_on_precision, join_group
@@ -94,6 +95,7 @@ class TrainingRank:
             micro_batch_tokens=settings["micro_batch_tokens"],
             reference=settings["reference"],
             router_losses=RouterLosses.of(config),
+            optimizer=OptimizerSettings(lora_b_ratio=1.0 if lora is None else lora.b_learning_rate_ratio),
             seed=settings["seed"],
             group=group,
         )

@@ -176,14 +176,12 @@ def test_biases_that_peft_trains_have_its_gradient(bias: Any) -> None:
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-10, atol=1e-14)
 
 
-@pytest.mark.parametrize(
-    "settings", [{"bias": "all"}, {"modules_to_save": ["lm_head"]}, {"bias": "lora_only"}], ids=lambda s: next(iter(s))
-)
-def test_an_adapter_that_is_switched_off_must_leave_the_base_model(settings: dict[str, Any]) -> None:
-    """Trained biases and copied modules stay when adapters are off: that would be another reference."""
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_an_adapter_that_is_switched_off_must_leave_the_base_model(bias: Any) -> None:
+    """Trained biases stay when adapters are off: that would be another reference."""
     model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**TINY))
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], **settings))
-    with pytest.raises(ValueError, match=r"adapter_off.*(bias|lm_head).*copy"):
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], bias=bias))
+    with pytest.raises(ValueError, match=r"adapter_off.*bias.*copy"):
         AdapterOff(adapted)
     AdapterOff(peft.get_peft_model(make_model("qwen3", lora=False), peft.LoraConfig(target_modules=["embed_tokens"])))
     AdapterOff(add_lora(make_model("llama", lora=False), LoraConfig(dora=True)))

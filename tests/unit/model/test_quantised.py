@@ -77,6 +77,7 @@ def test_a_product_keeps_no_weight_for_backward(held: Format) -> None:
     assert all(p.grad is None for p in layer.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("held", FORMATS)
 def test_a_compiled_layer_is_the_same(held: Format) -> None:
     linear = make_linear()

@@ -1,0 +1,185 @@
+"""Optimizers against their definitions, what they hold, and what they refuse."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import transformers
+from torch import Tensor, nn
+
+from lockstep.backend.optimizers import OptimizerSettings, build_optimizer, hidden_matrices, set_step, state_bytes
+from lockstep.config import ConfigError, load_config
+from lockstep.config.loading import resolve_config
+from lockstep.model.codebooks import Blocks, dequantise_blocks, dynamic_table, quantise_blocks
+from lockstep.rundir import RunDir, read_jsonl
+from lockstep.train.run import run as train
+from lockstep.types import OptimStep
+
+STEP = OptimStep(learning_rate=1e-2, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.1)
+CPU = torch.device("cpu")
+
+
+def draw_steps(*shape: int, num: int = 4) -> tuple[nn.Parameter, list[Tensor]]:
+    draw = torch.Generator().manual_seed(0)
+    make = lambda: torch.randn(shape, generator=draw, dtype=torch.float64)  # noqa: E731
+    return nn.Parameter(0.1 * make()), [make() for _ in range(num)]
+
+
+def run_steps(kind: str, weight: nn.Parameter, gradients: list[Tensor], model: nn.Module | None = None) -> Any:
+    optimizer = build_optimizer({"weight": weight}, CPU, OptimizerSettings(kind), model)
+    for gradient in gradients:
+        weight.grad = gradient.clone()
+        set_step(optimizer, STEP)
+        optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (6,), (2, 4, 3)])
+def test_adafactor_is_torchs_without_its_scaling_by_weights(shape: tuple[int, ...]) -> None:
+    weight, gradients = draw_steps(*shape)
+    plain = nn.Parameter(weight.detach().clone())
+    decay = STEP.weight_decay if len(shape) > 1 else 0.0
+    # Weights smaller than eps2 are scaled by it.
+    theirs = torch.optim.Adafactor([plain], lr=STEP.learning_rate, eps=(None, 1.0), weight_decay=decay)
+    for gradient in gradients:
+        plain.grad = gradient.clone()
+        theirs.step()
+    run_steps("adafactor", weight, gradients)
+    torch.testing.assert_close(weight, plain, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(4, 9), (9, 4), (3, 5, 4)])
+def test_muon_changes_singular_values_alone(shape: tuple[int, ...]) -> None:
+    weight, gradients = draw_steps(*shape)
+    expected, mean = weight.detach().clone(), torch.zeros(shape, dtype=torch.float64)
+    for gradient in gradients:
+        mean = 0.95 * mean + 0.05 * gradient
+        ahead = 0.05 * gradient + 0.95 * mean
+        left, sizes, right = torch.linalg.svd(ahead, full_matrices=False)
+        sizes = sizes / sizes.norm(dim=-1, keepdim=True)
+        for _ in range(5):
+            sizes = 3.4445 * sizes - 4.775 * sizes**3 + 2.0315 * sizes**5
+        expected = expected * (1 - STEP.learning_rate * STEP.weight_decay)
+        scale = 0.2 * math.sqrt(max(shape[-2:])) * STEP.learning_rate
+        expected -= scale * (left * sizes[..., None, :]) @ right
+    module = nn.Linear(1, 1)
+    module.weight = weight
+    optimizer = build_optimizer({"weight": weight}, CPU, OptimizerSettings("muon"))
+    optimizer.param_groups[0]["orthogonal"] = True
+    for gradient in gradients:
+        weight.grad = gradient.clone()
+        set_step(optimizer, STEP)
+        optimizer.step()
+    torch.testing.assert_close(weight.detach(), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_muon_is_for_the_matrices_of_layers() -> None:
+    model = tiny.build_model()
+    names = {name for name, p in model.named_parameters() if id(p) in hidden_matrices(model)}
+    assert len(names) == 2 * 7
+    assert all(name.startswith("model.layers.") and name.endswith("_proj.weight") for name in names)
+    mixture = transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            vocab_size=97,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
+        )
+    )
+    matrices = hidden_matrices(mixture)
+    assert {p.ndim for p in mixture.parameters() if id(p) in matrices} == {2, 3}
+
+
+def test_eight_bit_moments_are_rounded_block_by_block() -> None:
+    weight, gradients = draw_steps(20, 300)
+    expected = weight.detach().clone()
+    tables = [dynamic_table(CPU, signed=signed) for signed in (True, False)]
+    held = [[torch.zeros(300) for _ in range(20)] for _ in tables]
+    for number, gradient in enumerate(gradients, start=1):
+        for row in range(20):
+            mean, square = (moment[row].double() for moment in held)
+            mean = 0.8 * mean + 0.2 * gradient[row]
+            square = 0.9 * square + 0.1 * gradient[row] ** 2
+            root = square.sqrt() / math.sqrt(1 - 0.9**number) + STEP.eps
+            expected[row] *= 1 - STEP.learning_rate * STEP.weight_decay
+            expected[row] -= STEP.learning_rate * mean / (1 - 0.8**number) / root
+            for moment, table, values in zip(held, tables, (mean, square), strict=True):
+                blocks = quantise_blocks(values, table, 256)
+                codes = torch.where(values > 0, blocks.codes.clamp(min=1), blocks.codes)
+                moment[row] = dequantise_blocks(Blocks(codes, blocks.largest), table, 256)
+    run_steps("adamw_8bit", weight, gradients)
+    torch.testing.assert_close(weight.detach(), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_a_quiet_weight_beside_a_loud_one_does_not_leap() -> None:
+    """A mean square that became zero would be divided by."""
+    weight = nn.Parameter(torch.zeros(16, 256))
+    gradients = []
+    for number in range(6):
+        gradient = torch.full((16, 256), 1e-4 if number < 1 else 1e-12)
+        gradient[:, 0] = 1.0
+        gradients.append(gradient)
+    run_steps("adamw_8bit", weight, gradients)
+    assert float(weight.abs().max()) < 6 * 2 * STEP.learning_rate
+
+
+@pytest.mark.parametrize(("kind", "most"), [("adamw", 8.01), ("adamw_8bit", 2.04), ("muon", 4.01), ("adafactor", 0.03)])
+def test_bytes_that_each_holds_for_a_parameter(kind: str, most: float) -> None:
+    layer = nn.Linear(512, 256, bias=False)
+    optimizer = build_optimizer({"weight": layer.weight}, CPU, OptimizerSettings(kind))
+    if kind == "muon":
+        optimizer.param_groups[0]["orthogonal"] = True
+    layer.weight.grad = torch.randn(256, 512)
+    set_step(optimizer, STEP)
+    optimizer.step()
+    assert most / 1.02 - 0.02 <= state_bytes(optimizer) / layer.weight.numel() <= most
+
+
+@pytest.mark.parametrize(
+    "kind", ["adamw_8bit", *(pytest.param(k, marks=pytest.mark.slow) for k in ("muon", "adafactor"))]
+)
+def test_a_run_goes_on_from_its_checkpoint_bit_for_bit(kind: str, tmp_path: Path) -> None:
+    folder = tiny.write_model(tmp_path / "model", hidden_size=64, intermediate_size=96)
+    losses = {}
+    for name, stops in (("whole", (4,)), ("cut", (2, 4))):
+        place = tmp_path / name
+        place.mkdir()
+        for stop in stops:
+            settings = {"kind": kind, "learning_rate": 1e-3, "schedule": "constant", "warmup_steps": 0}
+            path = tiny.write_config(
+                place, folder, optim={**settings, "max_steps": stop}, checkpoint={"every_steps": 2, "export": "none"}
+            )
+            run = RunDir(place / "run", owner=True)
+            if not run.path.exists():
+                run = RunDir.create(place / "run", load_config(path))
+            else:
+                (run.path / "config.yaml").write_text(load_config(path).to_yaml())
+            train(run.path)
+        rows = [row for row in read_jsonl(run.path / "metrics.jsonl") if row.get("split") == "train"]
+        losses[name] = [row["loss"] for row in rows]
+    assert losses["whole"][-2:] == losses["cut"][-2:]
+    assert losses["whole"][-1] < losses["whole"][0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optim": {"kind": "muon"}, "lora": {}}, "not for the factors of lora"),
+        ({"optim": {"kind": "adamw_8bit"}, "parallel": {"tensor": 2}}, "whole rows"),
+        ({"optim": {"kind": "adafactor"}, "parallel": {"backend": "deepspeed"}}, "not for parallel.backend deepspeed"),
+        ({"lora": {"b_learning_rate_ratio": 16}, "parallel": {"backend": "deepspeed"}}, "not for parallel.backend"),
+        ({"lora": {"init": "pissa", "dora": True}}, "choose one of them"),
+        ({"lora": {"init": "pissa"}, "algorithm": {"kind": "dpo", "reference": "adapter_off"}}, "set it to copy"),
+    ],
+)
+def test_what_cannot_be_combined_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve_config({"model": "m", "data": {"train": "x.jsonl"}, **changes})

@@ -188,7 +188,11 @@ def test_a_model_that_is_not_on_disk_is_a_hub_id_unless_it_is_written_as_a_path(
         ("optim: {learning_rte: 1}", "run.yaml:3: unknown key 'optim.learning_rte'; did you mean optim.learning_rate?"),
         ("optm: {epochs: 1}", "run.yaml:3: unknown key 'optm'; did you mean optim?"),
         ("learning_rate: 1", "run.yaml:3: unknown key 'learning_rate'; did you mean optim.learning_rate?"),
-        ("lora: {zzz: 1}", "run.yaml:3: unknown key 'lora.zzz'; lora knows rank, alpha, dropout, targets, dora"),
+        (
+            "lora: {zzz: 1}",
+            "run.yaml:3: unknown key 'lora.zzz'; lora knows rank, alpha, dropout, targets, dora, rslora, init, "
+            "b_learning_rate_ratio, modules_to_save",
+        ),
     ],
 )
 def test_an_unknown_key_names_its_line_and_the_nearest_key(line, message):

@@ -168,7 +168,7 @@ def _check_nodes(launch: SlurmLaunch, run_dir: Path, config_file: Path | None) -
         return ""
     file = config_file or run_dir / "config.yaml"
     look = _LOOK.format(patience_s=_SEEN_WITHIN_S, file=_quoted(shlex.quote(str(file))))
-    looks = [f"srun{group} --ntasks={nodes} --ntasks-per-node=1 {look}" for group, nodes in groups.items()]
+    looks = [f"srun{group} --overlap --ntasks={nodes} --ntasks-per-node=1 {look}" for group, nodes in groups.items()]
     message = (
         f"NODES cannot see {file}: with launch.kind slurm it must be on a file system that all nodes share; choose "
         "another --run-dir"

@@ -93,8 +93,7 @@ def test_a_preempted_run_saves_in_its_grace_time(cluster: SlurmCluster, tmp_path
     assert wait_for_end(cluster, launcher, handle) == RunState("completed")
     assert turns(run) == 2
     assert [event["event"] for event in run.events()].count("interrupted") == 1
-    other = make_run(tmp_path / "local", tiny_model, 40, {"procs": 2, "device": "cpu"}, **changes)
-    assert other.config().launch.procs == 2
+    assert_undisturbed(run, tiny_model, tmp_path / "local", 40)
 
 
 def test_a_full_queue_and_a_folder_that_a_node_does_not_see(

@@ -20,6 +20,7 @@ from lockstep.rundir import RunDir
 from lockstep.service.admission import Allowed
 from lockstep.service.app import create_app
 from lockstep.service.placement import JobPlacement
+from lockstep.service.schemas import FINISHED
 from lockstep.service.settings import ServiceSettings
 
 pytestmark = [
@@ -89,6 +90,29 @@ def test_jobs_over_http_run_on_slurm_and_outlive_the_service(
     local = RunDir(tmp_path / "local" / "run")
     run_to_the_end(local, 2)
     assert tiny.digest_weights(exported(run)) == tiny.digest_weights(exported(local))
+
+
+def test_jobs_of_llama_stack_run_there_too(
+    cluster: SlurmCluster, service: Callable[[], Any], tmp_path: Path, tiny_model: Path
+) -> None:
+    turn = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    data = {"dataset_id": "chat", "batch_size": 2, "shuffle": True, "data_format": "dialog"}
+    wanted = {"n_epochs": 1, "max_steps_per_epoch": 2, "data_config": data}
+    with service() as http:
+        body = (json.dumps({"messages": turn}) + "\n") * 8
+        assert http.post("/api/datasets/chat", content=body).status_code == 201
+        answer = http.post(
+            "/v1/post-training/supervised-fine-tune",
+            json={"job_uuid": "one", "model": str(tiny_model), "training_config": wanted},
+        )
+        assert answer.status_code == 200, answer.text
+        found = wait_for(lambda: (job := view(http, "one"))["state"] in FINISHED and job, "the end of the job")
+        assert found["state"] == "completed", found["reason"]
+        status = http.get("/v1/post-training/job/status", params={"job_uuid": "one"}).json()
+        assert status["status"] == "completed"
+    run = RunDir(tmp_path / "data" / "jobs" / "one")
+    assert run.config().launch.kind == "slurm"
+    assert [event["event"] for event in run.events()].count("submitted") == 1
 
 
 def test_a_job_that_waits_says_why_and_where(

@@ -19,7 +19,8 @@ TRAINING = [
     ],
     [
         ("rollouts", "orchestrator, buffer, engines, rewards", "torch", 44),
-        ("evaluation", "how good are the answers?", "torch", 36),
+        ("evaluation", "how good are answers?", "torch", 22),
+        ("plan", "what will it cost?", "torch", 14),
     ],
     [
         ("inference", "engine, KV cache, sampling", "torch", 33),

@@ -94,7 +94,7 @@ def build_policy(
     for layer in layers:
         if activation_checkpointing != "none":
             selective = activation_checkpointing == "selective"
-            layer.forward = _recomputed(layer.forward, policy, selective=selective)
+            layer.forward = recomputed(layer.forward, policy, selective=selective)
         if compile_layers:
             eager[layer] = layer.forward
             layer.forward = torch.compile(layer.forward, dynamic=True)
@@ -298,7 +298,7 @@ def settle_dtypes(model: nn.Module, compute: torch.dtype) -> None:
             parameter.data = parameter.data.to(wanted)
 
 
-def _recomputed(forward: Callable[..., object], policy: Policy, *, selective: bool) -> Callable[..., object]:
+def recomputed(forward: Callable[..., object], policy: Policy, *, selective: bool) -> Callable[..., object]:
     contexts: dict[str, Any] = (
         {"context_fn": functools.partial(create_selective_checkpoint_contexts, _keep)} if selective else {}
     )
@@ -307,7 +307,7 @@ def _recomputed(forward: Callable[..., object], policy: Policy, *, selective: bo
 
 
 # Expensive to recompute: matrix products and attention.
-_EXPENSIVE = {
+EXPENSIVE = {
     *PRODUCTS,
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -319,7 +319,7 @@ _EXPENSIVE = {
 
 
 def _keep(_context: object, operation: object, *_arguments: object, **_options: object) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in _EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operation in EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _full_weights(module: nn.Module) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from lockstep.cli.options import app, echo
 # In the order in which --help lists the commands.
 from lockstep.cli import (
     train,
+    plan,
     manifest,
     demo,
     data,
@@ -25,7 +26,6 @@ from lockstep.cli import (
     generate,
     runs,
     scale,
-    plan,
     serve,
     service,
     sagemaker,

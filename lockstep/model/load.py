@@ -37,7 +37,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 def load_tokenizer(config: ModelConfig) -> Tokenizer:
     from transformers import AutoTokenizer
 
-    with _explaining(config):
+    with _explaining(config, needs_weights=False):
         tokenizer: Any = AutoTokenizer.from_pretrained(**_source(config))
         return tokenizer
 

@@ -75,7 +75,12 @@ class TokenMixers:
             with self.documents(layout):
                 return forward(*args, **kwargs)
 
-        return lambda *args, **kwargs: recompute(call, self._layout, *args, **kwargs)
+        def remember(*args: Any, **kwargs: Any) -> Any:
+            if not self.parts:  # nothing asks for the row: the compiler takes a plain call, and leaves the other out
+                return recompute(forward, *args, **kwargs)
+            return recompute(call, self._layout, *args, **kwargs)
+
+        return remember
 
     @property
     def texts(self) -> list[_Text] | None:

@@ -15,11 +15,18 @@ import torch.distributed as dist
 from equivalence.layouts import batches, spawn
 from equivalence.plain import STEP, make_model, scale_of
 from tiny import run_lockstep, write_config, write_model
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.backend.torch_backend import TorchBackend, join_group
-from lockstep.config import ParallelConfig
+from lockstep.config import ParallelConfig, resolve_config
+from lockstep.model.policy import causal_lm
 from lockstep.parallel.traffic import Traffic, sent_share
+from lockstep.plan.description import ModelDescription
+from lockstep.plan.memory import persistent_bytes
+from lockstep.plan.trace import describe_model
+from lockstep.plan.work import RankLayout
 from lockstep.types import LossSpec
 
 Found = dict[str, Any]
@@ -86,6 +93,8 @@ def _measure_step(family: str, lora: bool, budget: int, parallel: ParallelConfig
     model = make_model(family, lora=lora)
     backend = TorchBackend(model, micro_batch_tokens=budget, precision="fp64", group=group, parallel=parallel)
     batch, loss = batches()[0], LossSpec(scale=scale_of(batches()[0]))
+    stepped: list[torch.optim.Optimizer] = []
+    hook = register_optimizer_step_post_hook(lambda optimizer, *_: stepped.append(optimizer))
     for _ in range(2):  # DDP sends its buckets' order around in the first step
         backend.forward_backward(batch, loss)
         backend.optim_step(STEP)
@@ -93,7 +102,34 @@ def _measure_step(family: str, lora: bool, budget: int, parallel: ParallelConfig
         result, counts = backend.forward_backward(batch, loss), backend.traffic.current
         backend.optim_step(STEP)
     backend.forward_backward(batch, loss)  # of the next step: not counted to this one
-    return {"metrics": result.metrics, "calls": dict(counts.num_calls), "seen": dict(seen.num_calls)}
+    hook.remove()
+    return {
+        "held": _held_bytes(backend, stepped[-1]),
+        "place": _place(group),
+        "metrics": result.metrics,
+        "calls": dict(counts.num_calls),
+        "seen": dict(seen.num_calls),
+    }
+
+
+def _held_bytes(backend: TorchBackend, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Of this rank, between backward and the optimizer's step."""
+
+    def size(tensors: Any) -> int:
+        whole = [t.to_local() if isinstance(t, DTensor) else t for t in tensors if isinstance(t, torch.Tensor)]
+        return sum(t.numel() * t.element_size() for t in whole)
+
+    parameters = {id(p): p for p in backend.policy.parameters()}.values()
+    states = [s for state in optimizer.state.values() for name, s in state.items() if name != "step"]
+    gradients = size(p.grad for p in parameters)
+    return {"weights": size(parameters), "gradients": gradients, "optimizer": size(states)}
+
+
+def _place(group: Any) -> dict[str, int]:
+    """Of this rank on the axes that split parameters."""
+    places = {axis: group.place(axis) for axis in ("pipeline", "tensor", "shard", "context")}
+    shards = places["shard"] * group.degrees.context + places["context"]
+    return {"stage": places["pipeline"], "tensor": places["tensor"], "place": shards}
 
 
 def flows(metrics: dict[str, float], prefix: str) -> dict[str, float]:
@@ -113,6 +149,19 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     return found
 
 
+@pytest.fixture(scope="module")
+def described(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelDescription]:
+    """Each model as a plan knows it, from its configuration alone."""
+    found = {}
+    for family, lora in MODELS:
+        folder = tmp_path_factory.mktemp("described")
+        causal_lm(make_model(family, lora=lora)).config.save_pretrained(folder)
+        tree: dict[str, Any] = {"model": {"path": str(folder)}, "data": {"train": ["rows"]}}
+        tree |= {"lora": {"rank": 4, "alpha": 8}} if lora else {}
+        found[family] = describe_model(resolve_config(tree), "fp64", compiled=False)
+    return found
+
+
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 every_model = pytest.mark.parametrize("family", [family for family, _ in MODELS])
 
@@ -126,6 +175,19 @@ def test_a_step_sends_what_theory_says(ranks: dict[str, list[Any]], layout: str,
         for place, count in least.items():
             assert count <= sent[place] <= count * 1.01 + SMALL, place
         assert sum(count for place, count in sent.items() if place not in least) <= SMALL, sent
+
+
+@every_layout
+@every_model
+def test_a_plan_counts_what_ranks_hold(
+    ranks: dict[str, list[Any]], described: dict[str, ModelDescription], layout: str, family: str
+) -> None:
+    """Weights, gradients and the optimizer's moments of every rank, to the byte."""
+    num_ranks, parallel = LAYOUTS[layout]
+    planned = RankLayout(parallel.degrees(num_ranks))
+    for rank in ranks[layout]:
+        found = rank[family]
+        assert persistent_bytes(described[family], planned, **found["place"]) == found["held"], found["place"]
 
 
 @every_layout

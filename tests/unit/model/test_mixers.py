@@ -121,3 +121,23 @@ def test_parts_that_mix_do_not_go_with_split_tokens() -> None:
         backend = backend_of("lfm2")
     with pytest.raises(ValueError, match="Lfm2ShortConv of Lfm2ForCausalLM need all tokens of a document"):
         split_tokens(backend.policy, backend.group)
+
+
+def test_a_row_is_remembered_only_for_parts_that_ask_for_it() -> None:
+    """Without such parts the compiler must see a plain call of the layer."""
+    mixers, seen = TokenMixers(), []
+
+    def recompute(function: Any, *arguments: Any) -> Any:
+        seen.append(function)
+        return function(*arguments)
+
+    def forward(x: int) -> int:
+        return x + 1
+
+    remember = mixers.remembering_row(forward, recompute)
+    assert remember(1) == 2
+    assert seen == [forward]
+    mixers.parts[object()] = None  # type: ignore[index,assignment]
+    seen.clear()
+    assert remember(1) == 2
+    assert seen != [forward]

@@ -1,0 +1,214 @@
+"""A plan: memory, time and traffic of a configuration on a cluster, how sure each figure is, and whether it fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lockstep.config.schema import ConfigError
+from lockstep.plan.description import LayerCosts, LayerKind, ModelDescription, PassCosts
+from lockstep.plan.hardware import GpuCluster
+from lockstep.plan.memory import GIB, RankMemory, plan_memory
+from lockstep.plan.time import StepTime, plan_time
+from lockstep.plan.work import Options, RankLayout, StepRows, Workload
+
+# Of a GPU's memory, what drivers and libraries take before the first tensor.
+CONTEXT_GIB = 0.6
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Within which share a figure is expected, and from what that is known."""
+
+    memory: float
+    time: float
+    why: str
+
+
+# The worst of the configurations that were measured, rounded up: docs/plan.md.
+_ONE_GPU = Errors(0.04, 0.15, "28 configurations on one H200, calibrated there")
+_FROM_TABLE = Errors(0.04, 0.30, "the table of devices, not this machine: calibrate for less")
+_SEVERAL = Errors(0.12, 0.35, "published runs of others on up to 512 GPUs")
+_HOST = Errors(0.50, 0.60, "a CPU, for which activations and speed are rough")
+
+
+def errors_of(cluster: GpuCluster, layout: RankLayout, options: Options) -> Errors:
+    if options.device != "cuda":
+        return _HOST
+    if layout.degrees.num_ranks > 1:
+        return _SEVERAL
+    return _ONE_GPU if cluster.calibration is not None else _FROM_TABLE
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """One configuration on one cluster. `memory`: of each stage of the pipeline axis, the fullest rank."""
+
+    model: ModelDescription
+    layout: RankLayout
+    work: Workload
+    options: Options
+    cluster: GpuCluster
+    budget: int
+    memory: tuple[RankMemory, ...]
+    time: StepTime
+    errors: Errors
+    steps: int | None = None
+    price_per_hour: float | None = None
+    """Of one GPU."""
+    assumed: str = ""
+
+    @property
+    def worst(self) -> RankMemory:
+        return max(self.memory, key=lambda rank: rank.reserved)
+
+    @property
+    def capacity(self) -> float:
+        context = CONTEXT_GIB if self.options.device == "cuda" else 0.0
+        return (self.cluster.device.memory_gib - context) * GIB
+
+    @property
+    def fits(self) -> str:
+        """yes, close (within the plan's own error), or no."""
+        worst = self.worst
+        if worst.allocated * (1 - self.errors.memory) > self.capacity:
+            return "no"
+        return "close" if worst.reserved * (1 + self.errors.memory) > self.capacity else "yes"
+
+    @property
+    def run_s(self) -> float | None:
+        return None if self.steps is None else self.steps * self.time.total
+
+    @property
+    def cost(self) -> float | None:
+        if self.run_s is None or self.price_per_hour is None:
+            return None
+        return self.run_s / 3600 * self.price_per_hour * self.cluster.num_ranks
+
+    def verdict(self) -> str:
+        """One sentence: 'needs 93 of 79 GiB: optimizer 60, weights 30, ...'."""
+        worst = self.worst
+        parts = sorted(worst.parts.items(), key=lambda part: -part[1])[:4]
+        shown = ", ".join(f"{name} {size / GIB:.3g}" for name, size in parts)
+        needs = f"{worst.reserved / GIB:.3g} of {self.capacity / GIB:.3g} GiB"
+        words = {"yes": "fits", "close": "is close to the limit", "no": "does not fit"}[self.fits]
+        return f"{words}: needs {needs} (± {self.errors.memory:.0%}) on {worst.rank}: {shown}"
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "model": self.model.name,
+            "parameters": self.model.parameters,
+            "trained": self.model.trained,
+            "cluster": self.cluster.name,
+            "layout": str(self.layout),
+            "degrees": self.layout.degrees._asdict(),
+            "micro_batch_tokens": self.budget,
+            "micro_batches": self.work.micro_batches,
+            "fits": self.fits,
+            "capacity_gib": self.capacity / GIB,
+            "memory_error": self.errors.memory,
+            "time_error": self.errors.time,
+            "errors_from": self.errors.why,
+            "assumed": self.assumed,
+            "memory": [
+                {
+                    "rank": rank.rank,
+                    "moment": rank.moment,
+                    "allocated_gib": rank.allocated / GIB,
+                    "reserved_gib": rank.reserved / GIB,
+                    "parts_gib": {name: size / GIB for name, size in rank.parts.items()} | {"slack": rank.slack / GIB},
+                }
+                for rank in self.memory
+            ],
+            "step_s": self.time.total,
+            "step_parts_s": self.time.parts,
+            "hidden_s": self.time.hidden,
+            "tokens_per_step": self.time.tokens,
+            "tokens_per_s": self.time.tokens_per_s,
+            "traffic_bytes": self.time.traffic,
+            "steps": self.steps,
+            "run_s": self.run_s,
+            "cost": self.cost,
+        }
+
+
+def estimate(
+    model: ModelDescription,
+    layout: RankLayout,
+    rows: StepRows,
+    budget: int,
+    options: Options,
+    cluster: GpuCluster,
+    *,
+    price_per_hour: float | None = None,
+) -> RunPlan:
+    """`budget`: batch.micro_batch_tokens."""
+    check_layout(model, layout, cluster)
+    work = rows.work(layout, budget, 128 if options.device == "cuda" else 1)
+    stages = range(layout.degrees.pipeline)
+    memory = tuple(plan_memory(model, layout, work, options, stage=stage) for stage in stages)
+    time = plan_time(model, layout, work, options, cluster)
+    errors = errors_of(cluster, layout, options)
+    return RunPlan(
+        model,
+        layout,
+        work,
+        options,
+        cluster,
+        budget,
+        memory,
+        time,
+        errors,
+        rows.steps,
+        price_per_hour,
+        rows.assumed,
+    )
+
+
+def check_layout(model: ModelDescription, layout: RankLayout, cluster: GpuCluster) -> None:
+    """A sentence for what cannot be: heads that do not divide, more stages than layers, experts."""
+    degrees = layout.degrees
+    if degrees.expert > 1:
+        raise ConfigError("no plan for parallel.expert yet: its memory and traffic are not described")
+    if degrees.num_ranks != cluster.num_ranks:
+        raise ConfigError(
+            f"the layout {layout} has {degrees.num_ranks} ranks, and {cluster.name} has {cluster.num_ranks} GPUs: "
+            "change parallel, launch.procs or --on"
+        )
+    for kind in model.kinds:
+        if kind.attention is None:
+            continue
+        for name, heads in zip(("query", "key"), kind.attention[:2], strict=True):
+            if heads % degrees.tensor:
+                raise ConfigError(f"parallel.tensor {degrees.tensor} does not divide the model's {heads} {name} heads")
+        if kind.attention[0] // degrees.tensor % degrees.context:
+            raise ConfigError(
+                f"parallel.context {degrees.context} does not divide the {kind.attention[0] // degrees.tensor} query "
+                "heads of a rank"
+            )
+    if degrees.pipeline > len(model.layers):
+        raise ConfigError(f"parallel.pipeline {degrees.pipeline} is more than the model's {len(model.layers)} layers")
+
+
+# --- other ways of computing ------------------------------------------------------------------------------------------
+
+
+def with_recomputation(model: ModelDescription, full: bool) -> ModelDescription:
+    """The same model with every layer recomputed, or none: from what tracing found of the plain layer."""
+    kinds = tuple(_recomputed(kind, model) if full else _plain(kind) for kind in model.kinds)
+    return replace(model, kinds=kinds)
+
+
+def _plain(kind: LayerKind) -> LayerKind:
+    return replace(kind, costs=kind.whole, recomputed=False)
+
+
+def _recomputed(kind: LayerKind, model: ModelDescription) -> LayerKind:
+    whole = kind.whole
+    again = PassCosts(
+        whole.backward.moved_bytes + whole.forward.moved_bytes, whole.backward.operations + whole.forward.operations
+    )
+    saved = {"norms and residual": {"whole": float(model.hidden * model.compute_bytes)}}
+    extra = whole.saved_bytes() + whole.backward_extra - model.hidden * model.compute_bytes
+    costs = LayerCosts(saved, whole.forward_extra, extra, whole.constant, whole.forward, again)
+    return replace(kind, costs=costs, recomputed=True)

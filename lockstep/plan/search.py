@@ -1,0 +1,217 @@
+"""Layouts for a number of GPUs, ranked; and the changes that would make a plan fit, or faster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from lockstep.config.parallel import Degrees
+from lockstep.config.schema import ConfigError
+from lockstep.plan.description import ModelDescription
+from lockstep.plan.estimate import RunPlan, estimate, with_recomputation
+from lockstep.plan.hardware import GpuCluster
+from lockstep.plan.work import Options, RankLayout, StepRows
+
+_ROOM = 0.02
+"""A plan that is slower by less than this is as good: then the simpler one is taken."""
+
+
+@dataclass(frozen=True)
+class PlanTask:
+    """What is to be planned, whatever the layout. `pipelines`: whether stages are possible."""
+
+    model: ModelDescription
+    rows: StepRows
+    options: Options
+    cluster: GpuCluster
+    budget: int
+    recomputes: str = "none"
+    pipelines: bool = True
+    price_per_hour: float | None = None
+
+    def plan(self, layout: RankLayout, budget: int | None = None, *, recompute: str | None = None) -> RunPlan:
+        model = self.model
+        if recompute is not None and recompute != self.recomputes:
+            model = with_recomputation(model, recompute == "full")
+        return estimate(
+            model, layout, self.rows, budget or self.budget, self.options, self.cluster,
+            price_per_hour=self.price_per_hour,
+        )  # fmt: skip
+
+
+def legal_layouts(task: PlanTask) -> Iterator[RankLayout]:
+    """Every way to place all GPUs on the axes that the model and the machines allow."""
+    total, per_node = task.cluster.num_ranks, task.cluster.per_node
+    for tensor in _divisors(total):
+        if tensor > per_node or not _heads_divide(task.model, tensor):
+            continue
+        for context in _divisors(total // tensor):
+            if context > 8 or tensor * context > per_node or not _heads_divide(task.model, tensor, context):
+                continue
+            for pipeline in _divisors(total // tensor // context):
+                stages = len(task.model.layers)
+                if pipeline > min(stages, 16) or (pipeline > 1 and not task.pipelines):
+                    continue
+                yield from _data_layouts(task, tensor, context, pipeline)
+
+
+def _data_layouts(task: PlanTask, tensor: int, context: int, pipeline: int) -> Iterator[RankLayout]:
+    rest = task.cluster.num_ranks // tensor // context // pipeline
+    for shard in _divisors(rest):
+        degrees = Degrees(rest // shard, shard, tensor, pipeline, context)
+        if degrees.data * task.rows.mean_length > task.rows.step_tokens * 1.01:
+            continue  # some ranks would have no row
+        base = RankLayout(degrees, ranks_per_node=task.cluster.per_node)
+        yield base
+        if degrees.sharded and pipeline == 1:
+            yield replace(base, keep_parameters=True)
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _heads_divide(model: ModelDescription, tensor: int, context: int = 1) -> bool:
+    for kind in model.kinds:
+        if kind.attention is not None:
+            queries, keys, _, _ = kind.attention
+            if queries % tensor or keys % tensor or queries // tensor % context:
+                return False
+    return True
+
+
+def budgets(rows: StepRows, degrees: Degrees, largest: int = 65536) -> list[int]:
+    """Tokens of a micro-batch worth trying: from the longest row up, doubling, until a step is one micro-batch."""
+    least = -(-rows.longest // degrees.context)
+    found = [max(-(-least // 128) * 128, 128)]
+    while found[-1] * 2 <= largest and found[-1] * degrees.context * degrees.data < rows.step_tokens:
+        found.append(found[-1] * 2)
+    return found
+
+
+def search(task: PlanTask, *, exhaustive: bool = False) -> list[RunPlan]:
+    """Plans that fit, the fastest first: the best of each layout. `exhaustive`: every micro-batch and both ways of
+    recomputing for each; otherwise the largest micro-batch that fits, with recomputation only if nothing else does."""
+    found: list[RunPlan] = []
+    for layout in legal_layouts(task):
+        plans = list(_tries(task, layout, exhaustive=exhaustive))
+        if plans:
+            found.append(min(plans, key=lambda plan: plan.time.total))
+    return sorted(found, key=_rank)
+
+
+def _rank(plan: RunPlan) -> tuple[float, int]:
+    degrees = plan.layout.degrees
+    axes = sum(size > 1 for size in degrees[:5])
+    return plan.time.total * (1 + _ROOM * axes / 5), axes
+
+
+def _tries(task: PlanTask, layout: RankLayout, *, exhaustive: bool) -> Iterator[RunPlan]:
+    sizes = budgets(task.rows, layout.degrees)
+    for recompute in ("none", "full"):
+        fitting = False
+        for budget in sizes if exhaustive else reversed(sizes):
+            try:
+                plan = task.plan(layout, budget, recompute=recompute)
+            except ConfigError:
+                return
+            if plan.fits != "yes":
+                continue
+            fitting = True
+            yield plan
+            if not exhaustive and plan.work.micro_batches > 1:
+                break  # smaller ones take more passes
+        if fitting and not exhaustive:
+            return
+
+
+def best_layout(task: PlanTask) -> RunPlan:
+    found = search(task)
+    if not found:
+        raise ConfigError(
+            f"no layout of {task.cluster.name} holds {task.model.name}: take more or larger GPUs, LoRA instead of all "
+            "weights, or a shorter data.max_length"
+        )
+    return found[0]
+
+
+def best_budget(task: PlanTask, layout: RankLayout) -> RunPlan:
+    """The largest micro-batch that fits with certainty; the memory that more of it takes brings little time."""
+    for budget in reversed(budgets(task.rows, layout.degrees, largest=32768)):
+        plan = task.plan(layout, budget)
+        if plan.fits == "yes":
+            return plan
+    smallest = budgets(task.rows, layout.degrees)[0]
+    raise ConfigError(
+        f"batch.micro_batch_tokens auto: not even {smallest} tokens, the longest row, fit. "
+        f"This {task.plan(layout, smallest).verdict()}"
+    )
+
+
+# --- advice -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A change to the configuration, and the plan with it."""
+
+    change: str
+    plan: RunPlan
+
+    def effect(self, before: RunPlan) -> str:
+        gib = (self.plan.worst.reserved - before.worst.reserved) / 2**30
+        time = self.plan.time.total / before.time.total - 1
+        return f"{gib:+.3g} GiB, {time:+.0%} time (± {self.plan.errors.time:.0%})"
+
+
+def advise(task: PlanTask, plan: RunPlan) -> list[Advice]:
+    """At most three changes: of those that fit, or at least help, the fastest first."""
+    found: list[Advice] = []
+    for change, make in _changes(task, plan):
+        try:
+            found.append(Advice(change, make()))
+        except ConfigError:
+            continue
+    if plan.fits == "yes":
+        better = [a for a in found if a.plan.fits == "yes" and a.plan.time.total < plan.time.total * 0.98]
+        return sorted(better, key=lambda a: a.plan.time.total)[:3]
+    fitting = [a for a in found if a.plan.fits == "yes"]
+    helping = [a for a in found if a.plan.worst.reserved < plan.worst.reserved * 0.99 and a not in fitting]
+    fitting.sort(key=lambda a: a.plan.time.total)
+    return [*fitting, *sorted(helping, key=lambda a: a.plan.worst.reserved)][:3]
+
+
+def _changes(task: PlanTask, plan: RunPlan) -> Iterator[tuple[str, Callable[[], RunPlan]]]:
+    layout, budget = plan.layout, plan.budget
+    for size in _other_budgets(task, plan):
+        yield f"batch.micro_batch_tokens={size}", lambda size=size: task.plan(layout, size)  # type: ignore[misc]
+    other = "none" if task.recomputes == "full" else "full"
+    yield (
+        f"model.activation_checkpointing={other}",
+        lambda: task.plan(layout, budget, recompute=other),
+    )
+    degrees = layout.degrees
+    if degrees.replicate > 1:
+        sharded = replace(layout, degrees=degrees._replace(replicate=1, shard=degrees.data))
+        yield f"parallel.replicate=1 parallel.shard={degrees.data}", lambda: task.plan(sharded, budget)
+    if degrees.sharded:
+        flipped = replace(layout, keep_parameters=not layout.keep_parameters)
+        yield (
+            f"parallel.keep_parameters={str(flipped.keep_parameters).lower()}",
+            lambda: task.plan(flipped, budget),
+        )
+        if not layout.offload:
+            yield "parallel.offload=true", lambda: task.plan(replace(layout, offload=True), budget)
+    if task.options.logits_gib > 0.5:
+        small = replace(task, options=replace(task.options, logits_gib=0.5))
+        yield "model.logits_gib=0.5", lambda: small.plan(layout, budget)
+    if not task.options.activation_offload:
+        moved = replace(task, options=replace(task.options, activation_offload=True))
+        yield "model.activation_offload=true", lambda: moved.plan(layout, budget)
+
+
+def _other_budgets(task: PlanTask, plan: RunPlan) -> Sequence[int]:
+    least = -(-task.rows.longest // plan.layout.degrees.context)
+    smaller = [size for size in (plan.budget // 2, plan.budget // 4) if size >= least]
+    larger = [plan.budget * 2, plan.budget * 4] if plan.work.micro_batches > 1 else []
+    return [*smaller, *larger]

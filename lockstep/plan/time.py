@@ -1,0 +1,306 @@
+"""How long a step of one rank takes, by what spends it: products, attention, head, passes over memory, the optimizer,
+each axis's communication that is waited for and that is hidden, the pipeline's bubble, sampling."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lockstep.plan.description import LayerKind, ModelDescription
+from lockstep.plan.hardware import LINK_SHARE, NETWORK_SHARE, GpuCluster, Rates, rates_of
+from lockstep.plan.memory import GIB
+from lockstep.plan.stages import bubble_share, scheduled_micro_batches, stage_layers
+from lockstep.plan.traffic import PlannedTraffic, count_traffic
+from lockstep.plan.work import Options, RankLayout, Sampling, Workload
+
+# The host starts an operation of a model, Python around it included, in about three times what a bare one takes.
+# Fitted to steps of few tokens on an H200, eager and compiled.
+_HOST_FACTOR = 3.1
+_GRAPH_KERNEL_S = 3.4e-6  # of one small kernel in a CUDA graph
+_RING_S = 6e-6  # what a collective takes at least, for each rank of its group, inside a machine
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step. `parts` add up to `total`; `hidden` communication happens meanwhile, by axis."""
+
+    parts: dict[str, float]
+    hidden: dict[str, float]
+    tokens: int
+    ranks: int
+    traffic: dict[str, float]
+    """Bytes that one rank sends, by axis."""
+    flops: float
+    """Of products and attention, over all ranks, without recomputation."""
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.total
+
+
+def plan_time(
+    model: ModelDescription, layout: RankLayout, work: Workload, options: Options, cluster: GpuCluster
+) -> StepTime:
+    """Of the slowest stage; the other ranks wait for it."""
+    rates = rates_of(cluster)
+    stages = range(layout.degrees.pipeline)
+    passes = {stage: _Passes(model, layout, work, options, rates, stage) for stage in stages}
+    slowest = max(passes.values(), key=lambda p: p.micro_batch_s)
+    count = scheduled_micro_batches(layout, work.micro_batches)
+    parts = {name: seconds * count for name, seconds in slowest.parts.items()}
+    parts["waiting for the host"] = max(slowest.host_s - sum(slowest.parts.values()), 0.0) * count
+    parts["optimizer"] = _optimizer_s(slowest, rates, layout)
+    busy = sum(parts.values())
+    parts["pipeline bubble"] = bubble_share(layout, work.micro_batches) * (busy - parts["optimizer"])
+    traffic = count_traffic(model, layout, work, slowest.stage)
+    waited, hidden = _communication(traffic, layout, cluster, slowest, count)
+    parts |= {f"communication: {axis}": seconds for axis, seconds in waited.items()}
+    if work.sampling is not None and work.sampling.colocated:
+        parts["sampling"] = sampling_s(model, layout, work.sampling, rates)
+    return StepTime(
+        {name: seconds for name, seconds in parts.items() if seconds > 0},
+        hidden,
+        work.step_tokens or work.tokens * work.micro_batches * layout.degrees.data,
+        layout.degrees.num_ranks,
+        traffic.by_axis(),
+        step_flops(model, work) * work.micro_batches * layout.degrees.data,
+    )
+
+
+class _Passes:
+    """Forward and backward of one micro-batch on one rank: `parts` are seconds of the device."""
+
+    def __init__(
+        self, model: ModelDescription, layout: RankLayout, work: Workload, options: Options, rates: Rates, stage: int
+    ) -> None:
+        self._model, self._layout, self._work, self._rates = model, layout, work, rates
+        self.stage = stage
+        self._tokens = work.tokens / layout.degrees.context
+        parts = stage_layers(model, layout)
+        mine = [i for i in range(len(parts)) if i % layout.degrees.pipeline == stage]
+        self.layers = [layer for i in mine for layer in parts[i]]
+        self.has_last = len(parts) - 1 in mine
+        self.parts: dict[str, float] = {}
+        self.host_s = 0.0
+        self.forward_s = self.backward_s = 0.0
+        forwards = 1 + work.reference_passes + work.extra_forwards
+        for number, count in _counted(model.layers[i] for i in self.layers):
+            self._add_layer(model.kinds[number], count, forwards)
+        if self.has_last:
+            self._add_head(forwards, options)
+        self._add_copies()
+        if options.activation_offload:
+            saved = sum(model.kind_of(i).costs.saved_bytes(layout.degrees.tensor) for i in self.layers)
+            self._add("moving activations", 2 * saved * self._tokens / 25e9)
+        self.micro_batch_s = max(sum(self.parts.values()), self.host_s)
+        if layout.offload and layout.degrees.sharded:
+            self._add("moving parameters", 2 * self.trained_bytes / 25e9)
+
+    @property
+    def trained_bytes(self) -> float:
+        ranks = self._layout.sharding_ranks * self._layout.degrees.tensor
+        values = sum(p.numel for i in self.layers for p in self._model.kind_of(i).parameters if p.trained)
+        values += sum(p.numel for p in self._model.rest if p.trained) if self.has_last else 0
+        return values * self._model.wide_bytes / ranks
+
+    def _add(self, name: str, seconds: float) -> None:
+        self.parts[name] = self.parts.get(name, 0.0) + seconds
+
+    def _add_layer(self, kind: LayerKind, count: int, forwards: int) -> None:
+        size, tensor, rates = self._model.compute_bytes, self._layout.degrees.tensor, self._rates
+        again = 1 if kind.recomputed else 0
+        forward = backward = 0.0
+        for p in kind.products:
+            rows = self._tokens * p.share
+            inner, columns = _split(p.inner, p.columns, self._model.hidden, tensor)
+            once = rates.product_s(rows, inner, columns, size)
+            forward += once
+            backward += once + (rates.product_s(columns, rows, inner, size) if p.trained else 0.0)
+        self._add("products", count * (forward * (forwards + again) + backward))
+        attention = {"forward": 0.0, "backward": 0.0}
+        if kind.attention is not None:
+            attention = self._attention(kind)
+            self._add("attention", count * (attention["forward"] * (forwards + again) + attention["backward"]))
+        share = _share(kind, tensor)
+        speed = rates.copy_bytes_per_s if self._model.compiled else rates.pointwise_bytes_per_s
+        moved = {
+            "forward": kind.whole.forward.moved_bytes * self._tokens * share / speed,
+            "backward": kind.costs.backward.moved_bytes * self._tokens * share / speed,
+        }
+        self._add("passes over memory", count * (moved["forward"] * forwards + moved["backward"]))
+        self.forward_s += count * (forward + attention["forward"] + moved["forward"])
+        self.backward_s += count * (backward + again * forward + attention["backward"] + moved["backward"])
+        operations = kind.whole.forward.operations * forwards + kind.costs.backward.operations
+        self.host_s += count * operations * rates.launch_s * _HOST_FACTOR
+
+    def _attention(self, kind: LayerKind) -> dict[str, float]:
+        assert kind.attention is not None
+        all_heads, _, size, window = kind.attention
+        heads = all_heads / self._layout.degrees.tensor / self._layout.degrees.context
+        pairs = self._work.pairs
+        if window is not None:
+            pairs = min(pairs, self._work.tokens * window)
+        wide = self._model.compute_bytes / 2
+        return {
+            name: wide * self._rates.attention_s(name, self._work.tokens * heads * size, pairs * heads * size)
+            for name in ("forward", "backward")
+        }
+
+    def _add_head(self, forwards: int, options: Options) -> None:
+        """Logits, the gradient of what enters, that of the matrix; and passes over the logits."""
+        model, rates, tensor = self._model, self._rates, self._layout.degrees.tensor
+        targets = self._work.targets / self._layout.degrees.context
+        vocabulary, size = model.vocabulary / tensor, model.compute_bytes
+        once = rates.product_s(targets, model.hidden, vocabulary, size)
+        again = not self._work.linear and targets * vocabulary * size > options.logits_gib * GIB and model.head_trained
+        products = forwards + 1 + model.head_trained + again
+        fused = options.device == "cuda" and tensor == 1
+        passes = (forwards - 1) * 1 + (3 if self._work.linear or not model.head_trained else 4)
+        logits = targets * vocabulary * size * passes * (1 if fused else 4) / rates.copy_bytes_per_s
+        self._add("head", products * once + logits)
+        self.forward_s += once
+        self.backward_s += (products - 1) * once + logits
+        self.host_s += model.rest_operations * 2 * rates.launch_s * _HOST_FACTOR
+
+    def _add_copies(self) -> None:
+        """Narrow copies of parameters and wide ones of their gradients; FSDP2 makes them of its shards."""
+        model, layout = self._model, self._layout
+        values = self.trained_bytes / model.wide_bytes
+        narrows = model.compute_bytes < model.wide_bytes
+        moved = 0.0
+        if narrows:
+            moved += 2 * (model.wide_bytes + model.compute_bytes) * values
+        if self._work.micro_batches > 1:
+            moved += 3 * model.wide_bytes * values
+        if layout.degrees.sharded:
+            gathered = values * layout.sharding_ranks
+            moved += gathered * (2 * 2 * model.compute_bytes + model.compute_bytes + 4 + 4)
+        self._add("passes over memory", moved / self._rates.copy_bytes_per_s)
+
+
+def _counted(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    return list(Counter(numbers).items())
+
+
+def _split(inner: int, columns: int, hidden: int, tensor: int) -> tuple[float, float]:
+    """A matrix that reads hidden states is split by its columns, one that writes them by its rows."""
+    if tensor == 1:
+        return inner, columns
+    return (inner, columns / tensor) if inner == hidden else (inner / tensor, columns)
+
+
+def _share(kind: LayerKind, tensor: int) -> float:
+    whole = kind.whole.saved_bytes()
+    return kind.whole.saved_bytes(tensor) / whole if whole else 1.0
+
+
+def _optimizer_s(passes: _Passes, rates: Rates, layout: RankLayout) -> float:
+    """The norm, clipping, and AdamW: 28 bytes for each float32 value."""
+    held = passes.trained_bytes
+    if layout.offload and layout.degrees.sharded:
+        return held * 7 / 20e9  # on the host
+    return held * 3 / rates.copy_bytes_per_s + held * 7 / rates.optimizer_bytes_per_s
+
+
+def step_flops(model: ModelDescription, work: Workload) -> float:
+    """Of one micro-batch on the ranks that share it: 6 for each weight and token, 12 for each pair and head value."""
+    total = 0.0
+    for number, count in _counted(model.layers):
+        kind = model.kinds[number]
+        for p in kind.products:
+            total += count * 2 * work.tokens * p.share * p.inner * p.columns * (3 if p.trained else 2)
+        if kind.attention is not None:
+            heads, _, size, _ = kind.attention
+            total += count * 12 * work.pairs * heads * size
+    return total + 2 * work.targets * model.hidden * model.vocabulary * (2 + model.head_trained)
+
+
+# --- communication ----------------------------------------------------------------------------------------------------
+
+
+def _communication(
+    traffic: PlannedTraffic, layout: RankLayout, cluster: GpuCluster, passes: _Passes, count: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """(seconds that are waited for, seconds behind computation), by axis."""
+    waited: dict[str, float] = {}
+    hidden: dict[str, float] = {}
+    for axis, (size, calls, groups) in traffic.axes.items():
+        seconds = size / _rate(axis, layout, cluster) + calls * _latency(axis, layout, cluster, groups)
+        if axis in ("tensor", "context"):
+            room = 0.0
+        elif axis == "pipeline":
+            room = 0.5 * seconds
+        elif layout.degrees.sharded and axis != "replicate":
+            room = count * (passes.forward_s + passes.backward_s) * 0.9
+        else:
+            room = passes.backward_s * 0.9 * (count if layout.degrees.sharded else 1)
+        behind = min(seconds, room)
+        waited[axis] = seconds - behind
+        hidden[axis] = behind
+    return waited, {axis: seconds for axis, seconds in hidden.items() if seconds}
+
+
+def spans_machines(axis: str, layout: RankLayout, cluster: GpuCluster) -> bool:
+    """Whether the ranks of an axis are on several machines: those further right in the mesh are neighbours."""
+    order = ("tensor", "context", "shard", "replicate", "pipeline")
+    reach = 1
+    for name in order:
+        reach *= getattr(layout.degrees, name)
+        if name == axis or (name == "shard" and axis in ("shard_context",)):
+            break
+    return reach > cluster.per_node
+
+
+def _rate(axis: str, layout: RankLayout, cluster: GpuCluster) -> float:
+    if spans_machines(axis, layout, cluster):
+        return cluster.network.bytes_per_s * NETWORK_SHARE * _shared_network(axis, layout, cluster)
+    return cluster.device.link_bytes_per_s * LINK_SHARE
+
+
+def _shared_network(axis: str, layout: RankLayout, cluster: GpuCluster) -> float:
+    """A ring over machines crosses each machine's border once: with all of its GPUs in one ring they share what all
+    their adapters send."""
+    if axis in ("shard", "shard_context", "replicate") and layout.degrees.num_ranks > cluster.per_node:
+        inside = cluster.per_node
+        size = layout.sharding_ranks if axis != "replicate" else 1
+        return min(inside, max(size // max(cluster.nodes, 1), 1)) ** 0.5 if size > 1 else 1.0
+    return 1.0
+
+
+def _latency(axis: str, layout: RankLayout, cluster: GpuCluster, ranks: int) -> float:
+    hop = cluster.network.latency_s if spans_machines(axis, layout, cluster) else _RING_S
+    return hop * max(ranks - 1, 1) ** 0.5
+
+
+# --- sampling ---------------------------------------------------------------------------------------------------------
+
+
+def sampling_s(model: ModelDescription, layout: RankLayout, sampling: Sampling, rates: Rates) -> float:
+    """Reading the prompts, then one pass for each new token: as long as its small kernels, or as reading weights and
+    cache, take."""
+    weights = cache = operations = prompt = 0.0
+    for number, count in _counted(model.layers):
+        kind = model.kinds[number]
+        values = sum(p.inner * p.columns for p in kind.products)
+        weights += count * values * model.compute_bytes / layout.degrees.tensor
+        operations += count * kind.whole.forward.operations
+        prompt += count * sum(
+            rates.product_s(sampling.prompts * sampling.prompt_tokens, p.inner, p.columns, model.compute_bytes)
+            for p in kind.products
+        )
+        if kind.attention is not None:
+            _, heads, size, _ = kind.attention
+            cache += count * 2 * heads * size * model.compute_bytes / layout.degrees.tensor
+    weights += model.vocabulary * model.hidden * model.compute_bytes / layout.degrees.tensor
+    at_once = min(sampling.sequences, 256)
+    waves = -(-sampling.sequences // at_once)
+    length = sampling.prompt_tokens + sampling.new_tokens / 2
+    read = (weights + at_once * length * cache) / rates.copy_bytes_per_s
+    logits = at_once * model.vocabulary * 4 * 6 / rates.copy_bytes_per_s
+    step = max(operations * _GRAPH_KERNEL_S, read) + logits
+    return prompt + waves * sampling.new_tokens * step

@@ -1,0 +1,322 @@
+"""Plans: a described model against the real one, memory and time that move as they must, search, advice, bad input."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from typer.testing import CliRunner
+
+from lockstep.cli import app
+from lockstep.config import ConfigError, Degrees, RunConfig, resolve_config
+from lockstep.plan.description import ModelDescription, ParameterShape, chunk, read_description
+from lockstep.plan.estimate import with_recomputation
+from lockstep.plan.from_config import TextLengths, assumed_rows, layout_of, measured_rows, task_of
+from lockstep.plan.hardware import DEVICES, Calibrations, fit_two, parse_cluster, rates_of, read_hardware
+from lockstep.plan.memory import persistent_bytes, plan_memory
+from lockstep.plan.search import PlanTask, advise, best_budget, search
+from lockstep.plan.time import plan_time
+from lockstep.plan.trace import describe_model
+from lockstep.plan.work import Options, RankLayout, StepRows, Workload
+
+ROOT = Path(__file__).resolve().parents[3]
+ONE = RankLayout(Degrees())
+
+
+def write_folder(folder: Path, **changes: Any) -> Path:
+    """A model's configuration alone: no weights, no tokenizer."""
+    shape = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 1024, "hidden_size": 64,
+        "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 4096, "tie_word_embeddings": False, **changes,
+    }  # fmt: skip
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+    return folder
+
+
+def config_of(folder: Path, **sections: Any) -> RunConfig:
+    model = {"path": str(folder), "compile": False, **sections.pop("model", {})}
+    data = {"train": ["rows.jsonl"], "max_length": 512}
+    return resolve_config({"model": model, "data": data, "batch": {"samples": 64}, **sections})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("plan") / "model")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> ModelDescription:
+    return describe_model(config_of(folder), "bf16", compiled=False)
+
+
+@pytest.fixture(scope="module")
+def task(model: ModelDescription) -> PlanTask:
+    return PlanTask(model, StepRows(64 * 512, 512, 512.0), Options(), parse_cluster("h100:8"), 4096)
+
+
+def test_a_described_model_has_the_parameters_of_the_real_one(folder: Path, model: ModelDescription) -> None:
+    import transformers
+
+    real = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
+    assert model.parameters == sum(p.numel() for p in real.parameters()) == model.trained
+    assert len(model.layers) == 4
+    assert len(model.kinds) == 1
+    (attention,) = {kind.attention for kind in model.kinds}
+    assert attention == (4, 2, 16, None)
+    products = [(p.inner, p.columns) for p in model.kinds[0].products]
+    assert sorted(products) == sorted([(64, 64), (64, 32), (64, 32), (64, 64), (64, 160), (64, 160), (160, 64)])
+    assert read_description(json.loads(json.dumps(asdict(model)))) == model
+
+
+def test_what_a_layer_saves_is_what_its_operations_need(model: ModelDescription) -> None:
+    """Counted by hand for Llama in bf16: norms save their input, its float32 copy, the normed value twice and a root;
+    attention what it reads and gives; the MLP the gate before and after its function, the other half, their product."""
+    hidden, width, keys = 64, 160, 32
+    norms = 2 * (2 + 4 + 2 + 2) * hidden - 2 * 2 * hidden + 2 * 4
+    attention = 2 * (2 * hidden + 2 * keys) + 4 * 4
+    mlp = 4 * 2 * width
+    saved = model.kinds[0].costs.saved_bytes()
+    assert abs(saved - (norms + attention + mlp)) <= 2 * 2 * hidden + 64  # the tables of positions are shared
+
+
+def test_adapters_freeze_the_rest(folder: Path) -> None:
+    adapted = describe_model(config_of(folder, lora={"rank": 4}), "bf16", compiled=False)
+    per_layer = sum(4 * (a + b) for a, b in [(64, 64), (64, 32), (64, 32), (64, 64), (64, 160), (64, 160), (160, 64)])
+    assert adapted.trained == 4 * per_layer
+    assert {p.held_bytes for p in adapted.all_parameters() if not p.trained} == {2}
+    assert not adapted.head_trained
+
+
+def test_recomputation_derived_is_recomputation_traced(folder: Path, model: ModelDescription) -> None:
+    settings = config_of(folder, model={"activation_checkpointing": "full"})
+    traced = describe_model(settings, "bf16", compiled=False)
+    work = Workload(1, 4096, 4096, 4096 * 256.0)
+    for one, other in ((with_recomputation(model, True), traced), (model, with_recomputation(traced, False))):
+        found = [plan_memory(m, ONE, work, Options()).allocated for m in (one, other)]
+        assert found[0] == pytest.approx(found[1], rel=0.02)
+    assert plan_memory(traced, ONE, work, Options()).allocated < plan_memory(model, ONE, work, Options()).allocated
+
+
+@pytest.mark.slow
+def test_a_compiled_layer_saves_less_than_an_eager_one(folder: Path, model: ModelDescription) -> None:
+    compiled = describe_model(config_of(folder), "bf16", compiled=True)
+    assert 0.4 < compiled.kinds[0].costs.saved_bytes() / model.kinds[0].costs.saved_bytes() < 0.8
+    assert compiled.kinds[0].products == model.kinds[0].products
+
+
+def test_parts_of_a_parameter_are_the_whole_together() -> None:
+    parameter = ParameterShape("p", (10, 6), True, split_dim=0)
+    assert [chunk(10, place, 4) for place in range(4)] == [3, 3, 3, 1]
+    assert sum(parameter.part((t, 2), (s, 3)) for t in range(2) for s in range(3)) == 60
+
+
+@pytest.mark.parametrize(
+    "degrees", [Degrees(), Degrees(2), Degrees(1, 2), Degrees(1, 1, 2), Degrees(1, 1, 1, 2), Degrees(1, 2, 2, 2)]
+)
+def test_weights_over_ranks_add_up(model: ModelDescription, degrees: Degrees) -> None:
+    layout = RankLayout(degrees)
+    total = sum(
+        persistent_bytes(model, layout, stage=stage, place=place, tensor=tensor)["weights"]
+        for stage in range(degrees.pipeline)
+        for place in range(layout.sharding_ranks)
+        for tensor in range(degrees.tensor)
+    )
+    replicated = sum(p.numel for p in model.all_parameters() if p.split_dim is None) * (degrees.tensor - 1)
+    assert total == 4 * (model.parameters + replicated)
+
+
+def test_more_of_everything_takes_more(model: ModelDescription) -> None:
+    def planned(work: Workload, layout: RankLayout = ONE) -> tuple[float, float]:
+        cluster = replace(parse_cluster("h100:8"), per_node=layout.degrees.num_ranks)
+        memory = plan_memory(model, layout, work, Options()).allocated
+        return memory, plan_time(model, layout, work, Options(), cluster).total
+
+    base = Workload(1, 4096, 4096, 4096 * 256.0)
+    for other in (
+        replace(base, tokens=8192, targets=8192, pairs=8192 * 256.0),
+        replace(base, micro_batches=2),
+        replace(base, linear=False, reference="copy", reference_passes=1),
+    ):
+        (memory, time), (less, shorter) = planned(other), planned(base)
+        assert memory > less
+        assert time >= shorter
+    sharded, replicated = planned(base, RankLayout(Degrees(1, 8))), planned(base, RankLayout(Degrees(8)))
+    assert sharded[0] < replicated[0]
+
+
+def test_every_figure_has_its_error_and_parts_add_up(task: PlanTask) -> None:
+    plan = task.plan(RankLayout(Degrees(1, 2, 2, 2)))
+    tree = plan.as_json()
+    assert tree["memory_error"] > 0
+    assert tree["time_error"] > 0
+    assert tree["errors_from"]
+    for rank in tree["memory"]:
+        assert sum(rank["parts_gib"].values()) == pytest.approx(rank["reserved_gib"])
+    assert sum(tree["step_parts_s"].values()) == pytest.approx(tree["step_s"])
+    assert set(tree["traffic_bytes"]) == {"shard", "tensor", "pipeline"}
+    assert "±" in plan.verdict()
+
+
+def test_search_finds_what_trying_everything_finds(task: PlanTask) -> None:
+    for cluster in ("h100:8", "l4:4x2", "a100-40:2"):
+        here = replace(task, cluster=parse_cluster(cluster))
+        quick, whole = search(here), search(here, exhaustive=True)
+        assert quick[0].time.total <= whole[0].time.total * 1.001
+        assert [p.time.total for p in quick] != []
+        assert all(p.fits == "yes" and p.layout.degrees.num_ranks == here.cluster.num_ranks for p in quick)
+
+
+def test_advice_makes_it_fit(model: ModelDescription) -> None:
+    task = PlanTask(model, StepRows(64 * 512, 512, 512.0), Options(), parse_cluster("l4"), 16384)
+    needed = task.plan(ONE).worst.allocated / 2**30
+    small = replace(DEVICES["l4"], memory_gib=0.6 + 0.7 * needed)  # 0.6: what the driver takes
+    cluster = replace(parse_cluster("l4"), device=small)
+    task = replace(task, cluster=cluster)
+    plan = task.plan(ONE)
+    assert plan.fits == "no"
+    assert "does not fit: needs" in plan.verdict()
+    advice = advise(task, plan)
+    assert 1 <= len(advice) <= 3
+    assert advice[0].plan.fits == "yes"
+    assert advice[0].plan.worst.reserved < plan.worst.reserved
+    assert best_budget(task, ONE).budget < 16384
+    with pytest.raises(ConfigError, match="not even 512 tokens"):
+        best_budget(replace(task, cluster=replace(cluster, device=replace(small, memory_gib=0.61))), ONE)
+
+
+def test_rows_are_measured_or_assumed(folder: Path) -> None:
+    config = config_of(folder, algorithm={"kind": "dpo"})
+    pairs = [[TextLengths(100, (50, 150), 200)] * 4]
+    rows = measured_rows(config, pairs, 7)
+    assert (rows.step_tokens, rows.longest, rows.steps) == (1200, 300, 7)
+    assert rows.targets_share == pytest.approx(200 / 300)
+    assert rows.keys_per_token == pytest.approx(400 / 300)
+    assert rows.reference == "copy"
+    assert not rows.linear
+    assumed = assumed_rows(config_of(folder))
+    assert assumed.step_tokens == 64 * 512
+    assert assumed.assumed
+    work = assumed.work(RankLayout(Degrees(2)), 4096)
+    assert (work.micro_batches, work.tokens) == (4, 4096)
+
+
+def test_sampling_takes_memory_and_time(folder: Path) -> None:
+    grpo = {"kind": "grpo", "reward": "length", "max_tokens": 128}
+    config = config_of(folder, algorithm=grpo, batch={"samples": 8})
+    cluster = parse_cluster("h100")
+    plan = task_of(config, cluster, assumed_rows(config)).plan(layout_of(config, cluster))
+    assert plan.worst.parts["KV cache and graphs"] > 0
+    assert plan.time.parts["sampling"] > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("h1000:8", "unknown GPU 'h1000': did you mean h100"),
+        ("h100:8x", "names no hardware"),
+        ("h100:0", "no cluster"),
+        ("h100:8x2@carrier-pigeon", "unknown network"),
+        ("", "names no hardware"),
+    ],
+)
+def test_hardware_that_is_none(text: str, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        parse_cluster(text)
+
+
+def test_own_hardware(tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    entry = "{memory_gib: 48, product_tflops: 200, memory_gb_per_s: 900, link_gb_per_s: 26}"
+    path.write_text(f"devices: {{Mine: {entry}}}\nnetworks: {{lan: {{gb_per_s: 1, latency_us: 50}}}}", encoding="utf-8")
+    cluster = parse_cluster("mine:4x2@lan", read_hardware(path))
+    assert (cluster.num_ranks, cluster.device.memory_gib, cluster.network.bytes_per_s) == (8, 48, 1e9)
+    for text, error in (
+        ("devices: {mine: {memory_gib: 48}}", "devices.mine.product_tflops is missing"),
+        (f"devices: {{mine: {entry.replace('48', 'yes')}}}", "must be a positive number"),
+        ("gpus: {}", "expected devices"),
+    ):
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(ConfigError, match=error):
+            read_hardware(path)
+
+
+def test_layouts_that_cannot_be(task: PlanTask) -> None:
+    for degrees, error in (
+        (Degrees(1, 1, 8), "does not divide the model's 4 query heads"),
+        (Degrees(1, 1, 1, 8), "more than the model's 4 layers"),
+        (Degrees(1, 4), "has 4 ranks"),
+        (Degrees(1, 8, 1, 1, 1, 2), "no plan for parallel.expert"),
+    ):
+        with pytest.raises(ConfigError, match=error):
+            task.plan(RankLayout(degrees))
+
+
+def test_a_model_that_cannot_be_traced_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama import modeling_llama
+
+    def forward(self: Any, hidden: Any) -> Any:
+        return hidden * float(hidden.sum())
+
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", forward)
+    with pytest.raises(ConfigError, match="no plan for LlamaForCausalLM: LlamaDecoderLayer cannot be traced"):
+        describe_model(config_of(write_folder(tmp_path / "odd")), "bf16", compiled=False)
+
+
+def test_two_rates_are_found_again() -> None:
+    points = [(x, y, 3e-9 * x + 2e-12 * y) for x, y in ((1e3, 1e6), (2e3, 8e6), (5e3, 1e5))]
+    assert fit_two(points) == pytest.approx((3e-9, 2e-12))
+    assert fit_two([(1.0, 1.0, 1.0), (1.0, 2.0, 2.0)]) == pytest.approx((0.0, 1.0), abs=0.1)
+
+
+def test_a_calibration_is_kept(tmp_path: Path) -> None:
+    from lockstep.plan.calibrate import calibrate
+
+    found = calibrate("cpu", seconds=1)
+    kept = Calibrations(tmp_path)
+    kept.write(found)
+    assert kept.read("cpu") == found
+    assert kept.read("other") is None
+    rates = rates_of(replace(parse_cluster("h100"), calibration=found))
+    assert rates.calibrated
+    assert 1e8 < rates.product_flops < 1e14
+
+
+def test_the_command_plans_without_weights(folder: Path, tmp_path: Path) -> None:
+    rows = tiny.write_rows(tmp_path / "rows.jsonl", 4)
+    config = tmp_path / "c.yaml"
+    config.write_text(
+        f"model: {{path: {folder}, compile: false}}\ndata: {{train: [{rows}], max_length: 512}}\n", encoding="utf-8"
+    )
+    command = ["plan", str(config), "--on", "h100:2", "--json", "--price", "2", "--page", str(tmp_path / "p.html")]
+    result = CliRunner().invoke(app, [*command, "optim.max_steps=100", "--search", "3"])
+    assert result.exit_code == 0, result.output
+    tree = json.loads(result.stdout.strip().splitlines()[-1])
+    assert tree["fits"] == "yes"
+    assert tree["cost"] > 0
+    assert 1 <= len(tree["search"]) <= 3
+    assert "±" in (tmp_path / "p.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_what_an_h200_measured() -> None:
+    """The errors that docs/plan.md publishes."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import plan as benchmark
+
+    data = json.loads((ROOT / "benchmarks" / "plan_h200.json").read_text(encoding="utf-8"))
+    errors: dict[str, list[float]] = {"memory": [], "reserved": [], "time": []}
+    for _, found in benchmark.comparisons(data):
+        for kind, (predicted, measured) in found.items():
+            errors[kind].append(abs(predicted / measured - 1))
+    assert len(errors["memory"]) >= 20
+    for kind, (middle, worst) in {"memory": (0.03, 0.08), "reserved": (0.03, 0.08), "time": (0.10, 0.25)}.items():
+        values = sorted(errors[kind])
+        assert values[len(values) // 2] <= middle, (kind, values)
+        assert values[-1] <= worst, (kind, values)

@@ -258,7 +258,7 @@ def expect_traffic(
         tensor_plan(built.policy.model) if group.degrees.tensor > 1 else {},
         group.degrees,
         compute_bytes=compute_bytes,
-        gradient_bytes={"bf16": 2, "fp16": 2}.get(parallel.compression, max(compute_bytes, 4)),
+        gradient_bytes={"bf16": 2, "fp16": 2}.get(parallel.compression, _sum_bytes(built.policy, group)),
         expert_sends=_expert_sends(built.policy) if group.degrees.expert > 1 else 0,
     )
     return ExpectedTraffic(
@@ -277,6 +277,12 @@ def _expert_sends(policy: Policy) -> int:
     return num_layers * 4 * policy.routers.top_k * config.hidden_size
 
 
+def _sum_bytes(policy: Policy, group: ProcessGroup) -> int:
+    """Of each number of a gradient that ranks add up: as it is held, and by FSDP2 in float32 at least."""
+    held = max((p.itemsize for p in policy.parameters() if p.requires_grad), default=4)
+    return max(held, 4) if group.degrees.sharded else held
+
+
 def check_heads(policy: Policy, degree: int) -> None:
     config = causal_lm(policy.model).config.get_text_config()
     for name in ("num_attention_heads", "num_key_value_heads"):
@@ -285,13 +291,13 @@ def check_heads(policy: Policy, degree: int) -> None:
             raise ValueError(f"parallel.tensor {degree} does not divide the model's {name} {heads}")
 
 
-def settle_dtypes(model: nn.Module, compute: torch.dtype) -> None:
-    """Trained parameters in float32 or wider, frozen ones in the dtype of the computation. In place.
+def settle_dtypes(model: nn.Module, compute: torch.dtype, trained: torch.dtype | None = None) -> None:
+    """Trained parameters in float32 or wider, or as given; frozen ones in the dtype of the computation. In place.
 
     A model loaded in bf16 would otherwise be stepped in bf16, where small updates vanish.
     """
     compute_experts_exactly(causal_lm(model), compute)
-    wide = torch.promote_types(compute, torch.float32)
+    wide = trained or torch.promote_types(compute, torch.float32)
     for parameter in model.parameters():
         wanted = wide if parameter.requires_grad else compute
         if parameter.is_floating_point() and parameter.dtype != wanted:

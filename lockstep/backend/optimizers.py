@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from lockstep.backend.stochastic_rounding import first_place, round_into, salt_of
 from lockstep.config import RunConfig
 from lockstep.model.codebooks import dynamic_table
 from lockstep.model.experts import expert_parameters
@@ -28,16 +29,31 @@ Group = dict[str, Any]
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """`momentum`: Muon's. `lora_b_ratio`: the learning rate of adapters' second matrices, as a multiple."""
+    """`momentum`: Muon's. `lora_b_ratio`: the learning rate of adapters' second matrices, as a multiple.
+
+    `stochastic_rounding`: what is trained is held in bf16.
+    """
 
     kind: str = "adamw"
     momentum: float = 0.95
     lora_b_ratio: float = 1.0
+    stochastic_rounding: bool = False
 
     @classmethod
     def of(cls, config: RunConfig) -> OptimizerSettings:
         ratio = 1.0 if config.lora is None else config.lora.b_learning_rate_ratio
-        return cls(config.optim.kind, config.optim.momentum, ratio)
+        return cls(config.optim.kind, config.optim.momentum, ratio, config.optim.stochastic_rounding)
+
+    def held_dtype(self, precision: str) -> torch.dtype | None:
+        """Of what is trained, where it is not float32 or wider."""
+        if not self.stochastic_rounding:
+            return None
+        if precision != "bf16":
+            raise ValueError(
+                f"optim.stochastic_rounding holds weights in bf16, and this run computes in {precision}: set "
+                "model.precision to bf16, or remove it"
+            )
+        return torch.bfloat16
 
 
 ADAMW = OptimizerSettings()
@@ -65,11 +81,11 @@ def build_optimizer(
         group = groups.setdefault((*about.values(), layout), {"params": [], **about})
         group["params"].append(p)
     listed = list(groups.values())
-    if settings.kind == "adamw":
+    if settings.kind == "adamw" and not settings.stochastic_rounding:
         return torch.optim.AdamW(listed, lr=0.0, fused=device.type == "cuda")
-    if settings.kind == "adamw_8bit":
-        return AdamW8bit(listed)
-    return Adafactor(listed) if settings.kind == "adafactor" else Muon(listed, settings.momentum)
+    own: OwnOptimizer = Muon(listed, settings.momentum) if settings.kind == "muon" else _OWN[settings.kind](listed)
+    own.names = {p: name for name, p in parameters.items()}
+    return own
 
 
 def set_step(optimizer: torch.optim.Optimizer, step: OptimStep) -> None:
@@ -106,12 +122,14 @@ class OwnOptimizer(torch.optim.Optimizer):
 
     def __init__(self, groups: list[Group]) -> None:
         super().__init__(groups, {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0})
+        self.names: dict[nn.Parameter, str] = {}
 
     def first_state(self, parameter: nn.Parameter, group: Group) -> State:
         raise NotImplementedError
 
-    def update(self, parameter: nn.Parameter, state: State, group: Group) -> None:
-        """`state["step"]` is counted already, from 1."""
+    def update(self, parameter: nn.Parameter, weight: Tensor, gradient: Tensor, state: State, group: Group) -> None:
+        """`weight`: this rank's part, in place; `gradient` as it is split. Both float32 or wider. `state["step"]` is
+        counted already, from 1."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -125,7 +143,38 @@ class OwnOptimizer(torch.optim.Optimizer):
                     self.state[parameter] = self.first_state(parameter, group)
                 state = self.state[parameter]
                 state["step"] += 1
-                self.update(parameter, state, group)
+                self._apply(parameter, state, group)
+
+    def _apply(self, parameter: nn.Parameter, state: State, group: Group) -> None:
+        weight, gradient = _local(parameter), parameter.grad
+        assert gradient is not None
+        wide = _wide(parameter)
+        if wide == parameter.dtype:
+            return self.update(parameter, weight, gradient, state, group)
+        changed = weight.to(wide)
+        self.update(parameter, changed, gradient.to(wide), state, group)
+        salt = salt_of(self.names[parameter], int(state["step"]))
+        round_into(weight, changed, salt, first_place(parameter))
+        return None
+
+
+class OwnAdamW(OwnOptimizer):
+    """For weights in bf16; others take torch's, which is fused."""
+
+    def first_state(self, parameter: nn.Parameter, group: Group) -> State:
+        return {"step": _first_step(), **_zeros(parameter, "exp_avg", "exp_avg_sq")}
+
+    def update(self, parameter: nn.Parameter, weight: Tensor, gradient: Tensor, state: State, group: Group) -> None:
+        moments = (_local(state["exp_avg"]), _local(state["exp_avg_sq"]))
+        _step_adamw(weight, _local(gradient), *moments, float(state["step"]), group)
+
+
+def _wide(parameter: Tensor) -> torch.dtype:
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
+def _zeros(parameter: Tensor, *names: str) -> State:
+    return {name: torch.zeros_like(parameter, dtype=_wide(parameter)) for name in names}
 
 
 def _first_step() -> Tensor:
@@ -169,8 +218,7 @@ class AdamW8bit(OwnOptimizer):
 
     def first_state(self, parameter: nn.Parameter, group: Group) -> State:
         if parameter.ndim < 2 or parameter.numel() < _SMALLEST:
-            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-            return {"step": _first_step(), **moments}
+            return {"step": _first_step(), **_zeros(parameter, "exp_avg", "exp_avg_sq")}
         if isinstance(parameter, DTensor) and any(p.is_shard() and not p.is_shard(0) for p in parameter.placements):
             raise ValueError("optim.kind adamw_8bit needs whole rows on each rank: set parallel.tensor to 1")
         state = {"step": _first_step()}
@@ -180,8 +228,8 @@ class AdamW8bit(OwnOptimizer):
             state[f"{name}_largest"] = _blocks_like(parameter)
         return state
 
-    def update(self, parameter: nn.Parameter, state: State, group: Group) -> None:
-        weight, gradient, step = _local(parameter), _local(parameter.grad), float(state["step"])  # type: ignore[arg-type]
+    def update(self, parameter: nn.Parameter, weight: Tensor, gradient: Tensor, state: State, group: Group) -> None:
+        gradient, step = _local(gradient), float(state["step"])
         if "exp_avg" in state:
             return _step_adamw(weight, gradient, _local(state["exp_avg"]), _local(state["exp_avg_sq"]), step, group)
         held = {name: (_local(state[f"{name}_codes"]), _local(state[f"{name}_largest"])) for name in _MOMENTS}
@@ -245,7 +293,7 @@ class Adafactor(OwnOptimizer):
 
     def first_state(self, parameter: nn.Parameter, group: Group) -> State:
         shape = tuple(parameter.shape)
-        place: dict[str, Any] = {"dtype": parameter.dtype, "device": _local(parameter).device}
+        place: dict[str, Any] = {"dtype": _wide(parameter), "device": _local(parameter).device}
         if parameter.ndim < 2:
             return {"step": _first_step(), "variance": torch.zeros(shape, **place)}
         rows = torch.zeros((*shape[:-1], 1), **place)
@@ -255,8 +303,8 @@ class Adafactor(OwnOptimizer):
             "column_variance": torch.zeros((*shape[:-2], 1, shape[-1]), **place),
         }
 
-    def update(self, parameter: nn.Parameter, state: State, group: Group) -> None:
-        gradient, tiny = _whole(parameter.grad), torch.finfo(parameter.dtype).eps  # type: ignore[arg-type]
+    def update(self, parameter: nn.Parameter, weight: Tensor, gradient: Tensor, state: State, group: Group) -> None:
+        gradient, tiny = _whole(gradient), torch.finfo(gradient.dtype).eps
         share = float(state["step"]) ** -0.8
         if "variance" in state:
             estimate = state["variance"].lerp_(gradient.square(), share).clone()
@@ -267,7 +315,6 @@ class Adafactor(OwnOptimizer):
             estimate = (rows @ columns).div_(rows.mean(dim=-2, keepdim=True).clamp(min=tiny))
         change = estimate.clamp_(min=tiny * tiny).rsqrt_().mul_(gradient)
         change.div_((change.norm() / math.sqrt(change.numel())).clamp(min=1.0))
-        weight = _local(parameter)
         weight.mul_(1 - group["lr"] * group["weight_decay"])
         weight.add_(_part_like(change, parameter), alpha=-group["lr"])
 
@@ -284,10 +331,10 @@ class Muon(OwnOptimizer):
 
     def first_state(self, parameter: nn.Parameter, group: Group) -> State:
         names = ("momentum",) if group["orthogonal"] else ("exp_avg", "exp_avg_sq")
-        return {"step": _first_step(), **{name: torch.zeros_like(parameter) for name in names}}
+        return {"step": _first_step(), **_zeros(parameter, *names)}
 
-    def update(self, parameter: nn.Parameter, state: State, group: Group) -> None:
-        weight, gradient = _local(parameter), _local(parameter.grad)  # type: ignore[arg-type]
+    def update(self, parameter: nn.Parameter, weight: Tensor, gradient: Tensor, state: State, group: Group) -> None:
+        gradient = _local(gradient)
         if not group["orthogonal"]:
             moments = (_local(state["exp_avg"]), _local(state["exp_avg_sq"]))
             return _step_adamw(weight, gradient, *moments, float(state["step"]), group)
@@ -306,11 +353,12 @@ class Muon(OwnOptimizer):
         return None
 
 
+_OWN: dict[str, type[OwnOptimizer]] = {"adamw": OwnAdamW, "adamw_8bit": AdamW8bit, "adafactor": Adafactor}
+
+
 def _has_whole_matrices(parameter: DTensor) -> bool:
     """Experts that are divided by number alone."""
-    return parameter.ndim > 2 and all(
-        p.is_replicate() or (type(p).__name__ == "Shard" and p.is_shard(0)) for p in parameter.placements
-    )
+    return parameter.ndim > 2 and all(place.is_replicate() or place == Shard(0) for place in parameter.placements)
 
 
 def _orthogonal(matrix: Tensor) -> Tensor:

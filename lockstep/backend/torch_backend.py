@@ -106,7 +106,7 @@ class TorchBackend:
         self._activation_offload = activation_offload
         self._in_fixed_order = fixed_order if deterministic and on_gpu else contextlib.nullcontext
         self._scale = LossScale() if self.precision == "fp16" else None
-        settle_dtypes(model, DTYPES[self.precision])
+        settle_dtypes(model, DTYPES[self.precision], optimizer.held_dtype(self.precision))
         self._compiles = compiles = on_gpu if compile == "auto" else bool(compile)
         compute_dtype = _narrow_dtype(self.precision)
         built = build_policy(

@@ -137,6 +137,9 @@ class OptimConfig(Section):
     """AdamW: decay of the running mean of its square."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """AdamW: added to the denominator."""
+    stochastic_rounding: bool = False
+    """Hold what is trained in bf16 instead of float32, and round each step up or down at random, the same on every
+    layout. For runs in bf16."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
     """Muon: decay of the gradient's running mean."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -279,6 +282,11 @@ def _check_adapters(config: RunConfig) -> None:
 
 def _check_optimizer(config: RunConfig) -> None:
     kind, parallel = config.optim.kind, config.parallel
+    if config.optim.stochastic_rounding:
+        if config.model.precision not in ("auto", "bf16", "fp8_base"):
+            raise ValueError(f"optim.stochastic_rounding is for bf16, and model.precision is {config.model.precision}")
+        if parallel.backend == "deepspeed" or parallel.tensor > 1:
+            raise ValueError("optim.stochastic_rounding is for backend torch, with parallel.tensor 1")
     if kind == "adamw":
         return
     if parallel.backend == "deepspeed":

@@ -390,6 +390,8 @@ def describe_limits(config: RunConfig) -> list[str]:
             limits.append("losses of routers: they are left out")
     if config.model.router_bias_rate:
         limits.append("model.router_bias_rate: biases stay as they are")
+    if config.optim.stochastic_rounding:
+        limits.append("optim.stochastic_rounding: weights are float64")
     if config.optim.kind != "adamw":
         limits.append(f"optim.kind {config.optim.kind}: steps are those of adamw")
     if config.lora is not None and config.lora.b_learning_rate_ratio != 1.0:

@@ -11,13 +11,14 @@ import torch
 from equivalence.layouts import Cell, batches, everywhere, run_cell, run_cells, spawn, whole
 from equivalence.plain import STEP, make_model, plain_run, scale_of
 from equivalence.test_layouts import LAYOUTS, assert_same_step
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lockstep.backend.build import cut_stages
 from lockstep.backend.optimizers import OptimizerSettings
 from lockstep.backend.torch_backend import TorchBackend, join_group
 from lockstep.config import ParallelConfig
 from lockstep.parallel.group import ProcessGroup
-from lockstep.types import Datum, LossSpec
+from lockstep.types import Datum, LossSpec, OptimStep
 
 ADAPTED: list[Cell] = [("llama+pissa", True, 48), ("llama+ends", True, 96), ("llama+saved", True, 48)]
 OPTIMIZERS = ("muon", "adafactor", "adamw_8bit")
@@ -130,3 +131,40 @@ def test_a_checkpoint_goes_on_in_another_layout(kind: str, tmp_path: Path) -> No
         found = torch.load(tmp_path / f"{shards}.pt", weights_only=False)
         for name, tensor in one_rank(("llama-wide", False, 512), kind)["weights"].items():
             torch.testing.assert_close(found[name], tensor, rtol=1e-10, atol=1e-10, msg=name)
+
+
+def step_in_bf16(kind: str, parallel: Any, out: Path) -> None:
+    """Gradients are given, so that only the rounding of weights is compared: bit for bit."""
+    torch.set_num_threads(1)
+    group = join_group("cpu", parallel, timeout_s=60)
+    settings = OptimizerSettings(kind, stochastic_rounding=True)
+    model = make_model("llama-wide", lora=False)
+    backend = TorchBackend(model, precision="bf16", parallel=parallel, group=group, compile=False, optimizer=settings)
+    for number in range(3):
+        for name, parameter in backend.parameters().items():
+            draw = torch.Generator().manual_seed(len(name) + number)
+            gradient = torch.randn(parameter.shape, generator=draw).bfloat16()
+            if isinstance(parameter, DTensor):
+                mesh, places = parameter.device_mesh, parameter.placements
+                gradient = distribute_tensor(gradient, mesh, places, src_data_rank=None)
+            parameter.grad = gradient
+        backend.optim_step(OptimStep(learning_rate=1e-3))
+    weights = everywhere({name: whole(p.detach()) for name, p in backend.parameters().items()}, group)
+    if group.rank == 0:
+        torch.save(weights, out)
+    group.leave()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["adamw", *OPTIMIZERS])
+def test_weights_in_bf16_are_rounded_alike_on_every_layout(kind: str, tmp_path: Path) -> None:
+    spawn(1, step_in_bf16, kind, ParallelConfig(), tmp_path / "one.pt")
+    expected = torch.load(tmp_path / "one.pt", weights_only=False)
+    for layout in ("fsdp-2", "hybrid-2x2", "pipeline-2"):
+        num_ranks, parallel = LAYOUTS[layout]
+        spawn(num_ranks, step_in_bf16, kind, parallel, tmp_path / f"{layout}.pt")
+        found = torch.load(tmp_path / f"{layout}.pt", weights_only=False)
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert tensor.dtype == torch.bfloat16
+            assert torch.equal(found[name], tensor), f"{layout}: {name}"

@@ -13,6 +13,7 @@ import transformers
 from torch import Tensor, nn
 
 from lockstep.backend.optimizers import OptimizerSettings, build_optimizer, hidden_matrices, set_step, state_bytes
+from lockstep.backend.stochastic_rounding import round_into, salt_of
 from lockstep.config import ConfigError, load_config
 from lockstep.config.loading import resolve_config
 from lockstep.model.codebooks import Blocks, dequantise_blocks, dynamic_table, quantise_blocks
@@ -177,9 +178,59 @@ def test_a_run_goes_on_from_its_checkpoint_bit_for_bit(kind: str, tmp_path: Path
         ({"optim": {"kind": "adafactor"}, "parallel": {"backend": "deepspeed"}}, "not for parallel.backend deepspeed"),
         ({"lora": {"b_learning_rate_ratio": 16}, "parallel": {"backend": "deepspeed"}}, "not for parallel.backend"),
         ({"lora": {"init": "pissa", "dora": True}}, "choose one of them"),
+        ({"optim": {"stochastic_rounding": True}, "parallel": {"tensor": 2}}, "with parallel.tensor 1"),
+        ({"optim": {"stochastic_rounding": True}, "model": {"path": "m", "precision": "fp32"}}, "is for bf16"),
         ({"lora": {"init": "pissa"}, "algorithm": {"kind": "dpo", "reference": "adapter_off"}}, "set it to copy"),
     ],
 )
 def test_what_cannot_be_combined_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve_config({"model": "m", "data": {"train": "x.jsonl"}, **changes})
+
+
+# --- weights in bf16 ------------------------------------------------------------------------------------------------
+
+
+def test_rounding_is_right_on_average_and_exact_where_nothing_is_to_round() -> None:
+    wide = torch.full((200_000,), 1.0 + 0.3 * 2**-7)
+    target = torch.empty(200_000, dtype=torch.bfloat16)
+    round_into(target, wide, salt_of("weight", 1))
+    assert set(target.float().tolist()) == {1.0, 1.0 + 2**-7}
+    assert float(target.double().mean()) == pytest.approx(float(wide[0]), abs=2**-7 * 0.005)
+    exact = torch.tensor([0.5, -3.0, 0.0, float("inf"), float("-inf"), 2.0**-130])
+    found = torch.empty(6, dtype=torch.bfloat16)
+    round_into(found, exact, 7)
+    assert torch.equal(found.float()[:5], exact[:5])
+    round_into(found, torch.full((6,), float("nan")), 7)
+    assert found.isnan().all()
+
+
+def test_bits_differ_between_steps_tensors_and_places_and_not_between_splits() -> None:
+    wide = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
+    whole, other, part = (torch.empty(64, 96, dtype=torch.bfloat16) for _ in range(3))
+    round_into(whole, wide, salt_of("a", 1))
+    for salt in (salt_of("a", 2), salt_of("b", 1)):
+        round_into(other, wide, salt)
+        assert 0.2 < float((whole != other).float().mean()) < 0.8
+    round_into(part[:5], wide[:5], salt_of("a", 1))
+    round_into(part[5:], wide[5:], salt_of("a", 1), first=5 * 96)
+    assert torch.equal(part, whole)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "adafactor", "muon"])
+def test_small_steps_add_up_in_bf16(kind: str) -> None:
+    """Steps of 1e-4 from 1 would all be rounded away."""
+    weight = nn.Parameter(torch.ones(64, 128, dtype=torch.bfloat16))
+    settings = OptimizerSettings(kind, stochastic_rounding=True)
+    optimizer = build_optimizer({"weight": weight}, CPU, settings)
+    for _ in range(100):
+        weight.grad = torch.ones_like(weight)
+        set_step(optimizer, OptimStep(learning_rate=1e-4, beta1=0.0))
+        optimizer.step()
+    assert float(weight.detach().double().mean()) == pytest.approx(0.99, abs=1e-3)
+    assert all(t.dtype in (torch.float32, torch.uint8) for t in optimizer.state[weight].values())
+
+
+def test_other_precisions_refuse_it() -> None:
+    with pytest.raises(ValueError, match=r"set model\.precision to bf16"):
+        OptimizerSettings(stochastic_rounding=True).held_dtype("fp32")

@@ -39,7 +39,7 @@ SWEEP_equivalence := $(filter-out %/test_zero.py,$(wildcard tests/equivalence/te
 SWEEP_verify := $(wildcard tests/distributed/test_verify*.py)
 SWEEP_faults := $(addprefix tests/distributed/test_,fault_matrix.py engines.py grpo_async.py restarts.py)
 SWEEP_resume := $(addprefix tests/distributed/test_,resume.py elastic.py grpo_resume.py preference_resume.py \
-	interrupted.py export_layouts.py answers_in_training.py)
+	interrupted.py export_layouts.py answers_in_training.py vision_run.py)
 SWEEP_processes := $(addprefix tests/distributed/test_,workers.py ray_workers.py ray_launch.py training_service.py \
 	two_hosts.py other_launchers.py kubernetes_run.py traffic_counts.py sagemaker.py hosts.py \
 	slurm.py slurm_limits.py slurm_service.py slurm_ray.py)

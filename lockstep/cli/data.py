@@ -128,6 +128,9 @@ def _bar(bar: HistogramBar, most: int) -> Text:
 def _print_row(console: Console, row: ShownRow) -> None:
     counts = f"{row.num_tokens:,} tokens, {row.num_learned:,} learned"
     console.print(Text.assemble("\n", (row.why, "bold"), f"  {row.origin}  ", (counts, "dim")), soft_wrap=True)
+    for number, image in enumerate(row.images, start=1):
+        size = f"{image.width} x {image.height}, {image.num_tokens:,} tokens"
+        console.print(Text.assemble((f"image {number}", "bold"), f"  {image.name}  ", (size, "dim")), soft_wrap=True)
     for name, tokens in zip(row.names, row.versions):
         if name:
             console.print(Text(f"[{name}]", style="bold"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +14,9 @@ from lockstep.cli.display import make_console, quieten_libraries, track_progress
 from lockstep.cli.options import MaxTokens, Source, Temperature, app
 
 if TYPE_CHECKING:
+    from lockstep.inference.chat import TextPrompt
     from lockstep.inference.engine import LocalEngine
+    from lockstep.types import SamplingParams
 
 _SERVING = "Serving"
 
@@ -114,7 +116,27 @@ def generate(
     rows = read_prompts(prompts)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     with open_output(out) as file:
-        answers = answer_prompts(load_engine(source, batch), rows, params, batch, raw=raw)
+        answers = _answer_about_images(source, prompts, rows, params)
+        if answers is None:
+            answers = answer_prompts(load_engine(source, batch), rows, params, batch, raw=raw)
         for answer in track_progress(answers, "generating", total=len(rows)):
             file.write(json.dumps(answer, ensure_ascii=False) + "\n")
             file.flush()
+
+
+def _answer_about_images(
+    source: str, file: Path, rows: Sequence[TextPrompt], params: SamplingParams
+) -> Iterator[dict[str, Any]] | None:
+    """None where no prompt has an image."""
+    if not any(map(_has_image, rows)):
+        return None
+    from lockstep.evaluation.image_prompts import ImageAnswers
+
+    quieten_libraries()
+    return ImageAnswers(source, file).answer(rows, params)
+
+
+def _has_image(prompt: TextPrompt) -> bool:
+    turns: Sequence[Any] = [] if isinstance(prompt.content, str) else prompt.content
+    parts = (part for turn in turns if isinstance(turn["content"], list) for part in turn["content"])
+    return any(isinstance(part, dict) and part.get("type") != "text" for part in parts)

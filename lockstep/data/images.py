@@ -38,14 +38,20 @@ class ImageReader:
 
     def add(self, row: Rendered, sources: Sequence[ImageSource], file: SourceFile) -> Rendered:
         """The row with its images, and their placeholders in its text."""
+        return self.prepare(row, sources, file)[0]
+
+    def prepare(
+        self, row: Rendered, sources: Sequence[ImageSource], file: SourceFile
+    ) -> tuple[Rendered, list[PreparedImage]]:
+        """Also the images as the model takes them."""
         (variant,) = row.variants
-        images, texts = list[ImageRef](), list[str]()
+        images, prepared = list[ImageRef](), list[PreparedImage]()
         for number, source in enumerate(sources, start=1):
             image, content = self._read(source, file, f"{row.origin}: image {number}")
-            texts.append(prepare_image(self.processor, content, f"{row.origin}: image {image.name or number}").text)
+            prepared.append(prepare_image(self.processor, content, f"{row.origin}: image {image.name or number}"))
             images.append(image)
-        expanded = _expand(row, variant, texts, self.processor.placeholder)
-        return replace(row, variants=(expanded,), images=tuple(images))
+        expanded = _expand(row, variant, [image.text for image in prepared], self.processor.placeholder)
+        return replace(row, variants=(expanded,), images=tuple(images)), prepared
 
     def _read(self, source: ImageSource, file: SourceFile, where: str) -> tuple[ImageRef, bytes]:
         if source.content:

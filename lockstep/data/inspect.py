@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+import base64
+import io
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
 
 from lockstep.config import RunConfig
 from lockstep.data.dataset import CompiledData
+from lockstep.data.images import decode_image, read_image_bytes
 from lockstep.data.order import Batches
 from lockstep.data.packing import partition
 from lockstep.data.report import FileReport
-from lockstep.types import Datum, Tokenizer
+from lockstep.types import Datum, ImageRef, Tokenizer
 
 Lengths = npt.NDArray[np.int64]
 _MAX_BARS = 14
 # Tokens before the one in question that are decoded with it: enough for any tokenizer to get its spaces right.
 _WINDOW = 6
 _MAX_TOKENS_PER_CHARACTER = 4
+_MAX_SHOWN_PIXELS = 320  # width and height of an image on a page
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,17 @@ class ShownToken:
 
 
 @dataclass(frozen=True)
+class ShownImage:
+    """`data_url`: the image itself, small enough for a page."""
+
+    name: str
+    width: int
+    height: int
+    num_tokens: int
+    data_url: str
+
+
+@dataclass(frozen=True)
 class ShownRow:
     """One row as it is learned. Each of `versions` is a whole text: two for a preference pair, otherwise one."""
 
@@ -42,6 +58,7 @@ class ShownRow:
     num_learned: int
     names: tuple[str, ...]
     versions: tuple[tuple[ShownToken, ...], ...]
+    images: tuple[ShownImage, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -100,7 +117,11 @@ class DataSheet:
     examples: list[ShownRow]
 
     def as_json(self) -> dict[str, object]:
-        return asdict(self)
+        """Without the images themselves."""
+        sheet = asdict(self)
+        for row in sheet["examples"]:
+            row["images"] = [{k: v for k, v in image.items() if k != "data_url"} for image in row["images"]]
+        return sheet
 
     def facts(self) -> dict[str, str]:
         """The summary in words."""
@@ -222,11 +243,34 @@ def _show(datum: Datum, why: str, tokenizer: Tokenizer) -> ShownRow:
         )
         for completion in datum.completions
     )
+    if datum.images:
+        versions = tuple(tuple(_join_repeated(tokens)) for tokens in versions)
     names = ("chosen", "rejected") if len(versions) == 2 else ("",) * len(versions)
     label = datum.completions[0].values.get("label")
     if label is not None:
         names = ("liked" if label[0] else "not liked",)
-    return ShownRow(datum.origin, why, datum.num_tokens, datum.num_supervised, names, versions)
+    images = tuple(_show_image(image, datum.origin) for image in datum.images)
+    return ShownRow(datum.origin, why, datum.num_tokens, datum.num_supervised, names, versions, images)
+
+
+def _show_image(image: ImageRef, origin: str) -> ShownImage:
+    decoded = decode_image(read_image_bytes(image, origin), origin)
+    width, height = decoded.size
+    decoded.thumbnail((_MAX_SHOWN_PIXELS, _MAX_SHOWN_PIXELS))
+    stream = io.BytesIO()
+    decoded.save(stream, format="PNG")
+    url = f"data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}"
+    return ShownImage(image.name or "in the row", width, height, image.num_tokens, url)
+
+
+def _join_repeated(tokens: Iterable[ShownToken]) -> Iterator[ShownToken]:
+    """An image has hundreds of the same token."""
+    for _, group in groupby(tokens, key=lambda token: (token.ids, token.special)):
+        first, *others = group
+        if not others or not first.special:
+            yield from (first, *others)
+        else:
+            yield replace(first, text=f"{first.text} x {1 + len(others)} ")
 
 
 def split_tokens(ids: Sequence[int], learned: Sequence[bool], tokenizer: Tokenizer) -> list[ShownToken]:

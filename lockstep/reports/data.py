@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from lockstep.reports.page import page
 
 if TYPE_CHECKING:
-    from lockstep.data.inspect import DataSheet, HistogramBar, ShownRow, ShownToken
+    from lockstep.data.inspect import DataSheet, HistogramBar, ShownImage, ShownRow, ShownToken
     from lockstep.data.report import FileReport
 
 _STYLE = """
@@ -28,6 +28,10 @@ _STYLE = """
 .text b { font-weight: 400; text-decoration: underline dotted; text-underline-offset: 3px }
 .text s { text-decoration: none; box-shadow: inset -1px 0 var(--edge) }
 .key span { padding: 0 .3rem }
+.images { display: flex; flex-wrap: wrap; gap: .8rem; padding: .8rem .8rem 0 }
+.images figure { margin: 0; max-width: 320px }
+.images img { max-width: 100%; border: 1px solid var(--line); border-radius: 4px; display: block }
+.images figcaption { color: var(--quiet); font-size: 12px; overflow-wrap: anywhere }
 :root { --learned: #d9f2df; --learned-ink: #10451f; --edge: #b9c4bd }
 @media (prefers-color-scheme: dark) { :root { --learned: #17402a; --learned-ink: #c9f3d6; --edge: #3d5a48 } }
 """
@@ -92,8 +96,17 @@ def _row(row: ShownRow) -> str:
     )
     return (
         f'<article class="row"><header><strong>{escape(row.why)}</strong> <small>{escape(row.origin)} · {counts}'
-        f'</small></header><div class="versions">{versions}</div></article>'
+        f'</small></header>{_images(row.images)}<div class="versions">{versions}</div></article>'
     )
+
+
+def _images(images: Sequence[ShownImage]) -> str:
+    figures = "".join(
+        f'<figure><img src="{escape(image.data_url)}" alt="{escape(image.name)}"><figcaption>{escape(image.name)} · '
+        f"{image.width} x {image.height} · {image.num_tokens:,} tokens</figcaption></figure>"
+        for image in images
+    )
+    return f'<div class="images">{figures}</div>' if images else ""
 
 
 def _text(tokens: Sequence[ShownToken]) -> str:

@@ -126,6 +126,9 @@ def describe_cost(config: RunConfig, backend: TorchBackend | DeepSpeedBackend, r
             f"without packing, an epoch takes {len(rows.train):,} passes or more; packed into "
             f"batch.micro_batch_tokens {config.batch.micro_batch_tokens:,} it would be about {num_packed:,}"
         )
+    if backend.policy.image_forward is None and "vision tower" in backend.parts:
+        size = backend.parts["vision tower"].total
+        yield f"no row has an image: the vision tower of the model ({size:,} parameters) is loaded and not used"
     for rule in backend.policy.rotary.rules:
         if config.data.max_length <= rule.limit:
             continue

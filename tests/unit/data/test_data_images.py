@@ -14,11 +14,13 @@ import pytest
 from transformers import AutoConfig, AutoImageProcessor, Idefics3Processor
 from vision_models import build_tokenizer, draw, write_processor
 
-from lockstep.config import DataConfig, ModelConfig
+from lockstep.config import DataConfig, ModelConfig, RunConfig
 from lockstep.data import CompiledData, compile_data
 from lockstep.data.images import ChangedImage, read_image_bytes
+from lockstep.data.inspect import RowSelection, inspect_data
 from lockstep.data.sources.rows import DataError
 from lockstep.model.vision import VisionProcessor, load_image_processor
+from lockstep.reports.data import data_page
 from lockstep.types import Tokenizer
 
 ANSWER = {"role": "assistant", "content": "a cat"}
@@ -241,3 +243,18 @@ def test_a_column_of_images_stays_unused_without_a_model_that_sees(models: Path,
     data = compile_data(config, build_tokenizer("qwen2_vl"), seed=0)  # type: ignore[arg-type]
     assert not data.has_images
     assert "image" in data.report.files[0].ignored_keys
+
+
+def test_lockstep_data_shows_the_image_beside_its_tokens(models: Path, tmp_path: Path) -> None:
+    draw(0, 40, 24).save(tmp_path / "a.png")
+    data = compile_one(models, tmp_path, ask({"type": "image", "path": "a.png"}))
+    config = RunConfig(model=ModelConfig(path=str(models / "qwen2_vl")), data=DataConfig(train="train.jsonl"))
+    sheet = inspect_data(config, data, load(models)[0], RowSelection(longest=1, shortest=0, random=0))
+    (row,) = sheet.examples
+    (image,) = row.images
+    assert (image.name, image.width, image.height, image.num_tokens) == ("a.png", 40, 24, 15)
+    assert [token.text for token in row.versions[0] if "image_pad" in token.text] == ["<|image_pad|> x 15 "]
+    page = data_page(sheet)
+    assert 'src="data:image/png;base64,' in page
+    assert "a.png · 40 x 24 · 15 tokens" in page
+    assert "base64" not in json.dumps(sheet.as_json())

@@ -7,7 +7,7 @@ The only place where parallelism meets the model. All ranks call it together.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,7 +118,8 @@ def build_policy(
             compute_dtype,
             experts=experts,
             expert_mesh=group.expert_mesh,
-            keep_parameters=parallel.keep_parameters,
+            # torch's schedules hold what a backward pass gathered until the last one: it need not be gathered for each.
+            keep_parameters=parallel.keep_parameters or group.degrees.pipeline > 1,
             prefetch=parallel.prefetch,
             offload=parallel.offload,
         )
@@ -260,6 +261,8 @@ def expect_traffic(
         compute_bytes=compute_bytes,
         gradient_bytes={"bf16": 2, "fp16": 2}.get(parallel.compression, _sum_bytes(built.policy, group)),
         expert_sends=_expert_sends(built.policy) if group.degrees.expert > 1 else 0,
+        tied=find_tied(causal, built.stages, built.num_stages),
+        ends=(0 in built.stages, built.num_stages - 1 in built.stages) if built.stages else (True, True),
     )
     return ExpectedTraffic(
         sizes,
@@ -268,6 +271,15 @@ def expect_traffic(
         stages=built.stages,
         num_stages=built.num_stages,
     )
+
+
+def find_tied(causal: Any, stages: Collection[int], num_stages: int) -> list[nn.Parameter]:
+    """What is trained of the embedding, its adapters too, on the two ranks that both have it because it is also the
+    head. `stages`: of this rank, by number."""
+    has_first, has_last = 0 in stages, num_stages - 1 in stages
+    if has_first == has_last or not getattr(causal.config.get_text_config(), "tie_word_embeddings", False):
+        return []
+    return [p for p in causal.get_input_embeddings().parameters() if p.requires_grad]
 
 
 def _expert_sends(policy: Policy) -> int:

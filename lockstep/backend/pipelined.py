@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lockstep.backend.batching import MicroBatch
-from lockstep.backend.build import Built
+from lockstep.backend.build import Built, find_tied
 from lockstep.model.policy import causal_lm
 from lockstep.parallel.group import ProcessGroup
 from lockstep.parallel.pipeline import Pipeline
@@ -30,7 +29,7 @@ class PipelinedPasses:
         self._pipeline = Pipeline(dict(built.stages), built.num_stages, schedule, self._axis, group.device)
         causal = causal_lm(built.policy.model)
         self._hidden_size = causal.config.get_text_config().hidden_size
-        self._tied = self._find_tied(causal, built.num_stages)
+        self._tied = find_tied(causal, built.stages, built.num_stages)
 
     def num_micro_batches(self, wanted: int) -> int:
         return self._pipeline.num_micro_batches(wanted)
@@ -59,14 +58,6 @@ class PipelinedPasses:
         (length,) = {len(m.packed.tokens) for m in micro_batches}
         return torch.zeros(1, length, self._hidden_size, dtype=dtype, device=self._group.device)
 
-    def _find_tied(self, causal: Any, num_stages: int) -> list[nn.Parameter]:
-        """What is trained of the embedding, its adapters too, on the two ranks that both have it because it is also
-        the head."""
-        has_first, has_last = 0 in self._stages, num_stages - 1 in self._stages
-        if has_first == has_last or not getattr(causal.config.get_text_config(), "tie_word_embeddings", False):
-            return []
-        return [p for p in causal.get_input_embeddings().parameters() if p.requires_grad]
-
     def _sum_tied(self) -> None:
         """First and last stage exchange their parts of the tied gradients. The last one does not use adapters."""
         other = dist.get_global_rank(self._axis, self._group.degrees.pipeline - 1 if 0 in self._stages else 0)
@@ -76,7 +67,8 @@ class PipelinedPasses:
             gradient = parameter.grad
             mine = gradient.to_local() if isinstance(gradient, DTensor) else gradient
             theirs = torch.empty_like(mine)
-            exchange = [dist.P2POp(dist.isend, mine.contiguous(), other), dist.P2POp(dist.irecv, theirs, other)]
+            ways = ((dist.isend, mine.contiguous()), (dist.irecv, theirs))
+            exchange = [dist.P2POp(way, tensor, other, group=self._axis) for way, tensor in ways]
             for request in dist.batch_isend_irecv(exchange):
                 request.wait()
             mine.add_(theirs)

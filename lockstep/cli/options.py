@@ -47,8 +47,13 @@ def echo(text: object, *, err: bool = False, nl: bool = True, keep: str = "") ->
     typer.echo(text, err=err, nl=nl)
 
 
-def load_settings(config: str | None, overrides: Sequence[str] | None, procs: int | None = None) -> RunConfig:
-    """Without CONFIG it is lockstep.yaml, and `config` may hold the first override."""
+def load_settings(
+    config: str | None, overrides: Sequence[str] | None, procs: int | None = None, *, starts: bool = True
+) -> RunConfig:
+    """Without CONFIG it is lockstep.yaml, and `config` may hold the first override.
+
+    `starts`: whether the run can be started here; otherwise only what it is is checked.
+    """
     from lockstep.config import ConfigError, check_config, load_config
     from lockstep.config.data import PARTS
 
@@ -61,7 +66,10 @@ def load_settings(config: str | None, overrides: Sequence[str] | None, procs: in
         raise ConfigError(f"no configuration: name a YAML file, or write {DEFAULT_CONFIG} with 'lockstep init'")
     if procs is not None:
         changes.append(f"launch.procs={procs}")
-    settings = check_config(load_config(path, changes))
+    settings = load_config(path, changes)
+    if not starts:
+        return settings
+    check_config(settings)
     for part in PARTS if settings.launch.kind != "kubernetes" else ():  # there the paths are those of the pods
         for source in getattr(settings.data, part):
             if source.path.startswith("/") and "*" not in source.path and not Path(source.path).exists():

@@ -86,7 +86,7 @@ def plan(
 def _simulate(config: str | None, overrides: list[str] | None, ranks: int | None, *, as_json: bool) -> int:
     from lockstep.cli.simulation import simulate_and_show
 
-    settings = load_settings(config, overrides)
+    settings = load_settings(config, overrides, starts=False)
     return simulate_and_show(settings, ranks or settings.launch.procs, as_json=as_json)
 
 

@@ -1,4 +1,4 @@
-"""The least that a rank of a layout must send in one step, by mesh axis and kind of collective.
+"""What a rank of a layout sends in one step, by mesh axis and kind of collective: the least, and to the byte.
 
 In the unit of parallel/traffic.py, which counts: bytes that a rank of a ring sends.
 """
@@ -6,13 +6,14 @@ In the unit of parallel/traffic.py, which counts: bytes that a rank of a ring se
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from lockstep.config.parallel import Degrees
+from lockstep.config.parallel import AXES, Degrees
 
 Bytes = dict[tuple[str, str], float]
 
@@ -23,6 +24,12 @@ class Unit:
 
     parameters: float
     trained: int
+    filling: float = 0.0
+    """Beside the parameters: what FSDP2 adds so that the parts of all ranks are equally long."""
+    trained_filling: int = 0
+
+    def filled(self) -> Unit:
+        return Unit(self.parameters + self.filling, self.trained + self.trained_filling)
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,10 @@ class Sizes:
     """Widths sent over the expert axis per token, to experts and back, in both directions together."""
     compute_bytes: int = 4
     gradient_bytes: int = 4
+    norm_axes: tuple[tuple[str, ...], ...] = ()
+    """Over which axes trained parameters are split: each kind of them adds to the norm of the gradient."""
+    tied_bytes: int = 0
+    """Of gradients that the first and the last stage exchange, because they share their matrix."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +74,10 @@ class RankWork:
     micro_batches: int
     stage_sends: int = 0
     """Hidden states and gradients that leave this rank's stages, per micro-batch."""
+    gathered_tokens: int | None = None
+    """As `tokens`, where norms compute a part of them: each micro-batch is filled up to equal parts."""
+    summed_numbers: int = 0
+    """What all ranks sum: losses, metrics, and facts of each rank."""
 
 
 def least_traffic(sizes: Sizes, degrees: Degrees, work: RankWork, *, keep_parameters: bool = False) -> Bytes:
@@ -90,8 +105,50 @@ def least_traffic(sizes: Sizes, degrees: Degrees, work: RankWork, *, keep_parame
     return traffic
 
 
+def exact_traffic(sizes: Sizes, degrees: Degrees, work: RankWork, *, keep_parameters: bool = False) -> Bytes:
+    """To the byte, of a loss that each micro-batch computes by itself, from the second step on: before it, stages and
+    DDP agree on shapes. With divided experts: as if all were chosen equally often."""
+    filled = replace(sizes, layers=tuple(unit.filled() for unit in sizes.layers), rest=sizes.rest.filled())
+    traffic = defaultdict(float, least_traffic(filled, degrees, work, keep_parameters=keep_parameters))
+    if degrees.tensor > 1 and sizes.gathers and work.gathered_tokens is not None:
+        added = (work.gathered_tokens - work.tokens) * sizes.gathers * sizes.compute_bytes
+        traffic["tensor", "all_gather"] += _once(degrees.tensor) * added
+    for axis, count in _small_sums(sizes, degrees, work):
+        num_ranks = _num_ranks(degrees, axis)
+        traffic[axis, "all_reduce"] += _twice(num_ranks) * count * _WIDE
+    if degrees.pipeline > 1:
+        traffic["pipeline", "send"] += sizes.tied_bytes
+    return {flow: count for flow, count in traffic.items() if count}
+
+
+_WIDE = 8  # bytes of a number in sums over ranks
+
+
+def _small_sums(sizes: Sizes, degrees: Degrees, work: RankWork) -> Iterator[tuple[str, int]]:
+    """(axis, numbers) of sums of losses, and of squares for the norm."""
+    large = [axis for axis in AXES if getattr(degrees, axis) > 1]
+    is_shards = len(large) == 1 or large == ["shard", "context"]  # torch has one group where the same ranks are in both
+    yield "_".join(large) if is_shards else "world", work.summed_numbers
+    for axes in sizes.norm_axes:
+        for axis in axes:
+            yield "context" if axis == "shard_context" and degrees.shard == 1 else axis, 1
+    if degrees.pipeline > 1:
+        yield "pipeline", 1
+
+
+def _num_ranks(degrees: Degrees, axis: str) -> int:
+    if axis == "world":
+        return degrees.num_ranks
+    if axis == "shard_context":
+        return degrees.shard * degrees.context
+    if axis.startswith("expert_"):
+        parts = axis.removeprefix("expert_").split("_")
+        return math.prod(getattr(degrees, part) for part in parts) // degrees.expert
+    return int(getattr(degrees, axis))
+
+
 class ExpectedTraffic:
-    """`least_traffic` step by step. `stages` are this rank's pipeline stages, by number."""
+    """`least_traffic` and `exact_traffic` step by step. `stages` are this rank's pipeline stages, by number."""
 
     def __init__(
         self,
@@ -110,6 +167,13 @@ class ExpectedTraffic:
         work = RankWork(tokens, targets, micro_batches, self._stage_sends)
         least = least_traffic(self._sizes, self._degrees, work, keep_parameters=self._keep_parameters)
         return {f"traffic_least/{axis}/{kind}": count for (axis, kind), count in sorted(least.items())}
+
+    def exact(self, tokens: Sequence[int], targets: int, summed_numbers: int) -> Bytes:
+        """`tokens` of each micro-batch, as this rank computes them."""
+        parts = self._degrees.tensor
+        gathered = sum(-(-count // parts) * parts for count in tokens)
+        work = RankWork(sum(tokens), targets, len(tokens), self._stage_sends, gathered, summed_numbers)
+        return exact_traffic(self._sizes, self._degrees, work, keep_parameters=self._keep_parameters)
 
 
 def _sharded(sizes: Sizes, degrees: Degrees, work: RankWork, keep_parameters: bool) -> Bytes:
@@ -185,19 +249,23 @@ def measure_sizes(
     compute_bytes: int,
     gradient_bytes: int,
     expert_sends: int = 0,
+    tied: Iterable[nn.Parameter] = (),
+    ends: tuple[bool, bool] = (True, True),
 ) -> Sizes:
     """What this rank has of a policy that is built around `causal`. `tensor_plan`: name -> (module, style), empty where
-    matrices are not split."""
+    matrices are not split. `tied`: what this rank's stage shares with another. `ends`: whether it embeds tokens, and
+    whether it has the head."""
     config = causal.config.get_text_config()
     divided = [p for p in policy.parameters() if _num_parts(p, "expert") > 1]
     layers = [[p for p in layer.parameters() if p not in set(divided)] for layer in _layers(causal)]
     in_layers = {p for parameters in [divided, *layers] for p in parameters}
     rest = [p for p in policy.parameters() if p not in in_layers]
     heads, keys = _heads(config, degrees)
-    sums = _sums(tensor_plan, causal, config.hidden_size) if degrees.tensor > 1 else {}
+    sums = _sums(tensor_plan, causal, config.hidden_size, *ends) if degrees.tensor > 1 else {}
+    num_shards = degrees.shard * degrees.context if degrees.sharded else 1
     return Sizes(
-        tuple(_unit(parameters, compute_bytes) for parameters in layers if parameters),
-        _unit(rest, compute_bytes),
+        tuple(_unit(parameters, compute_bytes, num_shards) for parameters in layers if parameters),
+        _unit(rest, compute_bytes, num_shards),
         config.hidden_size,
         heads * head_dim,
         keys * head_dim,
@@ -206,6 +274,8 @@ def measure_sizes(
         expert_sends=expert_sends,
         compute_bytes=compute_bytes,
         gradient_bytes=gradient_bytes,
+        norm_axes=tuple(sorted({_split_axes(p) for p in policy.parameters() if p.requires_grad})),
+        tied_bytes=sum(_local(p).nbytes for p in tied),
     )
 
 
@@ -222,16 +292,59 @@ def _layers(causal: Any) -> list[nn.Module]:
     return [m for m in causal.modules() if names & {kind.__name__ for kind in type(m).__mro__}]
 
 
-def _unit(parameters: Iterable[nn.Parameter], compute_bytes: int) -> Unit:
+def _unit(parameters: Iterable[nn.Parameter], compute_bytes: int, num_shards: int = 1) -> Unit:
     """Quantised ones, which are not gathered in the dtype of computation, count by their bytes."""
-    listed = list(parameters)
-    gathered = sum(_size(p) * (1 if p.is_floating_point() else p.itemsize / compute_bytes) for p in listed)
-    return Unit(gathered, sum(_size(p) for p in listed if p.requires_grad))
+    listed = [(p, _size(p), _filling(p, num_shards)) for p in parameters]
+    shares = [1 if p.is_floating_point() else p.itemsize / compute_bytes for p, _, _ in listed]
+    return Unit(
+        sum(size * share for (_, size, _), share in zip(listed, shares, strict=True)),
+        sum(size for p, size, _ in listed if p.requires_grad),
+        sum(filling * share for (_, _, filling), share in zip(listed, shares, strict=True)),
+        sum(filling for p, _, filling in listed if p.requires_grad),
+    )
 
 
 def _size(parameter: Any) -> int:
     """Of a split matrix the part that one rank of the tensor and expert axes has, whatever FSDP2 made of it."""
-    return int(parameter.numel()) // (_num_parts(parameter, "tensor") * _num_parts(parameter, "expert"))
+    rows = len(parameter) if parameter.ndim else 1
+    whole = int(parameter.numel()) // (_num_parts(parameter, "tensor") * _num_parts(parameter, "expert"))
+    return whole if rows % _num_row_parts(parameter) == 0 else _num_rows(parameter) * (parameter.numel() // rows)
+
+
+def _filling(parameter: Any, num_shards: int) -> int:
+    """FSDP2 cuts rows into equal parts, and fills the last ones up."""
+    rows = _num_rows(parameter)
+    return -rows % num_shards * (_size(parameter) // rows) if rows else 0
+
+
+def _num_rows(parameter: Any) -> int:
+    """Of this rank of the tensor axis: equal parts, of which the last ones may be short."""
+    parts, rows = _num_row_parts(parameter), len(parameter) if parameter.ndim else 1
+    if parts == 1:
+        return rows
+    part, place = -(-rows // parts), parameter.device_mesh.get_local_rank("tensor")
+    return max(min(part, rows - place * part), 0)
+
+
+def _num_row_parts(parameter: Any) -> int:
+    """Over the tensor axis."""
+    if _num_parts(parameter, "tensor") == 1:
+        return 1
+    place = parameter.device_mesh.mesh_dim_names.index("tensor")
+    return _num_parts(parameter, "tensor") if parameter.placements[place].dim == 0 else 1
+
+
+def _split_axes(parameter: Any) -> tuple[str, ...]:
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is None:
+        return ()
+    names = mesh.mesh_dim_names or ()
+    return tuple(name for name, place in zip(names, parameter.placements, strict=True) if not place.is_replicate())
+
+
+def _local(parameter: Any) -> Tensor:
+    own: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return own
 
 
 def _num_parts(parameter: Any, axis: str) -> int:
@@ -242,14 +355,17 @@ def _num_parts(parameter: Any, axis: str) -> int:
     return int(mesh.size(place)) if parameter.placements[place].is_shard() else 1
 
 
-def _sums(plan: Mapping[str, tuple[nn.Module, str]], causal: Any, hidden: int) -> dict[str, int]:
+def _sums(
+    plan: Mapping[str, tuple[nn.Module, str]], causal: Any, hidden: int, embeds: bool, has_head: bool
+) -> dict[str, int]:
     """Where the model's own plan makes ranks communicate. Matrices that read the same input need one sum together."""
     head, embedding = causal.get_output_embeddings(), causal.get_input_embeddings()
     readers, forward, backward, gathers, parameters = set(), 0, 0, 0, 0
-    frozen = getattr(embedding, "weight", None) is not None and not embedding.weight.requires_grad
+    frozen = embeds and getattr(embedding, "weight", None) is not None and not embedding.weight.requires_grad
+    plan = {name: (module, style) for name, (module, style) in plan.items() if any(True for _ in module.parameters())}
     for name, (module, style) in plan.items():
         if style == "embedding_rowwise":
-            forward += hidden
+            forward += hidden * embeds
         elif style == "rowwise":
             forward += hidden + _adapter_ranks(module, "lora_A")
         elif style == "colwise" and module is not head:
@@ -266,7 +382,7 @@ def _sums(plan: Mapping[str, tuple[nn.Module, str]], causal: Any, hidden: int) -
     return {
         "forward_sums": forward,
         "backward_sums": backward,
-        "head_sums": hidden + 3,  # hidden's gradient; the largest logit, the sum of all, the target's
+        "head_sums": (hidden + 3) * has_head,  # hidden's gradient; the largest logit, the sum of all, the target's
         "gathers": gathers,
         "summed_parameters": parameters,
     }

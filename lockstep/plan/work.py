@@ -99,8 +99,6 @@ class Options:
     activation_offload: bool = False
     checkpoint_in_background: bool = True
     compression: str = "none"
-    optimizer: str = "adamw"
-    """As optim.kind."""
     extras: dict[str, float] = field(default_factory=dict)
 
 

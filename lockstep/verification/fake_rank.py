@@ -85,7 +85,7 @@ def fake_rank(rank: int, degrees: Degrees, heard: list[Any] | None = None) -> It
         said = [] if heard is None else heard
         group = LoneGroup(rank, num_ranks, CPU, degrees, mesh, expert_mesh=experts, heard=said)
         recorder = Recorder(group)
-        with recorder.recording(), memory.counting(), _reading_lists(), FakeTensors(memory):
+        with recorder.recording(), memory.counting(), _reading_lists(), _converting(), FakeTensors(memory):
             yield FakeRank(group, recorder, memory)
     finally:
         if num_ranks > 1:
@@ -142,8 +142,7 @@ class FakeTensors(TorchDispatchMode):
     def _stays_small(self, func: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> bool:
         if not tensors:
             dtype = kwargs.get("dtype")
-            is_count = func is torch.ops.aten.arange.default and dtype is None
-            if not is_count and (dtype is None or dtype.is_floating_point):
+            if dtype is not None and dtype.is_floating_point:
                 return False
         elif max(t.numel() for t in tensors) <= _SMALL**0.5:
             return True
@@ -151,7 +150,9 @@ class FakeTensors(TorchDispatchMode):
             result = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             return True  # no larger than what it is made from
-        return all(t.numel() <= _SMALL for t in _tensors_in((result,)))
+        made = list(_tensors_in((result,)))
+        is_new = not tensors and any(t.is_floating_point() for t in made)  # parameters, buffers to compute in
+        return not is_new and all(t.numel() <= _SMALL for t in made)
 
 
 def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -196,6 +197,23 @@ def _reading_lists() -> Iterator[None]:
         yield
     finally:
         FakeTensor.tolist = own  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _converting() -> Iterator[None]:
+    """Modules swap their parameters when they are moved, which torch forbids for tensors that it keeps references to,
+    as to those without contents. They have nothing to be moved, but may change their dtype."""
+    own = torch.utils.swap_tensors
+
+    def swap(old: Tensor, new: Tensor) -> None:
+        if old.dtype != new.dtype:
+            old.data = new.data
+
+    torch.utils.swap_tensors = swap
+    try:
+        yield
+    finally:
+        torch.utils.swap_tensors = own
 
 
 _READS = {torch.ops.aten._local_scalar_dense.default: _read_number, torch.ops.aten.equal.default: lambda *_: True}

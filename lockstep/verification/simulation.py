@@ -7,6 +7,7 @@ its own (fake_rank.py); what they say is compared, so that calls that would wait
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from lockstep.backend.build import Built
+from lockstep.backend.loss_step import RankBatch, metric_names
 from lockstep.backend.router_balance import RouterLosses
 from lockstep.backend.torch_backend import TorchBackend
 from lockstep.config import ConfigError, DpoConfig, GrpoConfig, KtoConfig, RunConfig, SftConfig
@@ -23,6 +25,7 @@ from lockstep.config.parallel import AXES, Degrees
 from lockstep.model.load import build_model, load_hf_config
 from lockstep.model.policy import Policy
 from lockstep.parallel.collectives import Mismatch, Record, find_mismatches
+from lockstep.parallel.expected_traffic import Bytes
 from lockstep.parallel.group import ProcessGroup
 from lockstep.processes.pool import WorkerPool
 from lockstep.processes.worker import WorkerFailed
@@ -70,12 +73,12 @@ class Findings:
 class SimulatedBackend(TorchBackend):
     """Inside of `fake_rank`. It says what its tensors are for; checks that need numbers are made before."""
 
-    last_result: LossResult
-
     def __init__(
         self, model: Any, memory: Memory, findings: Findings | None = None, *, tile_tokens: int = 1, **settings: Any
     ) -> None:
         self._memory, self._findings, self._tile = memory, findings, tile_tokens
+        self.expected: Bytes = {}
+        """What the formula says that the last pass and its step send."""
         super().__init__(model, compile=False, **settings)
 
     @property
@@ -89,9 +92,17 @@ class SimulatedBackend(TorchBackend):
 
     def forward_backward(self, batch: Sequence[Datum], loss: LossSpec) -> LossResult:
         self._memory.kind = "activations"
-        self.last_result = super().forward_backward(batch, loss)
+        self._num_summed = 1 + len(metric_names(loss)) + len(self.traffic.facts())
+        result = super().forward_backward(batch, loss)
         self._memory.name_gradients([p.grad for p in self.parameters().values() if p.grad is not None])
-        return self.last_result
+        return result
+
+    def _describe_traffic(self, rank_batch: RankBatch) -> Callable[[Sequence[float]], dict[str, float]]:
+        packs = [m.packed for m in rank_batch.micro_batches]
+        num_tokens, num_targets = [len(p.tokens) for p in packs], sum(len(p.targets) for p in packs)
+        if self._expected is not None:
+            self.expected = self._expected.exact(num_tokens, num_targets, self._num_summed)
+        return super()._describe_traffic(rank_batch)
 
     def optim_step(self, step: OptimStep) -> OptimResult:
         self._memory.kind = "optimizer"
@@ -107,7 +118,7 @@ class SimulatedRank:
     record: Record
     place: dict[str, int]
     peak_bytes: dict[str, int]
-    expected: dict[tuple[str, str], float]
+    expected: Bytes
     seconds: float
     heard: tuple[Any, ...] = ()
 
@@ -157,14 +168,14 @@ class SimulatedStep:
             backend = self._build(fake)
             # The second step is like all that follow: the optimizer has its state, and stages know their shapes.
             for _ in range(2):
+                gc.collect()  # layers of other stages are garbage by now
                 fake.recorder.end_step()
                 fake.memory.start_step()
                 self._take(backend)
-            metrics = backend.last_result.metrics
             record = fake.recorder.end_step()
             place = {axis: fake.group.place(axis) for axis in AXES}
         peak = {kind: size for kind, size in sorted(fake.memory.peak.items()) if size}
-        return SimulatedRank(record, place, peak, read_expected(metrics), time.monotonic() - started, tuple(heard))
+        return SimulatedRank(record, place, peak, backend.expected, time.monotonic() - started, tuple(heard))
 
     def _build(self, fake: FakeRank) -> SimulatedBackend:
         config = self.config
@@ -202,15 +213,6 @@ class SimulatedStep:
             batch, loss = prepare(config, backend, rows)
         backend.forward_backward(batch, loss)
         backend.optim_step(optim_step(config, config.learning_rate))
-
-
-def read_expected(metrics: dict[str, float]) -> dict[tuple[str, str], float]:
-    found = {}
-    for name, count in metrics.items():
-        if name.startswith("traffic_least/"):
-            _, axis, kind = name.split("/")
-            found[axis, kind] = count
-    return found
 
 
 def simulate(
@@ -293,8 +295,9 @@ def plan_step(config: RunConfig, num_ranks: int) -> SimulatedStep:
 
 
 def _ranks_per_machine(config: RunConfig, num_ranks: int) -> int:
-    """As many as launch says, if that is fewer than all."""
-    return min(int(getattr(config.launch, "procs", None) or num_ranks), num_ranks)
+    """As many as launch says."""
+    own = getattr(config.launch, "procs_per_node", None) or config.launch.procs
+    return min(own if own > 1 else num_ranks, num_ranks)
 
 
 def probe(config: RunConfig) -> Findings:

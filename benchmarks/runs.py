@@ -110,12 +110,14 @@ def measure(case: str, model: Path, run: Path, options: argparse.Namespace) -> d
     config = run.with_suffix(".yaml")
     config.write_text(yaml.safe_dump(tree))
     command = [sys.executable, "-m", "lockstep", "train", str(config), *options.set, "--run-dir", str(run)]
-    started = time.perf_counter()
+    began_at, started = time.time(), time.perf_counter()
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     seconds = time.perf_counter() - started
     if result.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{result.stdout[-2000:]}{result.stderr[-3000:]}")
-    return {"command_s": round(seconds, 1), **describe(run)}
+    status = json.loads((run / "status.json").read_text())
+    around = {"before": status["started_at"] - began_at, "after": began_at + seconds - status["completed_at"]}
+    return {"command_s": round(seconds, 1), **{k: round(v, 1) for k, v in around.items()}, **describe(run)}
 
 
 def describe(run: Path) -> dict[str, Any]:

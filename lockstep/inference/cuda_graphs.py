@@ -167,3 +167,7 @@ class StepSpeed:
             before = self._fast_s.get(batch_size)
             instead = "" if before is None else f" instead of {1e3 * before:.1f}"
             self._report(f"{self.problem}: one of {batch_size} rows takes {1e3 * seconds:.1f} ms{instead}")
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip().split("\n")[0] or type(error).__name__)[:200]

@@ -1,6 +1,7 @@
 """Attention of one new token for each sequence, as Triton kernels: every row reads as many keys as it has.
 
-The token's own key and value are written to the cache by the same kernel. Imported on CUDA only.
+The token's own key and value are written to the cache by the same kernel. Rows with one prompt read it in one slot: it
+then stays in the GPU's second-level cache for all of them. Imported on CUDA only.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _MIN_SPLIT_TOKENS = 256
 
 @triton.jit
 def _attend(
-    query, key, value, keys, values, positions, output, peaks, totals, scale, window,
+    query, key, value, keys, values, positions, sources, shared, output, peaks, totals, scale, window,
     q_row, q_head, k_row, k_head, v_row, v_head, cache_slot, cache_head,
     GROUP: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr,
     PADDED_GROUP: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK: tl.constexpr,
@@ -34,8 +35,8 @@ def _attend(
     heads = head * GROUP + members
     mine = in_group[:, None] & in_dim[None, :]
     q = tl.load(query + row * q_row + heads[:, None] * q_head + dims[None, :], mask=mine, other=0.0)
-    cached_keys = keys + row * cache_slot + head * cache_head
-    cached_values = values + row * cache_slot + head * cache_head
+    source, num_shared = tl.load(sources + row), tl.load(shared + row)
+    cached_keys, cached_values = keys + head * cache_head, values + head * cache_head
 
     peak = tl.full((PADDED_GROUP,), -float("inf"), tl.float32)
     total = tl.zeros((PADDED_GROUP,), tl.float32)
@@ -43,8 +44,8 @@ def _attend(
     if split == 0:  # the new token, which need not be read back
         k = tl.load(key + row * k_row + head * k_head + dims, mask=in_dim, other=0.0)
         v = tl.load(value + row * v_row + head * v_head + dims, mask=in_dim, other=0.0)
-        tl.store(cached_keys + position * DIM + dims, k, mask=in_dim)
-        tl.store(cached_values + position * DIM + dims, v, mask=in_dim)
+        tl.store(cached_keys + row * cache_slot + position * DIM + dims, k, mask=in_dim)
+        tl.store(cached_values + row * cache_slot + position * DIM + dims, v, mask=in_dim)
         peak = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], axis=1) * scale
         total += 1.0
         result += v.to(tl.float32)[None, :]
@@ -54,7 +55,8 @@ def _attend(
     for begin in range(start, tl.minimum(start + share, position), BLOCK):
         tokens = begin + tl.arange(0, BLOCK)
         seen = tokens < position
-        where = tokens[:, None] * DIM + dims[None, :]
+        slots = tl.where(tokens < num_shared, source, row)
+        where = slots[:, None] * cache_slot + tokens[:, None] * DIM + dims[None, :]
         inside = seen[:, None] & in_dim[None, :]
         k = tl.load(cached_keys + where, mask=inside, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
@@ -107,10 +109,13 @@ def attend(
     keys: Tensor,  # [slots, kv_heads, capacity, dim], contiguous
     values: Tensor,
     positions: Tensor,  # [rows] of the new tokens
+    sources: Tensor,  # [rows] slots that hold the first tokens of each row
+    shared: Tensor,  # [rows] how many of them; at most the position
     scale: float,
     window: int,
 ) -> Tensor:
-    """[rows, heads, dim]. Row r is in slot r. `window`: the last tokens that are seen, this one included; 0: all."""
+    """[rows, heads, dim]. Row r is in slot r, but for the tokens that it shares with another. `window`: the last tokens
+    that are seen, this one included; 0: all."""
     query, key, value = (t if t.stride(2) == 1 else t.contiguous() for t in (query, key, value))
     (num_rows, num_heads, dim), (_, kv_heads, capacity, _) = query.shape, keys.shape
     splits, group = num_splits(num_rows * kv_heads, capacity), num_heads // kv_heads
@@ -121,7 +126,8 @@ def attend(
         peaks, totals = torch.empty(2, num_rows, num_heads, splits, dtype=torch.float32, device=query.device)
     padded_dim = max(triton.next_power_of_2(dim), 16)
     _attend[(num_rows, kv_heads, splits)](
-        query, key, value, keys, values, positions, parts, peaks, totals, scale * 1.4426950408889634, window,
+        query, key, value, keys, values, positions, sources, shared,
+        parts, peaks, totals, scale * 1.4426950408889634, window,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *keys.stride()[:2],
         GROUP=group, DIM=dim, SPLITS=splits, HAS_WINDOW=window > 0,
         PADDED_GROUP=max(triton.next_power_of_2(group), _MIN_GROUP), PADDED_DIM=padded_dim,

@@ -6,22 +6,18 @@ It is the trainer's own model object, with other attention installed meanwhile. 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import os
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.inference import kv_cache
 from lockstep.inference.adapter_bank import NO_ADAPTER, AdapterBank
-from lockstep.inference.cuda_graphs import CompiledStep, StepGraphs, StepSpeed
+from lockstep.inference.cuda_graphs import CompiledStep, StepGraphs, StepSpeed, first_line
 from lockstep.inference.fused_linear import MIN_ROWS, FusedLinears, recorded_groups
 from lockstep.inference.joined_linear import JoinedLinears
 from lockstep.inference.kv_cache import (
@@ -29,38 +25,28 @@ from lockstep.inference.kv_cache import (
     DecodePass,
     KeyValueCache,
     LayerShape,
-    PrefillPass,
+    SharedPrompts,
     UnsupportedModelError,
+    compare_logits,
+    is_wide,
+    logits_distance,
 )
-from lockstep.inference.token_sampling import TokenScores, Truncation, sample_tokens, score_tokens, uniforms
+from lockstep.inference.prefill import PrefillPass, PrefillShapes, pack_prompts, split_prompts
+from lockstep.inference.token_sampling import (
+    LaunchedSteps,
+    RowTruncations,
+    ScoredPrompt,
+    TokenScores,
+    Truncation,
+    sample_tokens,
+    score_tokens,
+    uniforms,
+)
 from lockstep.model.policy import CausalLM, attention_problem, causal_lm, decoder_layers, headless, logit_transform
 from lockstep.model.replay import RoutingRecorder
 from lockstep.model.rotary import RotaryByLength, TextSpan
 
-_PREFILL_TOKENS = 8192  # packed into one pass, at most; a longer prompt has a pass of its own
 _SCORED_BYTES = 1 << 26  # of logits at a time, where those of a whole prompt are wanted
-
-RowTruncations = tuple[tuple[Truncation, tuple[int, ...]], ...]
-"""Slots that draw in the same way, for each way."""
-
-
-@dataclass(frozen=True)
-class LaunchedSteps:
-    num_steps: int
-    read: Callable[[], tuple[list[list[int]], list[list[float]]]]
-    """[step][slot] tokens and log-probs, waited for."""
-    scores: Callable[[], list[list[TokenScores]]] | None = None
-    """[step][slot], where they were asked for."""
-    routing: Callable[[], list[np.ndarray]] | None = None
-    """[step][slot] bytes, where they are recorded."""
-
-
-@dataclass(frozen=True)
-class ScoredPrompt:
-    """A prompt of which every token but the first is to be scored. `last`: the one that its prefill leaves out."""
-
-    last: int
-    num_top: int
 
 
 class Decoder:
@@ -97,6 +83,8 @@ class Decoder:
         self.device: torch.device = self._causal.device
         self.graphs = StepGraphs(model) if graphs and self.device.type == "cuda" and not sharded else None
         self._cache: KeyValueCache | None = None
+        self._prompts: SharedPrompts | None = None
+        self._prefill_shapes = PrefillShapes(self.device)
         self._shapes: dict[nn.Module, LayerShape] = {}
         self.linears: FusedLinears | None = None
         self.joined: JoinedLinears | None = None
@@ -121,7 +109,7 @@ class Decoder:
         """From the next step on; their linear layers are joined if an eighth of the memory holds the copy."""
         self.compiled = CompiledStep(decoder_layers(self._model), self._draw)
         joined = JoinedLinears(self._model, self._groups)
-        if joined.num_bytes <= _total_bytes(self.device) // 8:
+        if joined.num_bytes <= kv_cache.total_bytes(self.device) // 8:
             self.joined = joined
 
     @contextlib.contextmanager
@@ -158,13 +146,7 @@ class Decoder:
 
     def spare_bytes(self) -> int:
         """The default limit of the cache: half of the free memory, the same on every rank."""
-        if self.device.type == "cuda":
-            cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-            free = torch.cuda.mem_get_info(self.device)[0] + cached
-        else:
-            pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
-            free = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
-        spare = torch.tensor((free + self.cache_bytes) // 2, device=self.device)
+        spare = torch.tensor((kv_cache.free_bytes(self.device) + self.cache_bytes) // 2, device=self.device)
         if self._sharded:
             dist.all_reduce(spare, dist.ReduceOp.MIN)
         return int(spare)
@@ -178,6 +160,7 @@ class Decoder:
         """Empty slots for sequences of at most `length` tokens. Call before any pass."""
         if self._has_room(num_slots, length):
             self._kv_cache.clear()
+            self.forget_prompts()
         else:
             self.release()
             self._allocate(num_slots, self._capacity(length))
@@ -193,10 +176,12 @@ class Decoder:
         if self._has_room(num_slots, length):
             self.check_model()
             return
-        old, old_state = self._kv_cache, self._slot_state
+        old, old_state, old_prompts = self._kv_cache, self._slot_state, self._prompts
         self.release()
         self._allocate(max(num_slots, old.num_slots), max(self._capacity(length), old.capacity))
         self._kv_cache.copy_from(old)
+        if self._prompts is not None and old_prompts is not None:
+            self._prompts.copy_from(old_prompts)
         for state, old_values in zip(self._slot_state, old_state, strict=True):
             state[: len(old_values)] = old_values
         self.check_model()
@@ -217,7 +202,7 @@ class Decoder:
         """Free the cache, and the graphs that use it."""
         if self.graphs is not None:
             self.graphs.clear()
-        self._cache = None
+        self._cache = self._prompts = None
 
     def prefill(
         self,
@@ -231,23 +216,76 @@ class Decoder:
         """
         found: dict[int, list[TokenScores]] = {}
         self.prompt_routing = {}
-        for part in _split_prefill([(slot, tokens) for slot, tokens in prompts if len(tokens)]):
+        for part in split_prompts([(slot, tokens) for slot, tokens in prompts if len(tokens)]):
+            if not scored and self._prefill_padded(part):
+                continue
             slots, lengths = [slot for slot, _ in part], [len(tokens) for _, tokens in part]
-            attention = PrefillPass(self._kv_cache, slots, lengths, self.device)
-            packed = torch.tensor(list(itertools.chain.from_iterable(tokens for _, tokens in part)), device=self.device)
+            rows, boundaries = (packed.to(self.device) for packed in pack_prompts(part))
             self._announce(working=True)
-            joined = contextlib.nullcontext() if self.joined is None else self.joined.installed()
             numbers = torch.tensor([(adapters or {}).get(slot, NO_ADAPTER) for slot in slots])
             adapted = self._adapted(numbers.repeat_interleave(torch.tensor(lengths)).to(self.device))
             # The next token belongs to the text as well: its length decides.
-            with joined, adapted, self.rotary.texts([TextSpan(length, length + 1) for length in lengths]):
-                hidden = self._hidden(packed[None], attention.positions[None], attention)[0]
-            for slot, rows in zip(slots, self._routing().split(lengths) if self.recorder else (), strict=False):
-                self.prompt_routing[slot] = rows.cpu().numpy().tobytes()
+            with adapted, self.rotary.texts([TextSpan(length, length + 1) for length in lengths]):
+                hidden = self._prefill(rows[0], PrefillPass(self._kv_cache, lengths, rows[1], rows[2], boundaries))
+            for slot, routed in zip(slots, self._routing().split(lengths) if self.recorder else (), strict=False):
+                self.prompt_routing[slot] = routed.cpu().numpy().tobytes()
             for (slot, tokens), states in zip(part, hidden.split(lengths), strict=True):
                 if scored is not None and slot in scored:
                     found[slot] = self._score(states, [*tokens[1:], scored[slot].last], scored[slot].num_top)
         return found
+
+    def _prefill(self, tokens: Tensor, attention: PrefillPass) -> Tensor:
+        """[tokens, hidden]."""
+        with contextlib.nullcontext() if self.joined is None else self.joined.installed():
+            return self._hidden(tokens[None], attention.positions[None], attention)[0]
+
+    def _prefill_padded(self, part: Sequence[tuple[int, Sequence[int]]]) -> bool:
+        """Where steps are graphs: in one of few shapes, which is a graph from its second time on. False: not done."""
+        if self.graphs is None or not self.by_kernel or self.rotary.rules:
+            return False
+        if self.bank is not None or self.recorder is not None:
+            return False
+        if not all(shape.fuses_prefill(self.device) for shape in self._shapes.values()):
+            return False
+        if (chosen := self._prefill_shapes.buffers(part)) is None:
+            return False
+        shape, buffers, is_worth_a_graph = chosen
+        buffers.fill(part, self._kv_cache.capacity)
+        attention = PrefillPass(
+            self._kv_cache, [shape.max_length], buffers.slots, buffers.positions, buffers.boundaries
+        )
+
+        def run() -> tuple[Tensor, ...]:
+            self._prefill(buffers.tokens, attention)
+            return ()
+
+        if is_worth_a_graph:
+            self.graphs.run(shape, run, ())
+        else:
+            run()
+        return True
+
+    def forget_prompts(self) -> None:
+        """Every slot holds its own tokens from here on."""
+        if self._prompts is not None:
+            self._prompts.clear()
+
+    def copy_prompts(self, moves: Sequence[tuple[int, int]], written: Sequence[int], length: int) -> None:
+        """As `copy`, before the slots in `written` get prompts that they have not: others may read there."""
+        if self._prompts is None:
+            self.copy(moves, length)
+            return
+        moves = [(self._prompts.holder(source), slot) for source, slot in moves]
+        for source, slot, num_tokens in self._prompts.before_write(written):
+            self.copy([(source, slot)], num_tokens)  # no more: what follows are the slot's own
+        self.copy(moves, length)
+
+    def share_prompts(self, moves: Sequence[tuple[int, int, int]]) -> None:
+        """(from slot, to slot, tokens): the second has the tokens of the first, by a copy or by reading there."""
+        if self._prompts is None or self.rotary.rules:  # those may compute a slot anew, on its own
+            self.copy([(source, slot) for source, slot, _ in moves], max((n for *_, n in moves), default=0))
+        else:
+            self._prompts.share(moves)
 
     def copy(self, moves: Sequence[tuple[int, int]], length: int) -> None:
         """The first `length` tokens of one slot to another, for each (from slot, to slot)."""
@@ -255,6 +293,7 @@ class Decoder:
 
     def move(self, moves: Sequence[tuple[int, int]], length: int) -> None:
         """An active sequence to another slot, for each (from slot, to slot)."""
+        assert not moves or self._prompts is None, "others may read there"
         if moves:
             self.copy(moves, length)
             sources, targets = torch.tensor(moves, device=self.device).unbind(1)
@@ -326,6 +365,7 @@ class Decoder:
 
     def _allocate(self, num_slots: int, capacity: int) -> None:
         self._cache = KeyValueCache(self._shapes, num_slots, capacity, self.device)
+        self._prompts = SharedPrompts(num_slots, self.device) if self.by_kernel else None
         state = torch.zeros(4, num_slots, dtype=torch.int64, device=self.device)
         self._tokens, self._positions, self._streams, self._adapters = state.unbind(0)
 
@@ -382,7 +422,7 @@ class Decoder:
             if self.compiled is None:
                 raise
             self.compiled = self.joined = None
-            self._speed.problem = f"decoding steps could not be compiled ({_first_line(error)})"
+            self._speed.problem = f"decoding steps could not be compiled ({first_line(error)})"
             return self.graphs.run(key, step, state)
 
     @contextlib.contextmanager
@@ -443,7 +483,7 @@ class Decoder:
 
     def _head_outputs(self, batch_size: int, length: int) -> Tensor:
         tokens, positions = self._tokens[:batch_size], self._positions[:batch_size]
-        attention = DecodePass(self._kv_cache, positions, length, by_kernel=self.by_kernel)
+        attention = DecodePass(self._kv_cache, positions, length, prompts=self._prompts)
         with self.rotary.next_tokens():
             hidden = self._hidden(tokens[:, None], positions[:, None], attention)
         return self._head(hidden[:, 0])
@@ -486,7 +526,7 @@ class Decoder:
                 tokens = torch.tensor([self._probe_tokens], device=self.device)
                 return self._causal(input_ids=tokens, use_cache=False).logits[0]
         except (TypeError, AttributeError, ValueError) as error:
-            raise UnsupportedModelError(f"{type(self._causal).__name__} wants more: {_first_line(error)}") from error
+            raise UnsupportedModelError(f"{type(self._causal).__name__} wants more: {first_line(error)}") from error
         finally:
             self._model.train(training)
 
@@ -501,13 +541,13 @@ class Decoder:
             ).logits[0]
         except (TypeError, AttributeError, ValueError) as error:
             name = type(self._causal).__name__
-            raise UnsupportedModelError(f"{name} cannot be called for it: {_first_line(error)}") from error
+            raise UnsupportedModelError(f"{name} cannot be called for it: {first_line(error)}") from error
 
     def _refuse_other_state(self) -> None:
         """Without attention, no token may depend on another one. In any precision: both passes round in one way."""
         tokens = self._probe_tokens
         first, second = (self._call(t, kv_cache.MutePass())[-1] for t in (tokens, [*reversed(tokens[:-1]), tokens[-1]]))
-        if not _distance(first, second) < (1e-5 if _is_wide(first) else 0.01):
+        if not logits_distance(first, second) < (1e-5 if is_wide(first) else 0.01):
             name = type(self._causal).__name__
             raise UnsupportedModelError(f"{name} carries more than keys and values from one token to the next")
 
@@ -519,9 +559,9 @@ class Decoder:
         tokens = self._probe_tokens
         whole, prompt = kv_cache.ShapePass(len(tokens)), tokens[:4]
         together = self._call(tokens, whole)
-        _compare(together, own, 1e-3 if _is_wide(own) else 0.1)
+        compare_logits(together, own, 1e-3 if is_wide(own) else 0.1)
         # How far this model's rounding goes in a narrow precision; a token more or less of context goes further.
-        rounding = 1e-3 if _is_wide(own) else min(max(0.03, 4 * _distance(together, own)), 0.1)
+        rounding = 1e-3 if is_wide(own) else min(max(0.03, 4 * logits_distance(together, own)), 0.1)
         try:
             self._shapes = whole.shapes
             on_gpu = self.device.type == "cuda"
@@ -538,59 +578,17 @@ class Decoder:
                     self._compare_step(tokens, position, own, rounding)
         except (TypeError, AttributeError, ValueError) as error:
             name = type(self._causal).__name__
-            raise UnsupportedModelError(f"{name} cannot be called for it: {_first_line(error)}") from error
+            raise UnsupportedModelError(f"{name} cannot be called for it: {first_line(error)}") from error
         return groups
 
     def _compare_step(self, tokens: Sequence[int], position: int, own: Tensor, rounding: float) -> None:
         self.place([0], [tokens[position]], [position], torch.zeros(1, dtype=torch.int64))
         self._announce(working=True)
-        _compare(self._logits(1, len(tokens))[0], own[position], rounding)
+        compare_logits(self._logits(1, len(tokens))[0], own[position], rounding)
 
     def _fuse(self, groups: list[list[nn.Module]]) -> None:
         """Decided by all memory, not by what is free now: a restarted run could otherwise round differently."""
         linears = FusedLinears(groups, self.bank)
-        if linears.num_bytes <= _total_bytes(self.device) // 8:
+        if linears.num_bytes <= kv_cache.total_bytes(self.device) // 8:
             linears.lay_out(MIN_ROWS)
             self.linears = linears
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().split("\n")[0] or type(error).__name__)[:200]
-
-
-def _total_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _is_wide(logits: Tensor) -> bool:
-    return logits.dtype in (torch.float32, torch.float64)
-
-
-def _distance(logits: Tensor, own: Tensor) -> float:
-    """Relative; the same number added to all logits does not count."""
-    logits, own = (values.double() - values.double().mean(-1, keepdim=True) for values in (logits, own))
-    return float((logits - own).norm() / own.norm().clamp(min=1e-30))
-
-
-def _compare(logits: Tensor, own: Tensor, rounding: float) -> None:
-    if not own.isfinite().all():
-        return  # sampling reports it
-    distance = _distance(logits, own)
-    if not distance < rounding:  # nan is not below either
-        raise UnsupportedModelError(
-            f"its logits token by token are {distance:.1%} off its own: it keeps more than keys and values"
-        )
-
-
-def _split_prefill(prompts: list[tuple[int, Sequence[int]]]) -> Iterator[list[tuple[int, Sequence[int]]]]:
-    """Parts of at most _PREFILL_TOKENS tokens, or of one prompt."""
-    part: list[tuple[int, Sequence[int]]] = []
-    for prompt in prompts:
-        if part and sum(len(tokens) for _, tokens in [*part, prompt]) > _PREFILL_TOKENS:
-            yield part
-            part = []
-        part.append(prompt)
-    if part:
-        yield part

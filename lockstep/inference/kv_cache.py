@@ -6,7 +6,8 @@ Registered with transformers under its own name; a model's `cached_pass` argumen
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Protocol
@@ -85,6 +86,11 @@ class LayerShape:
         narrow = self.dtype in (torch.bfloat16, torch.float16, torch.float32)
         return narrow and self.key_dim == self.value_dim <= 256 and find_spec("triton") is not None
 
+    def fuses_prefill(self, device: torch.device) -> bool:
+        """Whether one kernel attends within all prompts of a pass."""
+        fused = variable_length_problem(device, self.dtype, self.key_dim) is None
+        return fused and self.key_dim == self.value_dim
+
 
 class KeyValueCache:
     """`num_slots` sequences of at most `capacity` tokens. Zeros at first: masked values are still multiplied by 0."""
@@ -143,6 +149,69 @@ class KeyValueCache:
                 tensor.zero_()
 
 
+class SharedPrompts:
+    """Slots whose first tokens are read in another slot, so that a prompt is stored once for all of its samples."""
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        self._sources, self._lengths = torch.zeros(2, num_slots, dtype=torch.int64, device=device).unbind(0)
+        self._source_of: dict[int, tuple[int, int]] = {}  # slot -> (slot that holds its first tokens, how many)
+
+    def rows(self, count: int) -> tuple[Tensor, Tensor]:
+        """For the kernel: of the first slots, where their first tokens are, and how many. At the same addresses."""
+        return self._sources[:count], self._lengths[:count]
+
+    def share(self, moves: Sequence[tuple[int, int, int]]) -> None:
+        """(from slot, to slot, tokens): the first holds them itself."""
+        assert not any(source in self._source_of for source, _, _ in moves)
+        self._source_of |= {slot: (source, length) for source, slot, length in moves}
+        self._tell(moves)
+
+    def before_write(self, slots: Iterable[int]) -> list[tuple[int, int, int]]:
+        """These slots will hold something else. Returns the (from slot, to slot, tokens) to be copied before."""
+        written = set(slots)
+        lost = [
+            (source, slot, length)
+            for slot, (source, length) in self._source_of.items()
+            if source in written and slot not in written
+        ]
+        freed = [slot for slot in self._source_of if slot in written or self._source_of[slot][0] in written]
+        for slot in freed:
+            del self._source_of[slot]
+        self._tell([(slot, slot, 0) for slot in freed])
+        return lost
+
+    def holder(self, slot: int) -> int:
+        """The slot in which the first tokens of this one are."""
+        return self._source_of.get(slot, (slot, 0))[0]
+
+    def copy_from(self, other: SharedPrompts) -> None:
+        """Of a smaller cache, whose slots have the same numbers here."""
+        self.share([(source, slot, length) for slot, (source, length) in other._source_of.items()])
+
+    def clear(self) -> None:
+        self._source_of.clear()
+        self._lengths.zero_()
+
+    def _tell(self, moves: Sequence[tuple[int, int, int]]) -> None:
+        if moves:
+            sources, slots, lengths = torch.tensor(moves, device=self._sources.device).unbind(1)
+            self._sources[slots], self._lengths[slots] = sources, lengths
+
+
+def free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
+    return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def total_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 class ShapePass:
     """One sequence without a cache: records the shapes that the layers would cache."""
 
@@ -170,32 +239,6 @@ class MutePass:
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
 
 
-class PrefillPass:
-    """New sequences from their beginning, packed into one row, each cached in its slot."""
-
-    def __init__(
-        self, cache: KeyValueCache, slots: Sequence[int], lengths: Sequence[int], device: torch.device
-    ) -> None:
-        self._cache = cache
-        self._layout = PackedLayout(tuple(lengths))
-        counts = torch.tensor(lengths)
-        self._slots = torch.repeat_interleave(torch.tensor(slots), counts).to(device)
-        self.positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
-        self._boundaries = F.pad(counts.cumsum(0), (1, 0)).to(device, torch.int32)
-
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
-    ) -> Tensor:
-        keys, values = self._cache.layer(module)
-        keys[self._slots, :, self.positions] = key[0].transpose(0, 1)
-        values[self._slots, :, self.positions] = value[0].transpose(0, 1)
-        layout: dict[str, Any] = {"packed_layout": self._layout}
-        fused = variable_length_problem(query.device, query.dtype, query.shape[-1]) is None
-        if fused and key.shape[-1] == value.shape[-1]:
-            layout = {"packed_boundaries": self._boundaries, "packed_max_length": max(self._layout.lengths)}
-        return packed_attention(module, query, key, value, None, scaling=scaling, sliding_window=window, **layout)[0]
-
-
 @torch.library.custom_op("lockstep::decode_attention", mutates_args=("keys", "values"))
 def decode_attention(
     query: Tensor,
@@ -204,13 +247,15 @@ def decode_attention(
     keys: Tensor,
     values: Tensor,
     positions: Tensor,
+    sources: Tensor,
+    shared: Tensor,
     scale: float,
     window: int,
 ) -> Tensor:
     """[rows, heads, dim]; see decode_kernel.attend. One operation for the compiler, which does not look inside."""
     from lockstep.inference import decode_kernel
 
-    return decode_kernel.attend(query, key, value, keys, values, positions, scale, window)
+    return decode_kernel.attend(query, key, value, keys, values, positions, sources, shared, scale, window)
 
 
 @decode_attention.register_fake
@@ -221,11 +266,13 @@ def _(query: Tensor, *_: Any) -> Tensor:
 class DecodePass:
     """One more token for each of the first slots. `length`: of the longest sequence, this token included.
 
-    `by_kernel`: on a GPU, each row reads its own keys only, whatever `length` is.
+    `prompts`: on a GPU a kernel reads each row's own keys, whatever `length` is, and its prompt's where they say.
     """
 
-    def __init__(self, cache: KeyValueCache, positions: Tensor, length: int, *, by_kernel: bool = False) -> None:
-        self._cache, self._positions, self._length, self._by_kernel = cache, positions, length, by_kernel
+    def __init__(
+        self, cache: KeyValueCache, positions: Tensor, length: int, *, prompts: SharedPrompts | None = None
+    ) -> None:
+        self._cache, self._positions, self._length, self._prompts = cache, positions, length, prompts
         self._slots = torch.arange(len(positions), device=positions.device)
         self._masks: dict[int | None, Tensor] = {}  # by window; one serves all layers
 
@@ -234,10 +281,11 @@ class DecodePass:
     ) -> Tensor:
         attached = getattr(module, _ATTACHED, None)
         keys, values = self._cache.layer(module) if attached is None else attached
-        if self._by_kernel:
+        if self._prompts is not None:
             query, key, value = query[:, :, 0], key[:, :, 0], value[:, :, 0]
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            return decode_attention(query, key, value, keys, values, self._positions, scale, window or 0)[:, None]
+            where = (self._positions, *self._prompts.rows(len(query)))
+            return decode_attention(query, key, value, keys, values, *where, scale, window or 0)[:, None]
         keys[self._slots, :, self._positions] = key[:, :, 0]
         values[self._slots, :, self._positions] = value[:, :, 0]
         num_slots, num_heads = query.shape[:2]
@@ -263,3 +311,23 @@ class DecodePass:
             mask = torch.zeros_like(distance, dtype=dtype).masked_fill_(~seen, -torch.inf)
             self._masks[window] = mask[:, None, None]
         return self._masks[window]
+
+
+def is_wide(logits: Tensor) -> bool:
+    return logits.dtype in (torch.float32, torch.float64)
+
+
+def logits_distance(logits: Tensor, own: Tensor) -> float:
+    """Relative; the same number added to all logits does not count."""
+    logits, own = (values.double() - values.double().mean(-1, keepdim=True) for values in (logits, own))
+    return float((logits - own).norm() / own.norm().clamp(min=1e-30))
+
+
+def compare_logits(logits: Tensor, own: Tensor, rounding: float) -> None:
+    if not own.isfinite().all():
+        return  # sampling reports it
+    distance = logits_distance(logits, own)
+    if not distance < rounding:  # nan is not below either
+        raise UnsupportedModelError(
+            f"its logits token by token are {distance:.1%} off its own: it keeps more than keys and values"
+        )

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import torch
 
 from lockstep.inference.adapter_bank import NO_ADAPTER
-from lockstep.inference.decoder import Decoder, LaunchedSteps, RowTruncations, ScoredPrompt
+from lockstep.inference.decoder import Decoder
 from lockstep.inference.sequence import TokenSequence
-from lockstep.inference.token_sampling import Truncation
+from lockstep.inference.token_sampling import LaunchedSteps, RowTruncations, ScoredPrompt, Truncation
 
 
 @dataclass
@@ -282,6 +282,7 @@ class ContinuousBatch:
         """Keys and values of every active sequence; cached prompts of others are forgotten."""
         self._is_outdated = False
         self._schedule.forget_cached()
+        self._decoder.forget_prompts()
         self._decoder.check_model()
         sequences = {slot: self._sequences[sequence_id] for slot, sequence_id in self._schedule.active.items()}
         self._prefill(sequences)
@@ -332,9 +333,10 @@ class ContinuousBatch:
             return
         sequences = {slot: self._sequences[sequence_id] for slot, sequence_id in admission.placed}
         longest = max(len(sequence.prompt) for sequence in sequences.values()) - 1
-        self._decoder.copy(admission.copied, longest)
+        written = [slot for slot, _ in admission.computed] + [to for _, to in (*admission.copied, *admission.shared)]
+        self._decoder.copy_prompts(admission.copied, written, longest)
         self._prefill({slot: sequences[slot] for slot, _ in admission.computed})
-        self._decoder.copy(admission.shared, longest)
+        self._decoder.share_prompts([(a, b, len(sequences[b].prompt) - 1) for a, b in admission.shared])
         self._share_routing(sequences.values())
         self._finish_scored(admission.placed)
         self._place(sequences)

@@ -6,8 +6,10 @@ device and in every batch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -48,6 +50,29 @@ class TokenScores:
         logprobs, top_logprobs, top_tokens = (values.tolist() for values in scores)
         pairs = zip(logprobs, top_tokens, top_logprobs, strict=True)
         return [cls(logprob, tuple(zip(ids, values, strict=True))) for logprob, ids, values in pairs]
+
+
+RowTruncations = tuple[tuple[Truncation, tuple[int, ...]], ...]
+"""Slots that draw in the same way, for each way."""
+
+
+@dataclass(frozen=True)
+class LaunchedSteps:
+    num_steps: int
+    read: Callable[[], tuple[list[list[int]], list[list[float]]]]
+    """[step][slot] tokens and log-probs, waited for."""
+    scores: Callable[[], list[list[TokenScores]]] | None = None
+    """[step][slot], where they were asked for."""
+    routing: Callable[[], list[np.ndarray]] | None = None
+    """[step][slot] bytes, where they are recorded."""
+
+
+@dataclass(frozen=True)
+class ScoredPrompt:
+    """A prompt of which every token but the first is to be scored. `last`: the one that its prefill leaves out."""
+
+    last: int
+    num_top: int
 
 
 def score_tokens(logits_nv: Tensor, tokens_n: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:

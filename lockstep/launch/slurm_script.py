@@ -56,7 +56,6 @@ _LOOK = (
     """bash -c 'for second in {{1..{patience_s}}}; do [ -e {file} ] && exit; sleep 1; done; echo "$SLURMD_NODENAME"'"""
 )
 _RANKS = """# One task is one rank. USR1 is ignored until the rank listens to it.
-export {save_on_sigterm}=1
 {srun} bash -c 'trap "" USR1
   export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS LOCAL_WORLD_SIZE={procs_per_node}
   exec {command}'
@@ -67,13 +66,12 @@ _ON_RAY = """# Ray on every node, for the pools of the run. It obeys those who k
 RAY_AUTH_TOKEN="$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')"
 RAY_FOLDER="/tmp/ray-$(od -An -N8 -tx1 /dev/urandom | tr -d ' \\n')"
 export RAY_AUTH_TOKEN RAY_FOLDER RAY_AUTH_MODE=token RAY_ADDRESS="$MASTER_ADDR:$MASTER_PORT" RAY_USAGE_STATS_ENABLED=0
-srun --ntasks={nodes} --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" bash -c 'trap "" USR1; trap : TERM
+srun --ntasks={nodes} --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" bash -c 'trap "" USR1
   address="$(scontrol --oneliner show node "$SLURMD_NODENAME" | sed -n "s/.* NodeAddr=\\([^ ]*\\).*/\\1/p")"
   where=(--address="$RAY_ADDRESS")
   [ "$SLURM_PROCID" -ne 0 ] || where=(--head --port="$MASTER_PORT" --include-dashboard=false)
-  {ray} start "${{where[@]}}" --node-ip-address="$address" --num-cpus="$SLURM_CPUS_ON_NODE" --num-gpus={gpus} \\
-    --temp-dir="$RAY_FOLDER" --disable-usage-stats --block > /dev/null
-  rm -rf "$RAY_FOLDER"' > >(sed -u 's/^srun: /ray: /') 2>&1 &
+  exec {ray} start "${{where[@]}}" --node-ip-address="$address" --num-cpus="$SLURM_CPUS_ON_NODE" --num-gpus={gpus} \\
+    --temp-dir="$RAY_FOLDER" --disable-usage-stats --block > /dev/null' > >(sed -u 's/^srun: /ray: /') 2>&1 &
 ray=$!
 for second in {{1..120}}; do
   (exec 3<> "/dev/tcp/$MASTER_ADDR/$MASTER_PORT") 2> /dev/null && break
@@ -81,7 +79,8 @@ for second in {{1..120}}; do
 done
 {driver}
 code=$?
-kill "$ray" 2> /dev/null
+kill "$ray" 2> /dev/null && wait "$ray"
+srun --overlap --ntasks={nodes} --ntasks-per-node=1 rm -rf "$RAY_FOLDER"
 """
 _ENGINES = """# The second component has a host for each engine. It takes its work from rank 0, and ends with the turn.
 {secret}="$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')"
@@ -138,13 +137,14 @@ def _start_ranks(config: RunConfig, launch: SlurmLaunch, run_dir: Path, config_f
     python = _python(launch)
     with_config = f" --config {shlex.quote(str(config_file))}" if config_file is not None else ""
     ranks = _RANKS.format(
-        save_on_sigterm=SAVE_ON_SIGTERM_VARIABLE,
         srun=" ".join(_srun(launch)),
         procs_per_node=launch.procs_per_node,
         command=_quoted(f"{python} -m {_WORKER} {shlex.quote(str(run_dir))}{with_config}"),
     )
     after = 'kill "$hosts" 2>/dev/null\n' if launch.engines is not None else ""
-    return _check_nodes(launch, run_dir, config_file) + _hosts(config, launch, run_dir, python) + ranks + after
+    # SIGTERM, too, asks ranks to save, and hosts to end once rank 0 has no more work for them.
+    before = _check_nodes(launch, run_dir, config_file) + f"export {SAVE_ON_SIGTERM_VARIABLE}=1\n"
+    return before + _hosts(config, launch, run_dir, python) + ranks + after
 
 
 def _start_on_ray(config: RunConfig, launch: SlurmLaunch, run_dir: Path, config_file: Path | None) -> str:

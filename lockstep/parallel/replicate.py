@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -102,7 +103,7 @@ class NarrowCopies:
         if self._kept is None:
             self._kept = [[torch.empty_like(wide, dtype=self._dtype) for wide in places] for places in self._units]
         for copies, places in zip(self._kept, self._units, strict=True):
-            torch._foreach_copy_(copies, list(places))
+            torch._foreach_copy_([_local(copy) for copy in copies], [_local(wide) for wide in places])
         return self._kept
 
 
@@ -115,17 +116,29 @@ class _Narrowed(torch.autograd.Function):
     def forward(ctx: _Context, dtype: torch.dtype, *wide: Tensor) -> tuple[Tensor, ...]:
         ctx.wide_dtype = wide[0].dtype
         ctx.set_materialize_grads(False)  # a parameter that was not used has no gradient, not a gradient of zeros
-        narrow = [torch.empty(w.shape, dtype=dtype, device=w.device) for w in wide]
-        torch._foreach_copy_(narrow, list(wide))
-        return tuple(narrow)
+        return tuple(_cast(wide, dtype))
 
     @staticmethod
     def backward(ctx: _Context, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        narrow = [g for g in gradients if g is not None]
-        wide = [torch.empty(g.shape, dtype=ctx.wide_dtype, device=g.device) for g in narrow]
-        torch._foreach_copy_(wide, narrow)
-        rest = iter(wide)
+        rest = iter(_cast([g for g in gradients if g is not None], ctx.wide_dtype))
         return (None, *(None if g is None else next(rest) for g in gradients))
+
+
+def _cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """All at once; of tensors that are split over ranks, this rank's parts."""
+    cast = [
+        torch.empty_like(t, dtype=dtype)
+        if isinstance(t, DTensor)
+        else torch.empty(t.shape, dtype=dtype, device=t.device)
+        for t in tensors
+    ]
+    if cast:
+        torch._foreach_copy_([_local(t) for t in cast], [_local(t) for t in tensors])
+    return cast
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 _Place = tuple[dict[str, nn.Parameter | None], str]

@@ -51,6 +51,7 @@ def options_of(config: RunConfig, cluster: GpuCluster) -> Options:
         logits_gib=config.model.logits_gib,
         activation_offload=config.model.activation_offload,
         compression=config.parallel.compression,
+        optimizer=config.optim.kind,
     )
 
 

@@ -116,13 +116,25 @@ def _moments(held: _Held, work: Workload, options: Options) -> Iterator[tuple[st
         yield "sampling", always
 
 
+def _state_bytes(held: _Held, optimizer: str) -> float:
+    """Of the optimizer. Muon has AdamW's two moments for what is outside of the layers, and one for their matrices."""
+    if optimizer == "muon":
+        outside = sum(held.local(p) * held.model.wide_bytes for p in held.rest if p.trained)
+        return float(held.gradients + outside)
+    return _MOMENTS[optimizer] * held.gradients
+
+
+# For each byte of a gradient in float32: eight bits twice, with a scale for up to 256 values; rows and columns.
+_MOMENTS = {"adamw": 2.0, "adamw_8bit": 0.52, "adafactor": 0.02}
+
+
 def _always(held: _Held, work: Workload, options: Options) -> dict[str, float]:
     """What is there in every moment after the first step."""
     model = held.model
     offloaded = held.layout.offload and held.layout.degrees.sharded
     parts: dict[str, float] = {
         "weights": 0.0 if offloaded else held.weights,
-        "optimizer": 0.0 if offloaded else 2 * held.gradients,
+        "optimizer": 0.0 if offloaded else _state_bytes(held, options.optimizer),
         "other buffers": model.buffers + (_LIBRARIES if options.device == "cuda" else 0.0),
     }
     if work.reference == "copy":

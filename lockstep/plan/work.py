@@ -99,6 +99,8 @@ class Options:
     activation_offload: bool = False
     checkpoint_in_background: bool = True
     compression: str = "none"
+    optimizer: str = "adamw"
+    """As optim.kind."""
     extras: dict[str, float] = field(default_factory=dict)
 
 

@@ -28,21 +28,26 @@ def exact(
     keys: Tensor,
     values: Tensor,
     positions: Tensor,
+    sources: Tensor,
+    shared: Tensor,
     scale: float,
     window: int,
 ) -> Tensor:
-    rows = torch.arange(len(positions), device=positions.device)
+    rows, tokens = (torch.arange(n, device=positions.device) for n in (len(positions), keys.shape[2]))
     keys[rows, :, positions], values[rows, :, positions] = key, value
-    distance = positions[:, None] - torch.arange(keys.shape[2], device=positions.device)
+    distance = positions[:, None] - tokens
     seen = (distance >= 0) & (distance < (window or keys.shape[2]))
-    q, k, v = query.double().unflatten(1, (keys.shape[1], -1)), keys[rows].double(), values[rows].double()
+    slots = torch.where(tokens < shared[:, None], sources[:, None], rows[:, None])  # [rows, tokens]
+    q = query.double().unflatten(1, (keys.shape[1], -1))
+    k, v = (cache[slots, :, tokens].transpose(1, 2).double() for cache in (keys, values))
     attended = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None], scale=scale)
     return attended.reshape(query.shape)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_each_row_attends_to_its_own_tokens(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("sharing", [False, True], ids=["alone", "with a prompt in common"])
+def test_each_row_attends_to_its_own_tokens(shape: tuple[int, ...], dtype: torch.dtype, sharing: bool) -> None:
     pytest.importorskip("triton")
     from lockstep.inference.kv_cache import decode_attention
 
@@ -60,13 +65,18 @@ def test_each_row_attends_to_its_own_tokens(shape: tuple[int, ...], dtype: torch
     keys, values = draw(num_rows + 2, kv_heads, capacity, dim), draw(num_rows + 2, kv_heads, capacity, dim)
     positions = torch.randint(capacity, (num_rows,), device="cuda", generator=generator)
     positions[0], positions[-1] = 0, capacity - 1
-    # What lies beyond a row's tokens must not be read.
-    beyond = torch.arange(capacity, device="cuda") > positions[:, None]
-    keys[:num_rows].masked_fill_(beyond[:, None, :, None], float("nan"))
-    values[:num_rows].masked_fill_(beyond[:, None, :, None], float("nan"))
+    shared = torch.minimum(positions, torch.randint(capacity, (num_rows,), device="cuda", generator=generator))
+    shared *= sharing
+    sources = torch.full_like(shared, num_rows + 1)  # a slot of no row
+    # What lies beyond a row's tokens must not be read, and neither its own place for those that it shares.
+    tokens = torch.arange(capacity, device="cuda")
+    unread = (tokens > positions[:, None]) | (tokens < shared[:, None])
+    keys[:num_rows].masked_fill_(unread[:, None, :, None], float("nan"))
+    values[:num_rows].masked_fill_(unread[:, None, :, None], float("nan"))
     known = [cache.nan_to_num() for cache in (keys, values)]
-    wanted = exact(query, key, value, *known, positions, dim**-0.5, window)
-    found = decode_attention(query, key, value, keys, values, positions, dim**-0.5, window)
+    places = (positions, sources, shared)
+    wanted = exact(query, key, value, *known, *places, dim**-0.5, window)
+    found = decode_attention(query, key, value, keys, values, *places, dim**-0.5, window)
     error = float((found.double() - wanted).norm() / wanted.norm())
     assert error < {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 2e-6}[dtype]
     for cache, expected in zip((keys, values), known, strict=True):
@@ -84,7 +94,7 @@ def test_splitting_a_row_changes_rounding_only(monkeypatch: pytest.MonkeyPatch) 
         found = []
         for splits in (1, 2, 16, 64):
             monkeypatch.setattr(decode_kernel, "num_splits", lambda *_, splits=splits: splits)
-            place = torch.tensor(positions, device="cuda")
-            found.append(decode_kernel.attend(query, key, value, keys.clone(), values.clone(), place, 0.125, 0))
+            places = torch.tensor([positions, [1, 1], [0, min(positions[1], 99)]], device="cuda")
+            found.append(decode_kernel.attend(query, key, value, keys.clone(), values.clone(), *places, 0.125, 0))
         for other in found[1:]:
             torch.testing.assert_close(other, found[0], rtol=1e-5, atol=1e-5)

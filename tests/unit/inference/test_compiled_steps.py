@@ -56,15 +56,24 @@ class UncapturedSteps:
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, _: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    sources: Tensor,
+    shared: Tensor,
+    scale: float,
+    _: int,
 ) -> Tensor:
-    rows = torch.arange(len(positions))
+    rows, tokens = torch.arange(len(positions)), torch.arange(keys.shape[2])
     keys[rows, :, positions], values[rows, :, positions] = key, value
-    seen = torch.arange(keys.shape[2]) <= positions[:, None]
+    slots = torch.where(tokens < shared[:, None], sources[:, None], rows[:, None])  # [rows, tokens]
+    k, v = (cached[slots, :, tokens].transpose(1, 2) for cached in (keys, values))
+    seen = tokens <= positions[:, None]
     grouped = query.unflatten(1, (keys.shape[1], -1))
-    attended = F.scaled_dot_product_attention(
-        grouped, keys[: len(rows)], values[: len(rows)], attn_mask=seen[:, None, None], scale=scale
-    )
+    attended = F.scaled_dot_product_attention(grouped, k, v, attn_mask=seen[:, None, None], scale=scale)
     return attended.reshape(query.shape)
 
 

@@ -169,7 +169,7 @@ def test_a_single_sequence_and_very_many_take_plain_products() -> None:
 
 def test_without_memory_for_a_copy_nothing_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("llama")
-    monkeypatch.setattr("lockstep.inference.decoder._total_bytes", lambda device: 8000)
+    monkeypatch.setattr("lockstep.inference.kv_cache.total_bytes", lambda device: 8000)
     assert Decoder(model).linears is None
 
 
@@ -178,7 +178,7 @@ def test_samples_are_those_of_plain_products(monkeypatch: pytest.MonkeyPatch) ->
     params = SamplingParams(max_tokens=15, temperature=1.0, seed=3, num_samples=9)
     prompts = [[5, 6, 7], [8]]
     found = LocalEngine(model, build_tokenizer()).sample(prompts, params)
-    monkeypatch.setattr("lockstep.inference.decoder._total_bytes", lambda device: 0)
+    monkeypatch.setattr("lockstep.inference.kv_cache.total_bytes", lambda device: 0)
     assert found == LocalEngine(model, build_tokenizer()).sample(prompts, params)
 
 

@@ -101,7 +101,7 @@ def test_long_prompts_are_split_over_passes(engine: LocalEngine, monkeypatch: py
     prompts = [[20 + i] * (4 + i) for i in range(6)]
     params = SamplingParams(max_tokens=4, logprobs=True)
     expected = engine.sample(prompts, params)
-    monkeypatch.setattr("lockstep.inference.decoder._PREFILL_TOKENS", 8)
+    monkeypatch.setattr("lockstep.inference.prefill.MAX_TOKENS", 8)
     assert engine.sample(prompts, params) == expected
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,7 @@ def test_engines_on_nodes_of_their_own_are_a_second_component() -> None:
     assert not any("signal" in option for option in second)
     assert "srun --het-group=1 --ntasks=4 --ntasks-per-node=2 --cpus-per-task=3 bash" in script
     assert "--ntasks=16 --ntasks-per-node=8 --het-group=0" in script
+    assert script.index("export LOCKSTEP_SAVE_ON_SIGTERM=1") < script.index("srun --het-group=1 --ntasks=4")
 
 
 @pytest.mark.parametrize(
@@ -101,6 +103,35 @@ def test_each_engine_has_a_gpu_of_its_own(visible: str, local: str, expected: st
     )
     assert said.stdout.strip() == expected, said.stderr
     assert "gpus[" not in batch_script(with_engines(device="cpu", engines={}), Path("/run"), "the-launch")
+
+
+def with_pools(**launch: Any) -> RunConfig:
+    sections = {"model": "m", "data": {"train": "rows"}, "cluster": [{"pool": "training"}]}
+    return resolve_config({**sections, "launch": {"kind": "slurm", **launch}})
+
+
+def test_pools_have_a_ray_of_the_job_alone() -> None:
+    settings = with_pools(nodes=2, procs_per_node=4, device="cuda")
+    script = batch_script(settings, Path("/shared/it's"), "the-launch", Path("/shared/my file.yaml"))
+    check_syntax(script)
+    assert "srun --ntasks=2 --ntasks-per-node=1" in script
+    assert "--num-gpus=4" in script
+    assert "RAY_AUTH_MODE=token" in script
+    driver = next(line for line in script.splitlines() if "lockstep.launch.ray_driver" in line)
+    assert shlex.split(driver)[3:] == ["/shared/it's", "lockstep.train.worker", "/shared/my file.yaml"]
+    assert "LOCKSTEP_SAVE_ON_SIGTERM" not in script, "Ray ends ranks with SIGTERM, and does not wait"
+    with pytest.raises(ConfigError, match=r"launch\.container is for ranks that Slurm starts"):
+        with_pools(container="image")
+    tree = with_engines(engines={}).model_dump(mode="json")
+    with pytest.raises(ConfigError, match=r"launch\.engines is for ranks that Slurm starts"):
+        resolve_config({**tree, "cluster": [{"pool": "training"}]})
+
+
+def test_a_name_is_no_directive() -> None:
+    settings = config().model_copy(update={"name": "mine\n#SBATCH --uid=0 \U0001f600"})
+    script = batch_script(settings, Path("/shared/50%j"), "the-launch")
+    assert "--job-name=mine-SBATCH---uid-0-" in directives(script)
+    assert "--output=/shared/50%%j/logs/launcher.log" in directives(script)
 
 
 @pytest.mark.parametrize(("engines", "nodes"), [(0, 1), (3, 2)])

@@ -320,3 +320,19 @@ def test_what_an_h200_measured() -> None:
         values = sorted(errors[kind])
         assert values[len(values) // 2] <= middle, (kind, values)
         assert values[-1] <= worst, (kind, values)
+
+
+def test_a_quantised_base_and_other_optimizers_hold_less(folder: Path, model: ModelDescription) -> None:
+    work = Workload(1, 4096, 4096, 4096 * 256.0)
+    held = {
+        kind: plan_memory(model, ONE, work, Options(optimizer=kind)).parts["optimizer"] / model.trained
+        for kind in ("adamw", "adamw_8bit", "muon", "adafactor")
+    }
+    outside = sum(p.numel for p in model.rest if p.trained) / model.trained
+    assert held == pytest.approx({"adamw": 8, "adamw_8bit": 2.08, "muon": 4 + 4 * outside, "adafactor": 0.08})
+    bytes_of = {}
+    for quantization in ("none", "nf4"):
+        settings = config_of(folder, lora={"rank": 4}, model={"quantization": quantization})
+        described = describe_model(settings, "bf16", compiled=False)
+        bytes_of[quantization] = plan_memory(described, ONE, work, Options()).parts["weights"]
+    assert bytes_of["nf4"] < 0.8 * bytes_of["none"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -186,6 +186,7 @@ def cut_stages(policy: Policy, group: ProcessGroup, schedule: str) -> tuple[dict
     cuts = pipeline.cut(costs, head_cost, num_stages)
     mine = pipeline.stages_of(group.place("pipeline"), num_ranks, num_stages)
     keep_layers(policy, [cuts[i] for i in mine], len(costs))
+    policy.head_options = replace(policy.head_options, backward_again=schedule == "zero_bubble")
     return {i: Stage(policy, cuts[i], len(costs)) for i in mine}, num_stages
 
 

@@ -92,7 +92,8 @@ class ParallelConfig(Section):
     compression: Literal["none", "bf16", "fp16", "powersgd"] = "none"
     """With replicate alone: send gradients in lower precision. The one setting here that changes the numbers."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
-    """With pipeline: in which order micro-batches pass through. The last two have two stages on each rank."""
+    """With pipeline: in which order micro-batches pass through. The last two have two stages on each rank; zero_bubble
+    goes with tensor alone."""
     zero_stage: Literal[1, 2, 3] | None = None
     """With deepspeed: what is split over ranks. Default: what deepspeed_config says, otherwise 3."""
     deepspeed_config: str | None = None
@@ -140,6 +141,11 @@ class ParallelConfig(Section):
             raise ConfigError(
                 f"parallel: replicate {replicate} x shard {shard}{others} = {found.num_ranks} ranks, but the run has "
                 f"{num_ranks}: change launch.procs (--procs) or one of the degrees"
+            )
+        if self.schedule == "zero_bubble" and self.pipeline > 1 and found.sharded:
+            raise ConfigError(
+                "parallel.schedule zero_bubble does not go with shard, context or replicate: FSDP2 would lose "
+                "gradients that are computed for weights alone; use interleaved"
             )
         among = getattr(found, found.expert_axis)
         if among % self.expert:

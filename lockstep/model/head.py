@@ -60,12 +60,14 @@ class Vocabulary(Protocol):
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """`vocabulary`: None if the head is not split. `kept_bytes`: logits kept for the backward pass, at most."""
+    """`vocabulary`: None if the head is not split. `kept_bytes`: logits kept for the backward pass, at most.
+    `backward_again`: gradients of inputs and of weights are asked for apart, in a backward pass each."""
 
     transform: LogitTransform = LogitTransform()
     chunk_tokens: int = 1024
     vocabulary: Vocabulary | None = None
     kept_bytes: int = 0
+    backward_again: bool = False
 
 
 class TokenFacts(NamedTuple):
@@ -164,8 +166,7 @@ class _TargetLogprobs(torch.autograd.Function):
             return unit * grad[:, None].to(unit.dtype), None, None, None, None, None
         hidden, weight, bias, targets, entropies = ctx.saved_tensors
         gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
-        kept, ctx.logits = ctx.logits, None  # used up below
-        assert kept is not None, "the head's logits are kept for one backward pass"
+        kept, ctx.logits = ctx.logits, []  # used up below: a second pass computes them again
         for i, rows in enumerate(split_chunks(len(targets), ctx.options.chunk_tokens)):
             logits = kept[i] if kept else torch.nn.functional.linear(hidden[rows], weight, bias)
             entropy = (grads[1][rows], entropies[rows]) if ctx.facts else None
@@ -195,6 +196,7 @@ class _WeightedLogprobSum(torch.autograd.Function):
             gradients.add(rows, d_logits)
         ctx.save_for_backward(gradients.hidden, gradients.weight, gradients.bias)
         ctx.mark_non_differentiable(logprobs)
+        ctx.again = options.backward_again
         return (grad_logprobs.to(logprobs.dtype) * logprobs).sum(), logprobs
 
     @staticmethod
@@ -202,7 +204,8 @@ class _WeightedLogprobSum(torch.autograd.Function):
         grad = grads[0]
         assert grad is not None
         # In place, for one backward pass: a copy of the weight's gradient would be the largest tensor here.
-        scaled = (None if g is None else g.mul_(grad.to(g.dtype)) for g in ctx.saved_tensors)
+        scale = Tensor.mul if ctx.again else Tensor.mul_
+        scaled = (None if g is None else scale(g, grad.to(g.dtype)) for g in ctx.saved_tensors)
         return (*scaled, None, None, None)
 
 

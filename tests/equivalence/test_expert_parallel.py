@@ -27,6 +27,7 @@ from lockstep.parallel.group import ProcessGroup
 from lockstep.types import Datum, LossSpec
 
 DIVIDED, WHOLE = ParallelConfig(shard=2, expert=2), ParallelConfig(shard=2)
+TENSOR = ParallelConfig(shard=1, tensor=2)
 ONE = ProcessGroup(0, 1, torch.device("cpu"))
 CELLS = [("qwen3_moe", True), ("deepseek_v3", False)]
 
@@ -78,6 +79,7 @@ def _run_ranks(folder: Path) -> None:
         backend = make_backend(build_mixture("mixtral", changes={"initializer_range": 0.1}), group, DIVIDED)
         backend.load_state(folder / "state of whole")
         found["third"], found["resumed divided"] = third, take_step(backend, make_batch(2))
+    found["tensor"] = compute_step(*CELLS[0], join_group("cpu", TENSOR, timeout_s=60), TENSOR)
     everybody = group.gather_objects(found)
     if group.rank == 0:
         torch.save(everybody, folder / "found.pt")
@@ -108,6 +110,10 @@ def plain(build: Callable[[], Any], batch: list[Datum]) -> dict[str, Any]:
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_divided_experts_make_the_plain_step(ranks: Ranks, cell: tuple[str, bool]) -> None:
     assert_same_step(ranks[1][0][cell], plain_step(*cell))
+
+
+def test_tensor_ranks_have_whole_experts(ranks: Ranks) -> None:
+    assert_same_step(ranks[1][0]["tensor"], plain_step(*CELLS[0]))
 
 
 def test_a_rank_whose_experts_no_token_chooses_takes_part(ranks: Ranks) -> None:

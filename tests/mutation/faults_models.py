@@ -52,7 +52,7 @@ PARALLEL = (
         "parallel/expert.py",
         "return value if self._tensor is None else Enter.apply(value, self._tensor)",
         "return value",
-        (f"{MIXTURES} -k tensor-2",),
+        (EXPERTS,),
         ("experts", "tensor=2"),
     ),
     Fault(

@@ -56,6 +56,7 @@ COMPOSERS: dict[str, set[str]] = {
     "train/run.py": CORE | {"backend", "inference", "processes", "evaluation"},
     "train/prepare.py": {"model", "evaluation"},
     "train/describe.py": {"model", "parallel"},
+    "train/foresee.py": {"plan", "parallel"},
     "train/worker.py": {"processes"},  # the entry of a rank: which one it is, and which signals reach it
     "__init__.py": {"types", "backend", "launch", "processes", "train"},
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -129,6 +129,7 @@ def _read_rows(config: RunConfig) -> StepRows | None:
     from lockstep.data.order import Batches
     from lockstep.model.load import load_run_tokenizer
     from lockstep.plan.from_config import measured_rows
+    from lockstep.train.foresee import lengths_of
     from lockstep.train.preference_data import rows_to_learn
     from lockstep.train.schedule import num_steps
 
@@ -143,15 +144,8 @@ def _read_rows(config: RunConfig) -> StepRows | None:
     cursor, read = 0, []
     for _ in range(min(_NUM_BATCHES, total)):
         batch, cursor = batches.batch_at(cursor)
-        read.append([_lengths(datum) for datum in batch])
+        read.append([lengths_of(datum) for datum in batch])
     return measured_rows(config, read, total)
-
-
-def _lengths(datum: Any) -> Any:
-    from lockstep.plan.from_config import TextLengths
-
-    completions = tuple(len(c.tokens) for c in datum.completions)
-    return TextLengths(len(datum.prompt), completions, datum.num_supervised)
 
 
 def _search(task: PlanTask, count: int) -> list[RunPlan]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import statistics
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,13 +37,13 @@ def runs(
         console = make_console()
         console.print(runs_table(rows))
         for row in rows:
-            if row["waits"]:
-                console.print(Text(f"{row['name']}: {row['waits']}", style="dim"), soft_wrap=True)
+            for said in filter(None, (row["waits"], _beside_plan(row))):
+                console.print(Text(f"{row['name']}: {said}", style="dim"), soft_wrap=True)
     else:
         echo(f"no runs in {folder}")
 
 
-def _run_row(run: RunDir) -> dict[str, object]:
+def _run_row(run: RunDir) -> dict[str, Any]:
     from lockstep.launch.local import read_handle
     from lockstep.launch.slurm import describe_queue
     from lockstep.launch.start import is_running, lacks_supervisor
@@ -60,8 +62,35 @@ def _run_row(run: RunDir) -> dict[str, object]:
     waits = describe_queue(handle) if handle is not None and handle.launcher == "slurm" and state == "created" else ""
     keys = ("step", "total_steps", "loss", "validation_loss", "tokens_per_s")
     since = status.get("started_at") or run.config_path.stat().st_mtime
-    row = {"name": run.path.resolve().name, "run_dir": str(run.path), "state": state, "waits": waits or None}
+    row: dict[str, Any] = {
+        "name": run.path.resolve().name,
+        "run_dir": str(run.path),
+        "state": state,
+        "waits": waits or None,
+    }
+    row["planned"], row["measured"] = status.get("planned"), _measured(run, status) if status.get("planned") else None
     return row | {key: status.get(key) for key in keys} | {"age_s": max(time.time() - float(since), 0.0)}
+
+
+def _measured(run: RunDir, status: Mapping[str, Any]) -> dict[str, float | None]:
+    """What a plan says before: peak memory, and the median step without the first ones, which compile."""
+    times = [r["step_time_s"] for r in run.metrics() if r.get("split") == "train" and r.get("step_time_s")][2:]
+    return {"memory_gib": status.get("memory_gib"), "step_s": statistics.median(times) if times else None}
+
+
+def _beside_plan(row: Mapping[str, Any]) -> str:
+    planned, measured = row["planned"], row["measured"]
+    if not planned:
+        return ""
+    shown = []
+    for name, key, unit, error in (
+        ("memory", "memory_gib", "GiB", "memory_error"),
+        ("step", "step_s", "s", "time_error"),
+    ):
+        found = measured[key]
+        beside = f", measured {found:.3g} ({found / planned[key] - 1:+.1%})" if found else ""
+        shown.append(f"{name} planned {planned[key]:.3g} {unit} ± {planned[error]:.0%}{beside}")
+    return "; ".join(shown)
 
 
 @app.command()

@@ -22,6 +22,8 @@ class AnyLaunch(Section):
     """auto: CUDA where torch sees it."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """Deadline of every collective: a rank that waits longer fails and says so."""
+    check_memory: bool = True
+    """On CUDA: refuse a run that does not fit into the GPUs' memory by its plan (docs/plan.md). false: only warn."""
     max_restarts: NonNegativeInt = 3
     """How often a run that lost a rank starts again by itself, from its last checkpoint. A restart that gets no further
     than the one before is the last. Jobs of the service have max_restarts of their own."""

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from lockstep.config import ConfigError, GrpoConfig, RunConfig, SftConfig
+from lockstep.plan.description import ModelDescription, read_description
 from lockstep.plan.hardware import DEVICES, NETWORKS, Calibrations, Device, GpuCluster
 from lockstep.plan.search import PlanTask
 from lockstep.plan.work import Options, RankLayout, Sampling, StepRows
+from lockstep.rundir import write_atomically
 
+_FORMAT = 1  # of descriptions on disk: count up when what is counted changes
 _UNKNOWN_SOURCE = "no entry in the table of devices: its rates are a guess"
 
 
@@ -25,14 +31,12 @@ class TextLengths:
 
 def task_of(config: RunConfig, cluster: GpuCluster, rows: StepRows, *, price_per_hour: float | None = None) -> PlanTask:
     """Describes the model, which takes seconds: the rest is arithmetic."""
-    from lockstep.plan.trace import describe_model
-
     if config.parallel.backend == "deepspeed":
         raise ConfigError("no plan for parallel.backend deepspeed: its memory is DeepSpeed's own; use backend torch")
     options = options_of(config, cluster)
     on_gpu = options.device == "cuda"
     compiled = on_gpu if config.model.compile == "auto" else bool(config.model.compile)
-    model = describe_model(config, precision_of(config, cluster), compiled=compiled)
+    model = described(config, precision_of(config, cluster), compiled=compiled)
     return PlanTask(
         model,
         rows,
@@ -43,6 +47,28 @@ def task_of(config: RunConfig, cluster: GpuCluster, rows: StepRows, *, price_per
         pipelines=not isinstance(config.algorithm, GrpoConfig) and not config.model.activation_offload,
         price_per_hour=price_per_hour,
     )
+
+
+def described(config: RunConfig, precision: str, *, compiled: bool) -> ModelDescription:
+    """Tracing takes seconds: what was found is kept, for the same model, settings and versions."""
+    import torch
+    import transformers
+
+    from lockstep.model.load import load_hf_config
+    from lockstep.plan.trace import describe_model
+
+    settings = config.model.model_dump(mode="json", exclude={"logits_gib"}) | {"compile": compiled}
+    about = [load_hf_config(config.model).to_dict(), settings, config.lora and config.lora.model_dump(mode="json")]
+    versions = [precision, torch.__version__, transformers.__version__, _FORMAT]
+    digest = hashlib.sha256(json.dumps([about, versions], sort_keys=True, default=str).encode()).hexdigest()
+    path = Calibrations().folder.parent / "descriptions" / f"{digest[:32]}.json"
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # an old or broken one is made again
+        return read_description(json.loads(path.read_text(encoding="utf-8")))
+    found = describe_model(config, precision, compiled=compiled)
+    with contextlib.suppress(OSError):  # a place that cannot be written to costs the time, no more
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(asdict(found)), durable=False)
+    return found
 
 
 def options_of(config: RunConfig, cluster: GpuCluster) -> Options:

@@ -46,6 +46,7 @@ from lockstep.rundir import Checkpoint, PhaseClock, RunDir
 from lockstep.train import dpo, grpo, sft
 from lockstep.train.checkpoints import Checkpoints, Progress
 from lockstep.train.describe import check_positions, describe_cost
+from lockstep.train.foresee import foresee
 from lockstep.train.preference_data import (
     RowsToLearn,
 )
@@ -77,14 +78,8 @@ def run(run_dir: Path, asked_to_stop: Callable[[], bool] = lambda: False) -> Non
     config = run.config()
     config.parallel.degrees(num_ranks)
     started, run.clock = time.monotonic(), PhaseClock()
-    beginning: dict[str, Any] = {
-        "started_at": time.time(),
-        "duration_s": None,
-        "ranks": num_ranks,
-        "slow": [],
-        "compilations": None,
-    }
-    run.write_status(state="preparing", phase="reading data", error=None, **beginning)
+    beginning: dict[str, Any] = {"started_at": time.time(), "duration_s": None, "ranks": num_ranks}
+    run.write_status(state="preparing", phase="reading data", error=None, slow=[], compilations=None, **beginning)
     run.sweep()
     check_trainable(config.model)
     tokenizer = load_run_tokenizer(config)
@@ -99,6 +94,7 @@ def run(run_dir: Path, asked_to_stop: Callable[[], bool] = lambda: False) -> Non
     group = host_files.find_remote_ranks(run.path, group)
     if group.num_ranks > 1 and group.device.type == "cuda":
         run.log_event("nccl", message=find_nccl().describe())
+    foresee(config, group, run, rows.train)
     keep_freed_memory()
     compiles = group.device.type == "cuda" if config.model.compile == "auto" else config.model.compile
     with CompileWatch(run, enabled=compiles) as watch:

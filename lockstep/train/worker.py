@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             with contextlib.suppress(OSError):  # the disk may be full
                 traceback.print_exc()
-            _report(run, rank, error, terminal)
+            report_failure(run, rank, error, terminal)
         _leave_now(_exit_code(error))
     if int(os.environ["WORLD_SIZE"]) > 1:
         # A thread of a group that is gone can abort the interpreter's own way out (torch 2.13), after all is written.
@@ -105,7 +105,7 @@ def _prepare(run: RunDir, config: RunConfig) -> bool:
     return run.status().get("state") != "completed"
 
 
-def _report(run: RunDir, rank: int, error: BaseException, terminal: TextIO) -> None:
+def report_failure(run: RunDir, rank: int, error: BaseException, terminal: TextIO) -> None:
     """One sentence into this rank's failure file, the status (rank 0) and what was standard error."""
     code, failed_at = _exit_code(error), time.time()
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
@@ -114,6 +114,8 @@ def _report(run: RunDir, rank: int, error: BaseException, terminal: TextIO) -> N
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         run.sweep()  # space for the status below
         message += "; " + run.describe_last_checkpoint()
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, by name: the message must not wait for an import
+        message += _explain_out_of_memory(run)
     if waited_s is not None:
         message = f"rank {rank} waited {waited_s:.0f} s on the other ranks"
     elif num_ranks > 1 and any(text in str(error) for text in _LOST):
@@ -127,6 +129,20 @@ def _report(run: RunDir, rank: int, error: BaseException, terminal: TextIO) -> N
         run.write_status(state="failed", error=message)
     with contextlib.suppress(OSError):
         print(f"error: rank {rank}: {message}", file=terminal, flush=True)
+
+
+def _explain_out_of_memory(run: RunDir) -> str:
+    """What a run that ended out of memory is told besides: what was expected, and what to change."""
+    planned = run.status().get("planned")
+    expected = (
+        f"; the plan was {planned['memory_gib']:.3g} GiB ± {planned['memory_error']:.0%} (events.jsonl says of what)"
+        if planned
+        else ""
+    )
+    return (
+        f"{expected}. Lower batch.micro_batch_tokens, which does not change the numbers, or see what 'lockstep plan' "
+        "advises; --resume goes on from the last checkpoint"
+    )
 
 
 def _exit_code(error: BaseException) -> int:

@@ -16,13 +16,17 @@ from lockstep.cli import app
 from lockstep.config import ConfigError, Degrees, RunConfig, resolve_config
 from lockstep.plan.description import ModelDescription, ParameterShape, chunk, read_description
 from lockstep.plan.estimate import with_recomputation
-from lockstep.plan.from_config import TextLengths, assumed_rows, layout_of, measured_rows, task_of
+from lockstep.plan.from_config import TextLengths, assumed_rows, described, layout_of, measured_rows, task_of
 from lockstep.plan.hardware import DEVICES, Calibrations, fit_two, parse_cluster, rates_of, read_hardware
 from lockstep.plan.memory import persistent_bytes, plan_memory
 from lockstep.plan.search import PlanTask, advise, best_budget, search
 from lockstep.plan.time import plan_time
 from lockstep.plan.trace import describe_model
 from lockstep.plan.work import Options, RankLayout, StepRows, Workload
+from lockstep.rundir import RunDir
+from lockstep.train.foresee import judge, lengths_of
+from lockstep.train.worker import report_failure
+from lockstep.types import Completion, Datum
 
 ROOT = Path(__file__).resolve().parents[3]
 ONE = RankLayout(Degrees())
@@ -44,6 +48,11 @@ def config_of(folder: Path, **sections: Any) -> RunConfig:
     model = {"path": str(folder), "compile": False, **sections.pop("model", {})}
     data = {"train": ["rows.jsonl"], "max_length": 512}
     return resolve_config({"model": model, "data": data, "batch": {"samples": 64}, **sections})
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture(scope="module")
@@ -214,6 +223,63 @@ def test_sampling_takes_memory_and_time(folder: Path) -> None:
     plan = task_of(config, cluster, assumed_rows(config)).plan(layout_of(config, cluster))
     assert plan.worst.parts["KV cache and graphs"] > 0
     assert plan.time.parts["sampling"] > 0
+
+
+def test_a_description_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = described(config_of(folder), "bf16", compiled=False)
+    monkeypatch.setattr("lockstep.plan.trace.describe_model", None)
+    assert described(config_of(folder), "bf16", compiled=False) == found
+    with pytest.raises(TypeError):  # another model is traced
+        described(config_of(folder, lora={"rank": 2}), "bf16", compiled=False)
+
+
+@pytest.mark.parametrize("share", [0.7, 1.02, 3.0])
+def test_at_the_door(folder: Path, tmp_path: Path, share: float) -> None:
+    """Refused, warned of, or noted, by how much of the memory that a run needs is there."""
+    config = config_of(folder, batch={"samples": 64, "micro_batch_tokens": 16384})
+    rows = [Datum([1] * 256, [Completion([2] * 256, [1.0] * 256)])] * 64
+    cluster = parse_cluster("l4")
+    needed = task_of(config, cluster, measured_rows(config, [[lengths_of(r) for r in rows]], 1)).plan(ONE)
+    gib = 0.6 + share * needed.worst.reserved / 2**30
+    cluster = replace(cluster, device=replace(cluster.device, memory_gib=gib))
+    run = RunDir.create(tmp_path / "run", config)
+    refused = judge(config, cluster, run, rows)["refused"]
+    assert bool(refused) == (share < 1)
+    if refused:
+        assert "does not fit: needs" in refused
+        assert "What would help: " in refused
+        relaxed = config.model_copy(update={"launch": config.launch.model_copy(update={"check_memory": False})})
+        assert judge(relaxed, cluster, run, rows)["refused"] is None
+    warnings = [e["message"] for e in run.events() if e["event"] == "warning"]
+    assert bool(warnings) == (share < 2)
+    assert run.status()["planned"]["memory_gib"] == pytest.approx(needed.worst.allocated / 2**30)
+
+
+def test_runs_show_what_was_planned(folder: Path, tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "runs" / "one", config_of(folder))
+    planned = {"memory_gib": 30.0, "memory_error": 0.04, "step_s": 0.5, "time_error": 0.15}
+    run.write_status(state="completed", planned=planned, memory_gib=31.5)
+    for step, seconds in enumerate((9.0, 3.0, 0.4, 0.6, 0.6), start=1):
+        run.log_metrics({"step": step, "split": "train", "loss": 1.0, "step_time_s": seconds})
+    shown = CliRunner().invoke(app, ["runs", str(tmp_path / "runs")]).stdout
+    assert "memory planned 30 GiB ± 4%, measured 31.5 (+5.0%)" in " ".join(shown.split())
+    assert "step planned 0.5 s ± 15%, measured 0.6 (+20.0%)" in " ".join(shown.split())
+    (row,) = json.loads(CliRunner().invoke(app, ["runs", str(tmp_path / "runs"), "--json"]).stdout)
+    assert row["planned"] == planned
+    assert row["measured"] == {"memory_gib": 31.5, "step_s": 0.6}
+
+
+def test_out_of_memory_says_what_was_planned(folder: Path, tmp_path: Path) -> None:
+    import torch
+
+    run = RunDir.create(tmp_path / "run", config_of(folder))
+    run.write_status(planned={"memory_gib": 30.0, "memory_error": 0.04, "step_s": 0.5, "time_error": 0.15})
+    said = tmp_path / "said"
+    with said.open("w") as terminal:
+        report_failure(run, 0, torch.OutOfMemoryError("CUDA out of memory"), terminal)
+    for message in (run.status()["error"], said.read_text()):
+        assert "the plan was 30 GiB ± 4%" in message
+        assert "batch.micro_batch_tokens" in message
 
 
 @pytest.mark.parametrize(

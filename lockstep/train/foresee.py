@@ -1,0 +1,80 @@
+"""What the plan says of a run on the GPUs that it has, before anything is loaded: refused, warned of, or noted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lockstep.config import ConfigError, GrpoConfig, RunConfig
+from lockstep.data.order import Batches
+from lockstep.parallel.group import ProcessGroup
+from lockstep.plan.estimate import RunPlan
+from lockstep.plan.from_config import TextLengths, assumed_rows, layout_of, measured_rows, task_of, this_machine
+from lockstep.plan.hardware import GpuCluster
+from lockstep.plan.search import PlanTask, advise
+from lockstep.rundir import RunDir
+from lockstep.train.schedule import num_steps
+from lockstep.types import Datum
+
+_NUM_BATCHES = 8  # of the data, from which the rows of a step are known
+
+
+def foresee(config: RunConfig, group: ProcessGroup, run: RunDir, rows: Sequence[Datum]) -> None:
+    """On CUDA alone: of a CPU's memory too little is known. Raises ConfigError for what cannot fit. All ranks."""
+    if group.device.type != "cuda" or config.parallel.backend == "deepspeed":
+        return
+    found = group.broadcast_object(_look(config, run, rows) if group.rank == 0 else None)
+    if found["refused"]:
+        raise ConfigError(found["refused"])
+
+
+def _look(config: RunConfig, run: RunDir, rows: Sequence[Datum]) -> dict[str, Any]:
+    run.write_status(phase="planning memory and time")
+    try:
+        return judge(config, this_machine(config), run, rows)
+    except ValueError as error:  # a model or a layout that has no plan still trains
+        run.log_event("plan", message=str(error))
+        return {"refused": None}
+
+
+def judge(config: RunConfig, cluster: GpuCluster, run: RunDir, rows: Sequence[Datum]) -> dict[str, Any]:
+    """Writes down what is expected; {"refused": why, or None}."""
+    task = task_of(config, cluster, _rows(config, rows))
+    plan = task.plan(layout_of(config, cluster))
+    planned = {
+        "memory_gib": plan.worst.allocated / 2**30,
+        "memory_error": plan.errors.memory,
+        "step_s": plan.time.total,
+        "time_error": plan.errors.time,
+    }
+    verdict = plan.verdict()
+    run.write_status(planned=planned)
+    run.log_event("plan", message=f"this run {verdict}", **planned)
+    if plan.fits == "yes":
+        return {"refused": None}
+    said = f"this run {verdict}{_advice(task, plan)}"
+    if plan.fits == "no" and config.launch.check_memory:
+        return {"refused": f"{said}. launch.check_memory false starts it all the same"}
+    run.log_event("warning", message=said)
+    return {"refused": None}
+
+
+def _advice(task: PlanTask, plan: RunPlan) -> str:
+    found = [f"{advice.change} ({advice.effect(plan)})" for advice in advise(task, plan)]
+    return f". What would help: {'; '.join(found)}" if found else ""
+
+
+def _rows(config: RunConfig, rows: Sequence[Datum]) -> Any:
+    if isinstance(config.algorithm, GrpoConfig):  # answers are yet to be sampled
+        return assumed_rows(config)
+    batches = Batches(rows, config.batch, seed=config.seed, shuffle=config.data.shuffle)
+    total = num_steps(config, batches)
+    cursor, read = 0, []
+    for _ in range(min(_NUM_BATCHES, total)):
+        batch, cursor = batches.batch_at(cursor)
+        read.append([lengths_of(datum) for datum in batch])
+    return measured_rows(config, read, total)
+
+
+def lengths_of(datum: Datum) -> TextLengths:
+    return TextLengths(len(datum.prompt), tuple(len(c.tokens) for c in datum.completions), datum.num_supervised)

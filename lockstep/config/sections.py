@@ -5,6 +5,7 @@ The text under each field is its description in `lockstep init` and docs/configu
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import yaml
@@ -102,7 +103,10 @@ class BatchConfig(Section):
     tokens: PositiveInt | None = None
     """Instead of samples: as many rows as fit into this many tokens, over all ranks."""
     micro_batch_tokens: PositiveInt = 4096
-    """Tokens that one rank computes at once: set it by memory. It never changes the numbers."""
+    """Tokens that one rank computes at once: set it by memory. It never changes the numbers. auto is short for
+    fit_memory."""
+    fit_memory: bool = False
+    """On CUDA, take the largest micro_batch_tokens that fits by the run's plan when it starts, and say which."""
 
     @model_validator(mode="after")
     def _samples_or_tokens(self) -> BatchConfig:
@@ -216,7 +220,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_defaults(cls, tree: object) -> object:
-        return with_importance_weighting(tree)
+        return _with_fitted_batch(with_importance_weighting(tree))
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
@@ -310,6 +314,18 @@ def _check_quantised(config: RunConfig) -> None:
         raise ValueError(f"{setting} is not for parallel.backend deepspeed: use backend torch")
     if config.parallel.tensor > 1:
         raise ValueError(f"{setting} does not split matrices: set parallel.tensor to 1, and use shard or pipeline")
+
+
+def _with_fitted_batch(tree: object) -> object:
+    """`batch.micro_batch_tokens: auto`. The number is for devices that no plan is made for."""
+    batch = tree.get("batch") if isinstance(tree, Mapping) else None
+    if not isinstance(tree, Mapping) or not isinstance(batch, Mapping) or batch.get("micro_batch_tokens") != "auto":
+        return tree
+    data = tree.get("data")
+    length = data.get("max_length", 0) if isinstance(data, Mapping) else 0
+    least = BatchConfig.model_fields["micro_batch_tokens"].default
+    tokens = max(length, least) if isinstance(length, int) else least
+    return {**tree, "batch": {**batch, "micro_batch_tokens": tokens, "fit_memory": True}}
 
 
 def _check_routers(config: RunConfig) -> None:

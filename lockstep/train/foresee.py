@@ -11,7 +11,7 @@ from lockstep.parallel.group import ProcessGroup
 from lockstep.plan.estimate import RunPlan
 from lockstep.plan.from_config import TextLengths, assumed_rows, layout_of, measured_rows, task_of, this_machine
 from lockstep.plan.hardware import GpuCluster
-from lockstep.plan.search import PlanTask, advise
+from lockstep.plan.search import PlanTask, advise, best_budget
 from lockstep.rundir import RunDir
 from lockstep.train.schedule import num_steps
 from lockstep.types import Datum
@@ -19,13 +19,16 @@ from lockstep.types import Datum
 _NUM_BATCHES = 8  # of the data, from which the rows of a step are known
 
 
-def foresee(config: RunConfig, group: ProcessGroup, run: RunDir, rows: Sequence[Datum]) -> None:
-    """On CUDA alone: of a CPU's memory too little is known. Raises ConfigError for what cannot fit. All ranks."""
+def foresee(config: RunConfig, group: ProcessGroup, run: RunDir, rows: Sequence[Datum]) -> RunConfig:
+    """The configuration, with the micro-batch that fits where it asks for that. On CUDA alone: of a CPU's memory too
+    little is known. Raises ConfigError for what cannot fit. All ranks."""
     if group.device.type != "cuda" or config.parallel.backend == "deepspeed":
-        return
-    found = group.broadcast_object(_look(config, run, rows) if group.rank == 0 else None)
+        return config
+    found = group.broadcast_object(_look(config, run, rows) if run.owner else None)
     if found["refused"]:
         raise ConfigError(found["refused"])
+    batch = config.batch.model_copy(update={"micro_batch_tokens": found["budget"]})
+    return config.model_copy(update={"batch": batch})
 
 
 def _look(config: RunConfig, run: RunDir, rows: Sequence[Datum]) -> dict[str, Any]:
@@ -34,13 +37,20 @@ def _look(config: RunConfig, run: RunDir, rows: Sequence[Datum]) -> dict[str, An
         return judge(config, this_machine(config), run, rows)
     except ValueError as error:  # a model or a layout that has no plan still trains
         run.log_event("plan", message=str(error))
-        return {"refused": None}
+        return {"refused": None, "budget": config.batch.micro_batch_tokens}
 
 
 def judge(config: RunConfig, cluster: GpuCluster, run: RunDir, rows: Sequence[Datum]) -> dict[str, Any]:
-    """Writes down what is expected; {"refused": why, or None}."""
-    task = task_of(config, cluster, _rows(config, rows))
-    plan = task.plan(layout_of(config, cluster))
+    """Writes down what is expected; {"refused": why, or None; "budget": tokens of a micro-batch}."""
+    task, layout = task_of(config, cluster, _rows(config, rows)), layout_of(config, cluster)
+    try:
+        plan = best_budget(task, layout) if config.batch.fit_memory else task.plan(layout)
+    except ConfigError as error:
+        if config.batch.fit_memory and config.launch.check_memory:
+            return {"refused": str(error), "budget": 0}
+        raise
+    if config.batch.fit_memory:
+        run.log_event("plan", message=f"batch.micro_batch_tokens: {plan.budget:,} by the plan")
     planned = {
         "memory_gib": plan.worst.allocated / 2**30,
         "memory_error": plan.errors.memory,
@@ -50,13 +60,14 @@ def judge(config: RunConfig, cluster: GpuCluster, run: RunDir, rows: Sequence[Da
     verdict = plan.verdict()
     run.write_status(planned=planned)
     run.log_event("plan", message=f"this run {verdict}", **planned)
+    found = {"refused": None, "budget": plan.budget}
     if plan.fits == "yes":
-        return {"refused": None}
+        return found
     said = f"this run {verdict}{_advice(task, plan)}"
     if plan.fits == "no" and config.launch.check_memory:
-        return {"refused": f"{said}. launch.check_memory false starts it all the same"}
+        return {**found, "refused": f"{said}. launch.check_memory false starts it all the same"}
     run.log_event("warning", message=said)
-    return {"refused": None}
+    return found
 
 
 def _advice(task: PlanTask, plan: RunPlan) -> str:

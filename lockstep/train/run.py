@@ -94,7 +94,7 @@ def run(run_dir: Path, asked_to_stop: Callable[[], bool] = lambda: False) -> Non
     group = host_files.find_remote_ranks(run.path, group)
     if group.num_ranks > 1 and group.device.type == "cuda":
         run.log_event("nccl", message=find_nccl().describe())
-    foresee(config, group, run, rows.train)
+    config = foresee(config, group, run, rows.train)
     keep_freed_memory()
     compiles = group.device.type == "cuda" if config.model.compile == "auto" else config.model.compile
     with CompileWatch(run, enabled=compiles) as watch:

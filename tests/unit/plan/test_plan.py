@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import tiny
+import yaml
 from typer.testing import CliRunner
 
 from lockstep.cli import app
@@ -253,6 +254,23 @@ def test_at_the_door(folder: Path, tmp_path: Path, share: float) -> None:
     warnings = [e["message"] for e in run.events() if e["event"] == "warning"]
     assert bool(warnings) == (share < 2)
     assert run.status()["planned"]["memory_gib"] == pytest.approx(needed.worst.allocated / 2**30)
+
+
+def test_the_micro_batch_that_fits(folder: Path, tmp_path: Path) -> None:
+    config = config_of(folder, batch={"samples": 64, "micro_batch_tokens": "auto"})
+    assert config.batch.fit_memory
+    assert config.batch.micro_batch_tokens == 4096
+    assert resolve_config(yaml.safe_load(config.to_yaml())) == config
+    rows = [Datum([1] * 256, [Completion([2] * 256, [1.0] * 256)])] * 64
+    run, cluster = RunDir.create(tmp_path / "run", config), parse_cluster("l4")
+    assert judge(config, cluster, run, rows)["budget"] == 32768  # all of a step
+    whole = run.status()["planned"]["memory_gib"]
+    small = replace(cluster, device=replace(cluster.device, memory_gib=0.6 + 0.6 * whole))
+    budget = judge(config, small, run, rows)["budget"]
+    assert 512 <= budget < 32768
+    assert any(f"micro_batch_tokens: {budget:,}" in event.get("message", "") for event in run.events())
+    none = replace(cluster, device=replace(cluster.device, memory_gib=0.61))
+    assert "not even 512 tokens" in judge(config, none, run, rows)["refused"]
 
 
 def test_runs_show_what_was_planned(folder: Path, tmp_path: Path) -> None:

@@ -35,8 +35,8 @@ def _look(config: RunConfig, run: RunDir, rows: Sequence[Datum]) -> dict[str, An
     run.write_status(phase="planning memory and time")
     try:
         return judge(config, this_machine(config), run, rows)
-    except ValueError as error:  # a model or a layout that has no plan still trains
-        run.log_event("plan", message=str(error))
+    except Exception as error:  # a model or a layout that has no plan still trains, whatever the planner makes of it
+        run.log_event("plan", message=f"no plan: {error}")
         return {"refused": None, "budget": config.batch.micro_batch_tokens}
 
 

@@ -230,7 +230,8 @@ def _without_masks(indices: Any) -> list[Tensor | None]:
     found: list[Tensor | None] = []
     for index in indices:
         if index is not None and index.dtype == torch.bool and not isinstance(index, FakeTensor):
-            found += index.nonzero(as_tuple=True)
+            with _disable_current_modes():
+                found += index.nonzero(as_tuple=True)
         else:
             found.append(index)
     return found

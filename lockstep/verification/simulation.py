@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from lockstep.backend.build import Built
 from lockstep.backend.loss_step import RankBatch, metric_names
@@ -164,7 +165,7 @@ class SimulatedStep:
     def simulate(self, rank: int, heard_before: tuple[Any, ...] = ()) -> SimulatedRank:
         """`heard_before`: what rank 0 says to all, of a rank 0 that was simulated before."""
         started, heard = time.monotonic(), list(heard_before)
-        with fake_rank(rank, self.degrees, heard) as fake:
+        with refusing_decisions(), fake_rank(rank, self.degrees, heard) as fake:
             backend = self._build(fake)
             # The second step is like all that follow: the optimizer has its state, and stages know their shapes.
             for _ in range(2):
@@ -213,6 +214,18 @@ class SimulatedStep:
             batch, loss = prepare(config, backend, rows)
         backend.forward_backward(batch, loss)
         backend.optim_step(optim_step(config, config.learning_rate))
+
+
+@contextlib.contextmanager
+def refusing_decisions() -> Iterator[None]:
+    """What a model decides by the values of tensors cannot be known."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise ConfigError(
+            f"this model decides by the values of its tensors ({error}), as routers of experts do: a simulation has no "
+            "values. Use 'lockstep verify', which computes a small copy"
+        ) from error
 
 
 def simulate(
@@ -304,6 +317,11 @@ def probe(config: RunConfig) -> Findings:
     reduction = choose_reduction(config, list(range(_PROBE_TOKENS)), _PROBE_LAYERS)
     model = build_reduced(config, reduction)
     backend = TorchBackend(model, precision="fp64", group=ProcessGroup(0, 1, CPU), compile=False)
+    if backend.policy.routers:
+        raise ConfigError(
+            "a mixture of experts cannot be simulated yet: which experts its tokens choose depends on values, which a "
+            "simulation does not have. Use 'lockstep verify', which computes a small copy"
+        )
     return Findings.of(backend.policy)
 
 

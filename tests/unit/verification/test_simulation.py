@@ -92,6 +92,18 @@ def test_a_configuration_is_simulated_without_weights(config_file: Path) -> None
         assert one.peak_bytes["optimizer"] == pytest.approx(2 * one.peak_bytes["weights"], rel=0.05)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "algorithm",
+    ["{kind: dpo}", "{kind: kto}", "{kind: grpo, group_size: 4, max_tokens: 16, num_updates: 2, reward: exact}"],
+)
+def test_every_algorithm_takes_its_step_on_ranks_that_do_not_exist(config_file: Path, algorithm: str) -> None:
+    for layout in ("parallel.tensor=2", "parallel.keep_parameters=true"):
+        found = simulate(load_config(config_file, [f"algorithm={algorithm}", layout]), 4, num_processes=0)
+        assert found.passed
+        assert all(one.record.calls and one.peak_bytes["optimizer"] for one in found.ranks)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

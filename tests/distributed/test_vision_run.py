@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -104,3 +106,17 @@ def test_layouts_that_do_not_see_are_refused_before_a_model_is_loaded(
     code, _, err = tiny.run_lockstep("train", config, "--dry-run")
     assert code == 2
     assert f"rows with images are not learned from with {words}" in err
+
+
+@pytest.mark.slow
+def test_the_example_learns_to_read_six_digits(tmp_path: Path) -> None:
+    folder = Path(__file__).resolve().parents[2] / "examples" / "vision"
+    subprocess.run([sys.executable, folder / "draw_digits.py", tmp_path], check=True, timeout=300)
+    places = [f"model.path={tmp_path}/model", f"data.train={tmp_path}/train.jsonl"]
+    places += [f"data.validation={tmp_path}/validation.jsonl", "launch.device=cpu"]
+    options = ["--run-dir", tmp_path / "run"]
+    code, _, err = tiny.run_lockstep("train", folder / "digits.yaml", *places, *options, timeout_s=1500)
+    assert code == 0, err
+    scores = [record["exact_match"] for record in RunDir(tmp_path / "run").metrics() if "exact_match" in record]
+    assert scores[0] == 0
+    assert scores[-1] > 0.8

@@ -220,7 +220,9 @@ class AdamW8bit(OwnOptimizer):
         if parameter.ndim < 2 or parameter.numel() < _SMALLEST:
             return {"step": _first_step(), **_zeros(parameter, "exp_avg", "exp_avg_sq")}
         if isinstance(parameter, DTensor) and any(p.is_shard() and not p.is_shard(0) for p in parameter.placements):
-            raise ValueError("optim.kind adamw_8bit needs whole rows on each rank: set parallel.tensor to 1")
+            raise ValueError(
+                "optim.kind adamw_8bit needs whole rows on each rank: set parallel.tensor and parallel.expert to 1"
+            )
         state = {"step": _first_step()}
         for name, signed in _MOMENTS.items():
             zero = int((dynamic_table(parameter.device, signed=signed) == 0).nonzero())

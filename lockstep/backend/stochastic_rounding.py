@@ -25,7 +25,7 @@ def first_place(parameter: Tensor) -> int:
         return 0
     # Parts that another axis cut before are not one run of rows.
     if not all(place.is_replicate() or place == Shard(0) for place in parameter.placements):
-        raise ValueError("optim.stochastic_rounding needs whole rows on each rank: set parallel.tensor to 1")
+        raise ValueError("optim.stochastic_rounding needs whole rows on each rank: set parallel.tensor and expert to 1")
     row = 0
     size = parameter.shape[0]
     coordinate = parameter.device_mesh.get_coordinate()

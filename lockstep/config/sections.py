@@ -289,16 +289,18 @@ def _check_optimizer(config: RunConfig) -> None:
     if config.optim.stochastic_rounding:
         if config.model.precision not in ("auto", "bf16", "fp8_base"):
             raise ValueError(f"optim.stochastic_rounding is for bf16, and model.precision is {config.model.precision}")
-        if parallel.backend == "deepspeed" or parallel.tensor > 1:
-            raise ValueError("optim.stochastic_rounding is for backend torch, with parallel.tensor 1")
+        if parallel.backend == "deepspeed" or parallel.tensor * parallel.expert > 1:
+            raise ValueError("optim.stochastic_rounding is for backend torch, with parallel.tensor and expert 1")
     if kind == "adamw":
         return
     if parallel.backend == "deepspeed":
         raise ValueError(f"optim.kind {kind} is not for parallel.backend deepspeed: use adamw, or backend torch")
     if kind == "muon" and config.lora is not None:
         raise ValueError("optim.kind muon is for whole matrices, not for the factors of lora: use another kind")
-    if kind == "adamw_8bit" and parallel.tensor > 1:
-        raise ValueError("optim.kind adamw_8bit needs whole rows on each rank: set parallel.tensor to 1")
+    if kind == "adamw_8bit" and parallel.tensor * parallel.expert > 1:
+        raise ValueError(
+            "optim.kind adamw_8bit needs whole rows on each rank: set parallel.tensor and parallel.expert to 1"
+        )
 
 
 def _check_quantised(config: RunConfig) -> None:

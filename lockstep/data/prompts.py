@@ -22,6 +22,7 @@ from lockstep.data.formats.conversation import (
     read_turns,
     rename_keys,
 )
+from lockstep.data.formats.image_parts import refuse_images
 from lockstep.data.formats.reader import convert
 from lockstep.data.sources.files import find_files, parse_raw, read_raw
 from lockstep.data.sources.rows import DataError, Row
@@ -131,6 +132,7 @@ class PromptReader:
             row = converted
         columns = dict(source.columns or {})
         row = Row(row.origin, rename_keys(row.fields, columns))
+        refuse_images(row)
         names = TurnNames(source.roles or {}, columns)
         messages, answer = _split_row(row, names)
         text = self._as_text(row, messages)

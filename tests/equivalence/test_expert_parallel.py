@@ -17,6 +17,7 @@ from equivalence.plain import make_batch, plain_loss, scale_of
 from equivalence.test_mixtures import STEP, assert_same_step, compute_step, plain_step
 
 from lockstep.backend.build import split_experts
+from lockstep.backend.optimizers import OptimizerSettings
 from lockstep.backend.torch_backend import TorchBackend, join_group
 from lockstep.config import ParallelConfig
 from lockstep.config.parallel import Degrees
@@ -29,6 +30,7 @@ from lockstep.types import Datum, LossSpec
 DIVIDED, WHOLE = ParallelConfig(shard=2, expert=2), ParallelConfig(shard=2)
 TENSOR = ParallelConfig(shard=1, tensor=2)
 ONE = ProcessGroup(0, 1, torch.device("cpu"))
+OPTIMIZERS = ("muon", "adafactor")
 CELLS = [("qwen3_moe", True), ("deepseek_v3", False)]
 
 
@@ -168,6 +170,50 @@ def test_ranks_send_what_theory_says(ranks: Ranks) -> None:
 
 def group_of(degrees: Degrees) -> ProcessGroup:
     return ProcessGroup(0, degrees.num_ranks, torch.device("cpu"), degrees)
+
+
+def _step_with(kind: str, parallel: ParallelConfig, group: ProcessGroup) -> dict[str, torch.Tensor]:
+    """Weights after two steps."""
+    with Float64():
+        backend = TorchBackend(
+            build_mixture("mixtral"),
+            micro_batch_tokens=96,
+            precision="fp64",
+            parallel=parallel,
+            group=group,
+            optimizer=OptimizerSettings(kind),
+        )
+        for seed in range(2):
+            take_step(backend, make_batch(seed))
+        return weights_of(backend)
+
+
+def _step_with_each(parallel: ParallelConfig, file: Path) -> None:
+    torch.set_num_threads(1)
+    group = join_group("cpu", parallel, timeout_s=60)
+    found = {kind: _step_with(kind, parallel, group) for kind in OPTIMIZERS}
+    if group.rank == 0:
+        torch.save(found, file)
+    group.leave()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_ranks", "parallel"),
+    [
+        pytest.param(2, DIVIDED, id="shard"),
+        pytest.param(4, ParallelConfig(shard=4, expert=2), id="within shard"),
+        pytest.param(4, ParallelConfig(replicate=4, shard=1, expert=2), id="within replicate"),
+    ],
+)
+def test_every_optimizer_steps_divided_experts_as_whole_ones(
+    num_ranks: int, parallel: ParallelConfig, tmp_path: Path
+) -> None:
+    spawn(num_ranks, _step_with_each, parallel, tmp_path / "found.pt")
+    found = torch.load(tmp_path / "found.pt")
+    for kind in OPTIMIZERS:
+        for name, weight in _step_with(kind, ParallelConfig(shard=1), ONE).items():
+            torch.testing.assert_close(found[kind][name], weight, rtol=1e-10, atol=1e-10, msg=f"{kind}: {name}")
 
 
 def test_a_model_without_experts_is_refused() -> None:

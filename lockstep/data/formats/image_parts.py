@@ -145,9 +145,12 @@ def _place_column(messages: Sequence[Mapping[str, Any]], count: int) -> list[Map
 
 
 def refuse_images(row: Row) -> None:
-    """Of a format that is not learned with images."""
+    """Of a row that is not learned with images: rather than without them."""
     if any(row.fields.get(key) for key in COLUMNS):
-        raise DataError(f"{row.origin}: its images cannot be learned from: only sft takes images, not preferences")
+        raise DataError(
+            f"{row.origin}: its images cannot be learned from: images are for sft with a vision-language model. To "
+            "train on the text alone, remove them from the row"
+        )
 
 
 def _read_column(row: Row) -> Iterator[ImageSource]:

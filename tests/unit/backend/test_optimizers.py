@@ -175,10 +175,11 @@ def test_a_run_goes_on_from_its_checkpoint_bit_for_bit(kind: str, tmp_path: Path
     [
         ({"optim": {"kind": "muon"}, "lora": {}}, "not for the factors of lora"),
         ({"optim": {"kind": "adamw_8bit"}, "parallel": {"tensor": 2}}, "whole rows"),
+        ({"optim": {"kind": "adamw_8bit"}, "parallel": {"shard": 2, "expert": 2}}, "and parallel.expert to 1"),
         ({"optim": {"kind": "adafactor"}, "parallel": {"backend": "deepspeed"}}, "not for parallel.backend deepspeed"),
         ({"lora": {"b_learning_rate_ratio": 16}, "parallel": {"backend": "deepspeed"}}, "not for parallel.backend"),
         ({"lora": {"init": "pissa", "dora": True}}, "choose one of them"),
-        ({"optim": {"stochastic_rounding": True}, "parallel": {"tensor": 2}}, "with parallel.tensor 1"),
+        ({"optim": {"stochastic_rounding": True}, "parallel": {"tensor": 2}}, "with parallel.tensor and expert 1"),
         ({"optim": {"stochastic_rounding": True}, "model": {"path": "m", "precision": "fp32"}}, "is for bf16"),
         ({"lora": {"init": "pissa"}, "algorithm": {"kind": "dpo", "reference": "adapter_off"}}, "set it to copy"),
     ],

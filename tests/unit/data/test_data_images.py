@@ -175,7 +175,7 @@ def test_the_same_question_about_other_images_is_no_duplicate(models: Path, tmp_
         (ask({"type": "image", "path": "ok.png"}, {"type": "text", "text": "\uf8d2"}), "U\\+F8D2"),
         (ask({"type": "image", "path": "line.png"}), "line.png .*does not take it"),
         (ask({"type": "audio", "path": "a.wav"}), "only text and images are supported"),
-        ({"chosen": "a", "rejected": "b", "prompt": "c", "images": ["ok.png"]}, "only sft takes images"),
+        ({"chosen": "a", "rejected": "b", "prompt": "c", "images": ["ok.png"]}, "images are for sft"),
     ],
 )
 def test_what_cannot_be_used_names_the_row_and_what_to_do(

@@ -54,6 +54,13 @@ def test_a_row_becomes_what_the_model_is_asked_and_what_a_reward_sees(tmp_path, 
     assert found.origin.endswith("rows.jsonl:1")
 
 
+@pytest.mark.parametrize("key", ["images", "image"])
+def test_images_are_refused_rather_than_left_out(tmp_path, key):
+    assert len(read(write(tmp_path / "none.jsonl", [{"prompt": "what is this?", key: []}]))) == 1
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: its images cannot be learned from"):
+        read(write(tmp_path / "rows.jsonl", [{"prompt": "what is this?", key: ["cat.png"]}]))
+
+
 def test_a_system_message_comes_first(tmp_path):
     (found,) = read(write(tmp_path / "rows.jsonl", [{"system": "be brief", "prompt": "hi"}]))
     assert text_of(found.tokens).startswith("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi")

@@ -29,7 +29,7 @@ from lockstep.data.formats.conversation import (
     read_turns,
     turn_style,
 )
-from lockstep.data.formats.image_parts import ImageSource, gather_images, refuse_images
+from lockstep.data.formats.image_parts import gather_images, refuse_images
 from lockstep.data.sources.rows import DataError, Row, json_type
 
 _TURNS_KEYS = ("messages", "conversations", "conversation")
@@ -183,11 +183,7 @@ def _converse(row: Row, before: tuple[Message, ...], after: tuple[Message, ...],
     messages = _add_system(row, before + after)
     check_messages(row.origin, messages)
     first = len(messages) - len(after)
-    images: tuple[ImageSource, ...] = ()
-    if rules.sees:
-        messages, images = gather_images(row, messages)
-    else:
-        refuse_images(row)
+    messages, images = gather_images(row, messages) if rules.sees else (messages, ())
     learned = find_answers(row.origin, messages, first=first, last_only=rules.train_on == "last")
     return Conversation(row.origin, messages, learned, read_tools(row), whole=rules.whole, images=images)
 

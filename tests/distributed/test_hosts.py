@@ -55,6 +55,7 @@ def pid_of(worker: ConnectedWorker) -> int:
     return int(worker.call("ping", timeout_s=SOON).result().body["pid"])
 
 
+@pytest.mark.slow
 def test_a_host_has_one_worker_after_another(
     tmp_path: Path, listener: HostListener, host: subprocess.Popen[bytes]
 ) -> None:

@@ -24,9 +24,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write_config(folder, model, lora={"rank": 4, "dropout": 0.1}, batch={"samples": 6})
 
 
-def test_verify_prints_a_table_and_says_pass(config: Path) -> None:
-    code, out, err = tiny.run_lockstep("verify", config, "--layouts", "pipeline=2,schedule=interleaved")
-    assert code == 0, err
+def test_verify_prints_a_table_and_says_pass(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify_and_show(load_config(config), "pipeline=2,schedule=interleaved", as_json=False) == 0
+    out, err = capsys.readouterr()
     rows = [line.split() for line in out.splitlines()]
     assert [row[-1] for row in rows[2:4]] == ["PASS"] * 2
     assert [" ".join(row[:2]) for row in rows[1:4]] == ["the plain", "one rank", "pipeline 2"]

@@ -90,7 +90,8 @@ def test_a_fault_is_caught_and_named(
     assert case.said in split.problem
 
 
-@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["full", "lora"])
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_without_a_fault_the_same_layouts_pass(lora: bool, configs: dict[bool, RunConfig]) -> None:
     layouts = "; ".join(dict.fromkeys(case.layout for case in CASES))
     report = verify(configs[lora], layouts=layouts)

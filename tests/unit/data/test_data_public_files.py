@@ -23,7 +23,9 @@ FILES = {
 
 
 @pytest.mark.skipif(not FOLDER.is_dir(), reason="the files are not beside the checkout")
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "gsm8k_train.jsonl" else name for name in FILES]
+)
 def test_a_public_file_compiles(name: str) -> None:
     tokenizer = tiny.build_tokenizer(TEMPLATE.read_text())
     data = compile_data(DataConfig(train=str(FOLDER / name), max_length=1 << 16), tokenizer, seed=0)

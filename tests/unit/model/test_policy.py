@@ -232,8 +232,12 @@ def test_what_the_model_does_to_its_logits_is_read_from_its_configuration():
 
 
 def test_a_head_that_is_not_a_linear_layer_is_refused():
-    model = add_lora(make_model("llama", lora=False), LoraConfig(targets=("lm_head",)))
-    with pytest.raises(ValueError, match=r"the output head of LlamaForCausalLM is a peft\..*lora\.targets"):
+    model = add_lora(make_model("llama", lora=False), LoraConfig(targets=("lm_head",), dropout=0.1))
+    with pytest.raises(ValueError, match=r"the output head of LlamaForCausalLM is a peft\..*lora\.dropout to 0"):
+        Policy(model)
+    model = make_model("llama", lora=False)
+    model.lm_head = torch.nn.Sequential(model.lm_head)
+    with pytest.raises(ValueError, match=r"Sequential, not a plain linear layer"):
         Policy(model)
 
 

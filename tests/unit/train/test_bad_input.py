@@ -274,6 +274,7 @@ def test_a_full_disk_ends_the_run_and_spares_the_last_good_checkpoint(
         assert run.status()["state"] == "completed"
 
 
+@pytest.mark.slow
 def test_the_command_says_that_the_disk_is_full(tmp_path: Path, tiny_model: Path) -> None:
     settings = {"every_steps": 3, "keep_last": 100}
     config = tiny.write_config(tmp_path, tiny_model, checkpoint=settings, optim={"epochs": 3})

@@ -11,8 +11,8 @@ QUICK := not slow and not gpu and not peers
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # Files in the order in which they are given, the longest first, so that all end together. Tests wait for processes much of
 # the time: three at a time keep two cores busy.
-AT_ONCE := --dist loadfile --no-loadscope-reorder -n
-# Tests in which processes are killed, stopped or lost wait for what others notice, so they have the machine to themselves.
+AT_ONCE := --dist loadfile --no-loadscope-reorder -n 3
+# Tests in which processes are killed, stopped or lost wait for what others notice, so they come by themselves.
 QUICK_FAULTS := $(addprefix tests/distributed/test_,ray_launch.py fault_matrix.py grpo_async.py restarts.py engines.py \
 	ray_workers.py workers.py two_hosts.py sagemaker.py)
 QUICK_OTHERS := $(filter-out $(QUICK_FAULTS),$(wildcard tests/distributed/test_*.py)) tests/equivalence tests/service \
@@ -25,8 +25,8 @@ demo: $(STAMP)
 	$(BIN)/lockstep demo
 
 test: check
-	$(PYTEST) $(AT_ONCE) 3 -m "$(QUICK)" $(QUICK_OTHERS)
-	$(PYTEST) $(AT_ONCE) 2 -m "$(QUICK)" $(QUICK_FAULTS)
+	$(PYTEST) $(AT_ONCE) -m "$(QUICK)" $(QUICK_OTHERS)
+	$(PYTEST) $(AT_ONCE) -m "$(QUICK)" $(QUICK_FAULTS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -52,7 +52,7 @@ sweep:
 	$(MAKE) --keep-going $(SWEEP_PARTS:%=sweep-%)
 
 sweep-%: $(STAMP)
-	$(PYTEST) -m "slow and not gpu and not peers" --timeout 1800 $(if $(filter equivalence,$*),$(AT_ONCE) 3) $(SWEEP_$*)
+	$(PYTEST) -m "slow and not gpu and not peers" --timeout 1800 $(if $(filter equivalence,$*),$(AT_ONCE)) $(SWEEP_$*)
 
 # Its quick tests too: `make test` skips them, because the extra is not part of dev.
 sweep-deepspeed: $(STAMP)

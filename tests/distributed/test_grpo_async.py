@@ -126,10 +126,10 @@ def kill_at_a_random_moment(run: RunDir, num_ranks: int, draw: random.Random) ->
     ("layout", "way", "engines"),
     [
         ("one", "plain", 2),
-        ("fsdp-2", "adapters", 1),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
+                ("fsdp-2", "adapters", 1),
                 ("one", "adapters", 3),
                 ("ddp-2", "plain", 2),
                 ("fsdp-2", "plain", 1),

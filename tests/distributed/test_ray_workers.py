@@ -73,7 +73,7 @@ def spawn() -> Iterator[Any]:
         assert not is_running(worker.pid)
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+@pytest.mark.parametrize("layout", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_steps_on_ray_are_those_of_the_backend(start: Any, layout: str, expected: Any, tmp_path: Path) -> None:  # noqa: F811
     on_processes.test_steps_through_the_service_are_those_of_the_backend(start, 2, layout, expected, tmp_path)
 

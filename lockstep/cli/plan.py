@@ -67,7 +67,7 @@ def plan(
             return
     named = _named_cluster(on, hardware)
     changes = [] if named is None else ["launch.kind=local", f"launch.procs={named.num_ranks}"]
-    settings = load_settings(config, [*(overrides or ()), *changes])
+    settings = load_settings(config, [*(overrides or ()), *changes], starts=False)
     with make_console(stderr=True).status("describing the model"):
         quieten_libraries()
         cluster = named or _here(settings)

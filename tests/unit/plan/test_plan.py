@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import yaml
 from typer.testing import CliRunner
 
@@ -372,8 +371,8 @@ def test_a_calibration_is_kept(tmp_path: Path) -> None:
     assert 1e8 < rates.product_flops < 1e14
 
 
-def test_the_command_plans_without_weights(folder: Path, tmp_path: Path) -> None:
-    rows = tiny.write_rows(tmp_path / "rows.jsonl", 4)
+def test_the_command_plans_without_weights_and_rows(folder: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"  # which are where the run will be
     config = tmp_path / "c.yaml"
     config.write_text(
         f"model: {{path: {folder}, compile: false}}\ndata: {{train: [{rows}], max_length: 512}}\n", encoding="utf-8"
@@ -384,6 +383,7 @@ def test_the_command_plans_without_weights(folder: Path, tmp_path: Path) -> None
     tree = json.loads(result.stdout.strip().splitlines()[-1])
     assert tree["fits"] == "yes"
     assert tree["cost"] > 0
+    assert "data.max_length 512" in tree["assumed"]
     assert 1 <= len(tree["search"]) <= 3
     assert "±" in (tmp_path / "p.html").read_text(encoding="utf-8")
 

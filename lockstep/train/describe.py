@@ -74,7 +74,7 @@ def describe(config: RunConfig, on_progress: Callable[[CompileProgress], None] |
     batches = Batches(rows.train, config.batch, seed=config.seed, shuffle=config.data.shuffle)
     batch, _ = batches.batch_at(0)
     lengths = computed_lengths(batch, config.batch.micro_batch_tokens)
-    steps = partition(lengths, num_ranks=num_ranks, budget_tokens=config.batch.micro_batch_tokens)
+    steps = partition(lengths, num_ranks=degrees.data, budget_tokens=config.batch.micro_batch_tokens)
     preference: dict[str, str] = {}
     if config.algorithm.kind != "sft":
         saved = 1 - sum(lengths) / count_padded_tokens(batch)
@@ -84,7 +84,7 @@ def describe(config: RunConfig, on_progress: Callable[[CompileProgress], None] |
         "samples": len(batch),
         "tokens": sum(lengths),
         "supervised_tokens": sum(datum.num_supervised for datum in batch),
-        "micro_batches": len(steps) * num_ranks,
+        "micro_batches": len(steps) * degrees.data,
         "micro_batches_per_rank": len(steps),
         "learning_rate": config.learning_rate,
         **preference,

@@ -25,6 +25,7 @@ from ranks import newest_step, start_ranks
 from lockstep.cli import main
 from lockstep.config import load_config
 from lockstep.rundir import RunDir
+from lockstep.train.describe import describe
 
 
 def refuse(arguments: list[object], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
@@ -175,6 +176,13 @@ def test_more_ranks_than_rows(tmp_path: Path, tiny_model: Path) -> None:
     with start_ranks(run, 2) as ranks:
         assert ranks.wait() == [2, 2]
     assert run.failures()[0]["message"] == "2 ranks for 1 training rows: use at most one rank per row"
+
+
+def test_ranks_that_share_their_rows_need_none_of_their_own(tmp_path: Path, tiny_model: Path) -> None:
+    tiny.write_rows(tmp_path / "train.jsonl", 2)
+    changes: dict[str, Any] = {"parallel": {"tensor": 2, "pipeline": 2}, "launch": {"procs": 4}}
+    about = describe(load_config(tiny.write_config(tmp_path, tiny_model, batch={"samples": 2}, **changes)))
+    assert (about["steps"], about["ranks"], about["micro_batches"]) == (1, 4, 1)
 
 
 def test_damaged_weights_are_named(tmp_path: Path) -> None:

@@ -27,10 +27,8 @@ from lockstep.inference.kv_cache import (
     LayerShape,
     SharedPrompts,
     UnsupportedModelError,
-    compare_logits,
-    is_wide,
-    logits_distance,
 )
+from lockstep.inference.model_check import ModelCheck
 from lockstep.inference.prefill import PrefillPass, PrefillShapes, pack_prompts, split_prompts
 from lockstep.inference.token_sampling import (
     LaunchedSteps,
@@ -93,10 +91,10 @@ class Decoder:
         self._num_slots = 0  # in use, of those allocated
         self._bank_revision = -1
         self._speed, self._read_at = StepSpeed(report), 0.0
-        own = self._own_logits()
+        check = ModelCheck(model, lambda: self._announce(working=True))
         with self.in_use():
-            self._refuse_other_state()
-            self._groups = self._probe(own, fuses=fuses and self.device.type == "cpu" and not sharded)
+            check.refuse_other_state()
+            self._groups = self._probe(check, fuses=fuses and self.device.type == "cpu" and not sharded)
         self.release()
         if compiles and self.graphs is not None and self.by_kernel:
             if bank is None and recorder is None:
@@ -512,79 +510,33 @@ class Decoder:
         dist.all_reduce(count)
         return count.item() > 0
 
-    @property
-    def _probe_tokens(self) -> list[int]:
-        return [number % self._causal.config.get_text_config().vocab_size for number in range(1, 7)]
-
-    def _own_logits(self) -> Tensor:
-        """[tokens, V] of a few tokens, from the model with its own attention."""
-        training = self._model.training
-        self._model.eval()
-        self._announce(working=True)
-        try:
-            with torch.inference_mode():
-                tokens = torch.tensor([self._probe_tokens], device=self.device)
-                return self._causal(input_ids=tokens, use_cache=False).logits[0]
-        except (TypeError, AttributeError, ValueError) as error:
-            raise UnsupportedModelError(f"{type(self._causal).__name__} wants more: {first_line(error)}") from error
-        finally:
-            self._model.train(training)
-
-    def _call(self, tokens: Sequence[int], attention: AttentionPass) -> Tensor:
-        """[tokens, V]."""
-        self._announce(working=True)
-        positions = torch.arange(len(tokens), device=self.device)[None]
-        input_ids = torch.tensor([tokens], device=self.device)
-        try:
-            return self._causal(
-                input_ids=input_ids, position_ids=positions, use_cache=False, cached_pass=attention
-            ).logits[0]
-        except (TypeError, AttributeError, ValueError) as error:
-            name = type(self._causal).__name__
-            raise UnsupportedModelError(f"{name} cannot be called for it: {first_line(error)}") from error
-
-    def _refuse_other_state(self) -> None:
-        """Without attention, no token may depend on another one. In any precision: both passes round in one way."""
-        tokens = self._probe_tokens
-        first, second = (self._call(t, kv_cache.MutePass())[-1] for t in (tokens, [*reversed(tokens[:-1]), tokens[-1]]))
-        if not logits_distance(first, second) < (1e-5 if is_wide(first) else 0.01):
-            name = type(self._causal).__name__
-            raise UnsupportedModelError(f"{name} carries more than keys and values from one token to the next")
-
-    def _probe(self, own: Tensor, *, fuses: bool) -> list[list[nn.Module]]:
+    def _probe(self, check: ModelCheck, *, fuses: bool) -> list[list[nn.Module]]:
         """Find the shapes of the cache; then a few tokens one by one must give the model's own logits.
 
         Returns the linear layers that have the same input.
         """
-        tokens = self._probe_tokens
-        whole, prompt = kv_cache.ShapePass(len(tokens)), tokens[:4]
-        together = self._call(tokens, whole)
-        compare_logits(together, own, 1e-3 if is_wide(own) else 0.1)
-        # How far this model's rounding goes in a narrow precision; a token more or less of context goes further.
-        rounding = 1e-3 if is_wide(own) else min(max(0.03, 4 * logits_distance(together, own)), 0.1)
+        self._shapes = check.find_shapes()
+        on_gpu, tokens, prompt = self.device.type == "cuda", check.tokens, check.tokens[:4]
+        self.by_kernel = on_gpu and all(shape.suits_kernel for shape in self._shapes.values())
         try:
-            self._shapes = whole.shapes
-            on_gpu = self.device.type == "cuda"
-            self.by_kernel = on_gpu and all(shape.suits_kernel for shape in self._shapes.values())
             self.prepare(1, len(tokens))
             self.prefill([(0, prompt)])
             with recorded_groups(self._model) as groups, self._adapted(self._adapters[:1]):
-                self._compare_step(tokens, len(prompt), own, rounding)
+                self._compare_step(check, len(prompt))
             if fuses:
                 self._fuse(groups)
             fused = contextlib.nullcontext() if self.linears is None else self.linears.installed()
             with self._adapted(self._adapters[:1]), fused:
                 for position in range(len(prompt) + 1, len(tokens)):
-                    self._compare_step(tokens, position, own, rounding)
+                    self._compare_step(check, position)
         except (TypeError, AttributeError, ValueError) as error:
-            name = type(self._causal).__name__
-            raise UnsupportedModelError(f"{name} cannot be called for it: {first_line(error)}") from error
+            raise UnsupportedModelError(f"{check.name} cannot be called for it: {first_line(error)}") from error
         return groups
 
-    def _compare_step(self, tokens: Sequence[int], position: int, own: Tensor, rounding: float) -> None:
-        self.place([0], [tokens[position]], [position], torch.zeros(1, dtype=torch.int64))
+    def _compare_step(self, check: ModelCheck, position: int) -> None:
+        self.place([0], [check.tokens[position]], [position], torch.zeros(1, dtype=torch.int64))
         self._announce(working=True)
-        compare_logits(self._logits(1, len(tokens))[0], own[position], rounding)
+        check.compare(self._logits(1, len(check.tokens))[0], position)
 
     def _fuse(self, groups: list[list[nn.Module]]) -> None:
         """Decided by all memory, not by what is free now: a restarted run could otherwise round differently."""

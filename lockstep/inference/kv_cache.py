@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from lockstep.model.attention import PackedLayout, packed_attention, variable_length_problem
+from lockstep.model.attention import variable_length_problem
 
 CACHED = "lockstep_cached"
 _ATTACHED = "_lockstep_kv_cache"  # attribute of an attention module, see KeyValueCache.attached
@@ -212,33 +212,6 @@ def total_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-class ShapePass:
-    """One sequence without a cache: records the shapes that the layers would cache."""
-
-    def __init__(self, length: int) -> None:
-        self.shapes: dict[nn.Module, LayerShape] = {}
-        self._layout = PackedLayout((length,))
-
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
-    ) -> Tensor:
-        if module in self.shapes:
-            raise UnsupportedModelError(f"{type(module).__name__} is used twice for one token")
-        self.shapes[module] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1], key.dtype)
-        return packed_attention(
-            module, query, key, value, None, scaling=scaling, sliding_window=window, packed_layout=self._layout
-        )[0]
-
-
-class MutePass:
-    """Attention that gives nothing: what still goes from one token to the next is no key and no value."""
-
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
-    ) -> Tensor:
-        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
-
-
 @torch.library.custom_op("lockstep::decode_attention", mutates_args=("keys", "values"))
 def decode_attention(
     query: Tensor,
@@ -311,23 +284,3 @@ class DecodePass:
             mask = torch.zeros_like(distance, dtype=dtype).masked_fill_(~seen, -torch.inf)
             self._masks[window] = mask[:, None, None]
         return self._masks[window]
-
-
-def is_wide(logits: Tensor) -> bool:
-    return logits.dtype in (torch.float32, torch.float64)
-
-
-def logits_distance(logits: Tensor, own: Tensor) -> float:
-    """Relative; the same number added to all logits does not count."""
-    logits, own = (values.double() - values.double().mean(-1, keepdim=True) for values in (logits, own))
-    return float((logits - own).norm() / own.norm().clamp(min=1e-30))
-
-
-def compare_logits(logits: Tensor, own: Tensor, rounding: float) -> None:
-    if not own.isfinite().all():
-        return  # sampling reports it
-    distance = logits_distance(logits, own)
-    if not distance < rounding:  # nan is not below either
-        raise UnsupportedModelError(
-            f"its logits token by token are {distance:.1%} off its own: it keeps more than keys and values"
-        )

@@ -7,8 +7,10 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 # Named after TORCH, so that asking for another one is noticed.
 STAMP := .venv/installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 1)
+BYTECODE := $(STAMP:.venv/installed-%=.venv/compiled-%)
 QUICK := not slow and not gpu and not peers
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# Tests start hundreds of processes: bytecode is kept, even where the environment says otherwise.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 # Files in the order in which they are given, the longest first, so that all end together. Tests wait for processes much of
 # the time: three at a time keep two cores busy.
 AT_ONCE := --dist loadfile --no-loadscope-reorder -n 3
@@ -21,10 +23,12 @@ QUICK_OTHERS := $(filter-out $(QUICK_FAULTS),$(wildcard tests/distributed/test_*
 .PHONY: demo test check sweep test-peers test-llama-stack test-sagemaker format hooks docs site release clean
 .DEFAULT_GOAL := test
 
-demo: $(STAMP)
+demo: $(BYTECODE)
 	$(BIN)/lockstep demo
 
-test: check
+# mypy has one core, and what pip installed is compiled on the other.
+test: $(STAMP)
+	$(MAKE) --jobs 2 check $(BYTECODE)
 	$(PYTEST) $(AT_ONCE) -m "$(QUICK)" $(QUICK_OTHERS)
 	$(PYTEST) $(AT_ONCE) -m "$(QUICK)" $(QUICK_FAULTS)
 
@@ -117,6 +121,11 @@ clean:
 # Another torch means another environment: pip would take the one that is there for good enough.
 $(STAMP): pyproject.toml
 	test -e $@ || $(PYTHON) -m venv --clear .venv
-	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile $(TORCH)
+	$(BIN)/python -m pip install --quiet --no-compile -e '.[dev]'
+	touch $@
+
+# By pip it would be one file after the other. Some packages hold templates that are no Python.
+$(BYTECODE): $(STAMP)
+	$(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 	touch $@

@@ -18,6 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from mutation.run import ALL as FAULTS
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "lockstep"
@@ -427,6 +428,15 @@ def test_the_picture_shows_every_room():
     picture = (ROOT / "docs" / "images" / "architecture.svg").read_text(encoding="utf-8")
     missing = {room for room in rooms() | {"cli"} if not re.search(rf"\b{room}\b", picture)}
     assert not missing, f"add {sorted(missing)} to docs/picture.py and run it"
+
+
+def test_faults_replace_text_that_is_there_once():
+    counts = ((fault, (PACKAGE / fault.file).read_text(encoding="utf-8").count(fault.old)) for fault in FAULTS)
+    refuse(f"tests/mutation: {fault.name!r}: {n} places in {fault.file}" for fault, n in counts if n != 1)
+    named = {fault.name for fault in FAULTS}
+    assert len(named) == len(FAULTS), "two faults have one name"
+    paths = {part.split("::")[0] for fault in FAULTS for tests in fault.tests for part in tests.split()}
+    refuse(f"tests/mutation: {path} is not there" for path in paths if not (ROOT / path).exists())
 
 
 def test_links_in_the_documents_lead_somewhere():

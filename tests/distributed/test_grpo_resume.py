@@ -28,11 +28,11 @@ WAYS: dict[str, tuple[dict[str, Any], bool]] = {
     "adapters": ({"kl_coefficient": 0.05, "kl_in": "reward", "advantage": "rloo"}, True),
 }
 CASES = [
-    ("one", "one", "reference"),
     ("ddp-2", "tensor-2", "adapters"),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in [
+            ("one", "one", "reference"),
             ("fsdp-2", "fsdp-2", "reference"),
             ("one", "one", "plain"),
             ("ddp-2", "ddp-2", "plain"),

@@ -27,11 +27,11 @@ WAYS: dict[str, tuple[dict[str, Any], bool]] = {
     "kto": ({"kind": "kto"}, True),
 }
 CASES = [
-    ("fsdp-2", "fsdp-2", "copy"),
     ("ddp-2", "tensor-2", "precomputed"),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in [
+            ("fsdp-2", "fsdp-2", "copy"),
             ("pipeline-2", "fsdp-2", "adapter_off"),
             ("fsdp-4", "one", "copy"),
             ("one", "fsdp-3", "copy"),

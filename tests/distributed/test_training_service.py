@@ -99,7 +99,10 @@ def are_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor],
     return all(torch.allclose(found[name], expected[name], rtol=0, atol=tolerance) for name in expected)
 
 
-@pytest.mark.parametrize(("procs", "layout"), [(1, ""), pytest.param(2, "ddp", marks=pytest.mark.slow), (2, "fsdp")])
+@pytest.mark.parametrize(
+    ("procs", "layout"),
+    [(2, "fsdp"), pytest.param(1, "", marks=pytest.mark.slow), pytest.param(2, "ddp", marks=pytest.mark.slow)],
+)
 def test_steps_through_the_service_are_those_of_the_backend(
     start: Start, procs: int, layout: str, expected: dict[str, Any], tmp_path: Path
 ) -> None:

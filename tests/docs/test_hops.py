@@ -129,6 +129,7 @@ def start_engine(settings: dict[str, Any]) -> Any:
     return start(settings)
 
 
+@pytest.mark.slow
 def test_the_way_to_the_decoder_is_as_documented(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "train.jsonl").write_text('{"prompt": "one two", "answer": "x"}\n' * 4)
     algorithm = {"kind": "grpo", "reward": "exact", "group_size": 2, "max_tokens": 4}

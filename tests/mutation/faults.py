@@ -52,6 +52,7 @@ BACKEND_TESTS = "tests/unit/backend/test_torch_backend.py"
 
 TORCH, LOSS, BATCH = "backend/torch_backend.py", "backend/loss_step.py", "backend/batching.py"
 STATE, BUILD, KEPT = "backend/state.py", "backend/build.py", "backend/reference.py"
+OPTIMIZERS, STAGING = "backend/optimizers.py", "backend/staging.py"
 
 NAMED = (
     Fault(
@@ -173,8 +174,8 @@ NAMED = (
     Fault(
         "a skipped step leaves its gradient",
         TORCH,
-        "            self._optimizer.step()\n        self._optimizer.zero_grad(set_to_none=True)",
-        "            self._optimizer.step()\n            self._optimizer.zero_grad(set_to_none=True)",
+        "        self._optimizer.zero_grad(set_to_none=True)",
+        "        if math.isfinite(numbers.result()[0]):\n            self._optimizer.zero_grad(set_to_none=True)",
         (STEPS, SCALE, NARROW),
     ),
     Fault(
@@ -292,25 +293,25 @@ BACKEND = (
     ),
     Fault(
         "norms decay",
-        LOSS,
-        "groups.setdefault((p.ndim >= 2, layout), [])",
-        "groups.setdefault((p.ndim >= 1, layout), [])",
+        OPTIMIZERS,
+        '"decays": p.ndim >= 2,',
+        '"decays": p.ndim >= 1,',
         (FAMILIES,),
         ("sft", "replicate=2"),
     ),
     Fault(
         "AdamW's betas are swapped",
-        LOSS,
-        '(step.beta1, step.beta2)\n        group["weight',
-        '(step.beta2, step.beta1)\n        group["weight',
+        OPTIMIZERS,
+        "(step.beta1, step.beta2)",
+        "(step.beta2, step.beta1)",
         (FAMILIES,),
         ("sft", "replicate=2"),
     ),
     Fault(
         "AdamW keeps its own eps",
-        LOSS,
-        'group["lr"], group["eps"] = step.learning_rate, step.eps',
-        'group["lr"] = step.learning_rate',
+        OPTIMIZERS,
+        'group["lr"], group["eps"] = step.learning_rate * group["rate"], step.eps',
+        'group["lr"] = step.learning_rate * group["rate"]',
         (FAMILIES,),
         ("sft", "replicate=2"),
     ),
@@ -441,9 +442,9 @@ BACKEND = (
 CHECKPOINTS = (
     Fault(
         "a checkpoint changes while it is written",
-        STATE,
-        'return value.detach().to("cpu", copy=True)',
-        'return value.detach().to("cpu")',
+        STAGING,
+        '.detach().to("cpu", copy=True)',
+        '.detach().to("cpu")',
         (STEPS, "tests/distributed/test_resume.py"),
     ),
     Fault(

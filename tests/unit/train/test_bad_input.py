@@ -303,7 +303,12 @@ def make_run_on_two(folder: Path, model: Path, **changes: Any) -> RunDir:
 
 
 @pytest.mark.parametrize(
-    ("parallel", "stopped"), [({"shard": 2}, 0), ({"shard": 2}, 1), ({"replicate": 2, "shard": 1}, 1)]
+    ("parallel", "stopped"),
+    [
+        ({"shard": 2}, 1),
+        pytest.param({"shard": 2}, 0, marks=pytest.mark.slow),
+        pytest.param({"replicate": 2, "shard": 1}, 1, marks=pytest.mark.slow),
+    ],
 )
 def test_a_rank_that_hangs_is_named_when_the_deadline_has_passed(
     tmp_path: Path, tiny_model: Path, parallel: dict[str, int], stopped: int

@@ -335,7 +335,7 @@ def _event_line(event: Mapping[str, Any]) -> Text | None:
         case "reward_failed":
             where = f"{event.get('reason', '')}, for an answer to {event.get('row') or 'a row without a name'}"
             return Text.assemble(("reward failed: ", "bold yellow"), where)
-        case "nccl":
+        case "nccl" | "layout":
             return Text(str(event.get("message", "")))
         case "resumed":
             return Text.assemble(step, "resumed")

@@ -77,6 +77,18 @@ def load_settings(
     return settings
 
 
+def settle_layout(settings: RunConfig, num_ranks: int) -> RunConfig:
+    """`parallel: auto` as it would be chosen here for so many ranks, and why."""
+    if not settings.parallel.auto or settings.parallel.chosen_for(num_ranks):
+        return settings
+    from lockstep.plan.from_config import this_machine
+    from lockstep.train.foresee import choose
+
+    found = choose(settings, cluster=this_machine(settings, num_ranks))
+    echo(found.why, err=True)
+    return found.config
+
+
 def convert_checkpoints(path: Path) -> None:
     """For --allow-pickle. Not while the run's processes write checkpoints of their own."""
     from lockstep.launch.start import is_running

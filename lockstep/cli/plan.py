@@ -76,9 +76,7 @@ def plan(
         found = _search(task, search)
         chosen: RunPlan = found[0]
     else:
-        from lockstep.plan.from_config import layout_of
-
-        found, chosen = [], task.plan(layout_of(settings, cluster))
+        found, chosen = [], _plan_of(settings, task)
     _show(make_console(stderr=as_json), task, chosen, found, page, settings.name, as_json=as_json)
     raise typer.Exit(0 if chosen.fits != "no" else 1)
 
@@ -146,6 +144,18 @@ def _read_rows(config: RunConfig) -> StepRows | None:
         batch, cursor = batches.batch_at(cursor)
         read.append([lengths_of(datum) for datum in batch])
     return measured_rows(config, read, total)
+
+
+def _plan_of(config: RunConfig, task: PlanTask) -> RunPlan:
+    """In the configuration's own layout, or in that which `parallel: auto` would take."""
+    from lockstep.plan.choose import choose_layout
+    from lockstep.plan.from_config import layout_of
+
+    if config.parallel.auto and not config.parallel.chosen_for(task.cluster.num_ranks):
+        found = choose_layout(config, task)
+        echo(found.why, err=True)
+        return found.plan
+    return task.plan(layout_of(config, task.cluster))
 
 
 def _search(task: PlanTask, count: int) -> list[RunPlan]:

@@ -90,7 +90,7 @@ def measure(settings: RunConfig, sizes: Sequence[int], steps: int, out: Path) ->
         train(_short_run(settings, procs, steps), run_dir=folder)
         run = RunDir(folder)
         shutil.rmtree(run.path / "checkpoints", ignore_errors=True)  # every run leaves one at its end
-        results.append(read_size(procs, _layout(settings, procs), run.metrics(), results[0] if results else None))
+        results.append(read_size(procs, _layout(run.config(), procs), run.metrics(), results[0] if results else None))
     return results
 
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.cli.display import LITERAL, borderless_table, make_console, quieten_libraries
+from lockstep.cli.options import settle_layout
 
 if TYPE_CHECKING:
     from lockstep.config import RunConfig
@@ -21,6 +22,7 @@ _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 def simulate_and_show(config: RunConfig, num_ranks: int, *, as_json: bool) -> int:
     """The exit code: 0 if the ranks agree, otherwise 1."""
+    config = settle_layout(config, num_ranks)
     errors = make_console(stderr=True)
     with errors.status("loading") as status:
         from lockstep.verification.simulation import simulate

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.cli.display import LITERAL, borderless_table, make_console, quieten_libraries
-from lockstep.cli.options import Config, Json, Overrides, app, load_settings
+from lockstep.cli.options import Config, Json, Overrides, app, load_settings, settle_layout
 
 if TYPE_CHECKING:
     from lockstep.config import RunConfig
@@ -41,6 +41,7 @@ def verify(config: Config = None, overrides: Overrides = None, layouts: Layouts 
 
 def verify_and_show(config: RunConfig, layouts: str | None, *, as_json: bool) -> int:
     """The exit code: 0 if every layout passed, otherwise 1."""
+    config = settle_layout(config, config.launch.procs)
     errors = make_console(stderr=True)
     with errors.status("loading") as status:
         from lockstep.verification import verify

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 from lockstep.config.algorithm import KINDS, SHORT_KINDS, expand_algorithm
 from lockstep.config.data import PARTS, is_local
 from lockstep.config.launch import LAUNCH_KINDS, expand_launch
+from lockstep.config.parallel import Degrees, expand_parallel
 from lockstep.config.renames import RENAMED_KEYS, rename_keys
 from lockstep.config.schema import ConfigError
 from lockstep.config.sections import RunConfig
@@ -89,6 +90,7 @@ def resolve_config(
         places[".".join(parts)] = f"override {override!r}"
     _use_current_names(changes, source, places)
     _leave_kind(tree, changes)
+    _leave_auto(tree, changes)
     merge_settings(tree, changes)
     return validate_config(tree, source=source, places=places)
 
@@ -245,7 +247,10 @@ def _shorten(text: str) -> str:
 
 
 def _expand_short_forms(tree: dict[str, object]) -> None:
-    """`model: NAME` is short for `model: {path: NAME}`, `lora: true` for `lora: {}`, `algorithm: dpo` for its kind."""
+    """`model: NAME` is short for `model: {path: NAME}`, `lora: true` for `lora: {}`, `algorithm: dpo` for its kind,
+    `parallel: auto` for a layout that is yet to be chosen."""
+    if "parallel" in tree:
+        tree["parallel"] = expand_parallel(tree["parallel"])
     if isinstance(tree.get("algorithm"), str):
         tree["algorithm"] = {"kind": tree["algorithm"]}
     if isinstance(tree.get("model"), str):
@@ -278,6 +283,15 @@ def _leave_kind(tree: dict[str, object], changes: Mapping[str, object]) -> None:
     if before is not None and after is not None and before is not after:
         for key in before.model_fields.keys() - after.model_fields.keys():
             launch.pop(key, None)
+
+
+def _leave_auto(tree: Mapping[str, object], changes: Mapping[str, object]) -> None:
+    """`parallel.tensor=2` in an override: who gives a degree no longer has the layout chosen."""
+    parallel, change = tree.get("parallel"), changes.get("parallel")
+    if not (isinstance(parallel, dict) and isinstance(change, dict)):
+        return
+    if parallel.get("auto") and "auto" not in change and change.keys() & set(Degrees._fields):
+        change["auto"] = False
 
 
 def _resolve_paths(tree: dict[str, object], directory: Path) -> None:

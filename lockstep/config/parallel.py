@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, model_validator
@@ -64,11 +65,15 @@ class Degrees(NamedTuple):
 
 
 ONE_RANK = Degrees()
+_NOT_CHOSEN = {**ONE_RANK._asdict(), "shard": "auto"}
 
 
 class ParallelConfig(Section):
     backend: Literal["torch", "deepspeed"] = "torch"
     """deepspeed: ZeRO over all ranks instead of the axes below. Needs lockstep[deepspeed]."""
+    auto: bool = False
+    """parallel: auto is short for this: of all layouts that the model and the ranks allow, the run takes the one with
+    the fastest step by its plan (docs/plan.md) when it starts, and keeps it as long as the number of ranks stays."""
     replicate: Degree = 1
     """Copies of the whole model that share each batch (DDP)."""
     shard: Degree | Literal["machine"] = "auto"
@@ -103,6 +108,7 @@ class ParallelConfig(Section):
     @classmethod
     def _expand_strategy(cls, section: object) -> object:
         """`shard: grad_op` is short for what it means."""
+        section = expand_parallel(section)
         if not isinstance(section, dict) or not isinstance(section.get("shard"), str):
             return section
         name = _OLDER_NAMES.get(section["shard"], section["shard"])
@@ -112,6 +118,8 @@ class ParallelConfig(Section):
     def _consistent(self) -> ParallelConfig:
         if self.replicate == "auto" and self.shard == "auto":
             raise ValueError("replicate and shard cannot both be auto: give one of them a number")
+        if self.auto:
+            self._check_auto()
         if self.backend == "torch" and (self.zero_stage or self.deepspeed_config):
             raise ValueError("zero_stage and deepspeed_config are for backend deepspeed: set it, or remove them")
         if self.backend == "deepspeed" and self.tensor * self.pipeline * self.context * self.expert > 1:
@@ -125,8 +133,22 @@ class ParallelConfig(Section):
             )
         return self
 
+    def _check_auto(self) -> None:
+        if self.backend == "deepspeed":
+            raise ValueError("auto is for backend torch: ZeRO is over all ranks in any case")
+        given = [axis for axis, size in _NOT_CHOSEN.items() if getattr(self, axis) != size]
+        if given and not (isinstance(self.shard, int) and isinstance(self.replicate, int)):
+            raise ValueError(f"auto chooses the layout: leave {', '.join(given)} out, or set auto to false")
+
+    def chosen_for(self, num_ranks: int) -> bool:
+        """Whether the degrees of `auto` were found for so many ranks."""
+        sizes = (self.replicate, self.shard, self.tensor, self.pipeline, self.context)
+        return self.auto and math.prod(size if isinstance(size, int) else 0 for size in sizes) == num_ranks
+
     def degrees(self, num_ranks: int, ranks_per_machine: int | None = None) -> Degrees:
-        """The size of every axis, or an error that shows the arithmetic."""
+        """The size of every axis, or an error that shows the arithmetic. Of `auto` before it is chosen: all shard."""
+        if self.auto and not self.chosen_for(num_ranks):
+            return Degrees(shard=num_ranks)
         rest = max(num_ranks // (self.tensor * self.pipeline * self.context), 1)
         fixed_shard = (ranks_per_machine or num_ranks) if self.shard == "machine" else self.shard
         if self.shard == "machine":
@@ -154,3 +176,8 @@ class ParallelConfig(Section):
                 "share the experts: change one of them, or launch.procs (--procs)"
             )
         return found
+
+
+def expand_parallel(section: object) -> object:
+    """`parallel: auto`, also over a layout that was chosen before: it is chosen again."""
+    return {"auto": True, "keep_parameters": False, **_NOT_CHOSEN} if section == "auto" else section

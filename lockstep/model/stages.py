@@ -67,7 +67,7 @@ class Stage(nn.Module):
 def keep_layers(policy: Policy, kept: Sequence[range], num_layers: int) -> None:
     """Keep only these layers on this rank, with the embedding for the first stage and the head for the last."""
     causal = causal_lm(policy.model)
-    base, names = causal.base_model, _names(causal)
+    base, names = causal.base_model, pipeline_names(causal)
     tied = _is_tied(causal)
     mine = {i for layers in kept for i in layers}
     layers = getattr(base, names["layers"])
@@ -85,7 +85,7 @@ def keep_layers(policy: Policy, kept: Sequence[range], num_layers: int) -> None:
 def layer_costs(policy: Policy) -> tuple[list[float], float]:
     """(of each layer, of the head), in parameters, to which the compute per token is proportional."""
     causal = causal_lm(policy.model)
-    layers = getattr(causal.base_model, _names(causal)["layers"])
+    layers = getattr(causal.base_model, pipeline_names(causal)["layers"])
     costs = [float(sum(sizes_of(layer).values())) for layer in layers]
     return costs, float(causal.get_output_embeddings().weight.numel())
 
@@ -94,7 +94,7 @@ def head_alone(policy: Policy) -> PreTrainedModel:
     """The model with every layer passed through: its head, and what it does to logits after that."""
     causal = causal_lm(policy.model)
     alone = copy.copy(causal)
-    num_layers = len(getattr(causal.base_model, _names(causal)["layers"]))
+    num_layers = len(getattr(causal.base_model, pipeline_names(causal)["layers"]))
     alone._modules = {**causal._modules, causal.base_model_prefix: _body_of(policy, range(0), num_layers)}
     return alone
 
@@ -103,7 +103,7 @@ def head_alone(policy: Policy) -> PreTrainedModel:
 def check_divisible(policy: Policy) -> None:
     """With every layer passed through, the model must return its input: nothing happens between layers."""
     causal = causal_lm(policy.model)
-    names = _names(causal)
+    names = pipeline_names(causal)
     body = _body_of(policy, range(0), len(getattr(causal.base_model, names["layers"])))
     device = next(p.device for p in causal.parameters())
     size = causal.config.get_text_config().hidden_size
@@ -124,7 +124,7 @@ def check_divisible(policy: Policy) -> None:
 def _body_of(policy: Policy, layers: range, num_layers: int) -> nn.Module:
     """The model without its head, sharing modules, with pass-throughs for all that is not in `layers`."""
     causal = causal_lm(policy.model)
-    base, names = causal.base_model, _names(causal)
+    base, names = causal.base_model, pipeline_names(causal)
     body = copy.copy(base)
     body._modules = dict(base._modules)
     own = getattr(base, names["layers"])
@@ -144,7 +144,7 @@ def _is_tied(causal: PreTrainedModel) -> bool:
     return head is not None and head is embedding
 
 
-def _names(causal: PreTrainedModel) -> dict[str, str]:
+def pipeline_names(causal: PreTrainedModel) -> dict[str, str]:
     """Attribute names of embedding, layers and final norm, from the model's own plan."""
     plan = getattr(causal, "_pp_plan", None) or {}
     prefix = causal.base_model_prefix + "."

@@ -10,7 +10,7 @@ import resource
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -106,32 +106,41 @@ def choose_device(wanted: str = "auto") -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def join(device: torch.device, degrees: Degrees, *, timeout_s: float = 600.0) -> ProcessGroup:
-    """Join the other processes (torchrun's environment), with a deadline on every later collective. All ranks."""
+def meet(device: torch.device, *, timeout_s: float = 600.0) -> ProcessGroup:
+    """Meet the other processes (torchrun's environment), with a deadline on every later collective. They have no layout
+    yet, and can agree on one: see `join`. All ranks."""
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if num_ranks == 1:
         return ProcessGroup(rank, 1, device)
-    timeout = timedelta(seconds=timeout_s)
     if not dist.is_initialized():
         started = time.monotonic()
         try:
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=timeout)
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
         except dist.DistStoreError as error:
             waited = time.monotonic() - started
             raise TimeoutError(
                 f"rank {rank} waited {waited:.0f} s at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} "
                 f"for all {num_ranks} ranks to join, and they did not: is every process started?"
             ) from error
+    return ProcessGroup(rank, num_ranks, device)
+
+
+def join(device: torch.device, degrees: Degrees, *, timeout_s: float = 600.0) -> ProcessGroup:
+    """Meet the other processes, and take this one's place in the layout. All ranks."""
+    group = meet(device, timeout_s=timeout_s)
+    if group.num_ranks == 1:
+        return group
+    timeout = timedelta(seconds=timeout_s)
     mesh, expert_mesh = make_meshes(device, degrees)
     for part in (mesh, expert_mesh):
         for process_group in part.get_all_groups() if part is not None else ():
             # A mesh gives its groups torch's default deadline; there is no public way to pass ours (torch 2.13).
             dist.distributed_c10d._set_pg_timeout(timeout, process_group)
     background = dist.new_group(backend="gloo", timeout=timeout)
-    return ProcessGroup(rank, num_ranks, device, degrees, mesh, background, expert_mesh=expert_mesh)
+    return replace(group, degrees=degrees, mesh=mesh, background=background, expert_mesh=expert_mesh)
 
 
 def make_meshes(device: torch.device, degrees: Degrees) -> tuple[DeviceMesh, DeviceMesh | None]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 WIDTHS = ("whole", "split")
@@ -124,6 +124,8 @@ class ModelDescription:
     rest_saved: float = 0.0
     """Bytes for each token that embedding, final norm and positions save, and the hidden states that the head reads."""
     rest_operations: float = 0.0
+    refuses: dict[str, str] = field(default_factory=dict)
+    """Axes over which this model cannot be split, and why not."""
 
     @property
     def parameters(self) -> int:

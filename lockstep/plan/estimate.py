@@ -175,6 +175,9 @@ def check_layout(model: ModelDescription, layout: RankLayout, cluster: GpuCluste
             f"the layout {layout} has {degrees.num_ranks} ranks, and {cluster.name} has {cluster.num_ranks} GPUs: "
             "change parallel, launch.procs or --on"
         )
+    for axis, reason in model.refuses.items():
+        if getattr(degrees, axis) > 1:
+            raise ConfigError(f"{reason}: set parallel.{axis} to 1")
     for kind in model.kinds:
         if kind.attention is None:
             continue

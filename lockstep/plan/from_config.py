@@ -16,7 +16,7 @@ from lockstep.plan.search import PlanTask
 from lockstep.plan.work import Options, RankLayout, Sampling, StepRows
 from lockstep.rundir import write_atomically
 
-_FORMAT = 1  # of descriptions on disk: count up when what is counted changes
+_FORMAT = 2  # of descriptions on disk: count up when what is counted changes
 _UNKNOWN_SOURCE = "no entry in the table of devices: its rates are a guess"
 
 
@@ -177,15 +177,18 @@ def _sampled_rows(config: RunConfig, algorithm: GrpoConfig) -> StepRows:
 # --- this machine -----------------------------------------------------------------------------------------------------
 
 
-def this_machine(config: RunConfig) -> GpuCluster:
-    """What the run would start on: the GPUs that torch sees here, with a calibration if there is one; or CPUs."""
+def this_machine(config: RunConfig, num_ranks: int | None = None, per_node: int | None = None) -> GpuCluster:
+    """What the run would start on: the GPUs that torch sees here, with a calibration if there is one; or CPUs.
+
+    `num_ranks`, `per_node`: as they are, where the run has started; otherwise as launch says.
+    """
     import torch
 
     from lockstep.parallel.group import choose_device
 
     place = choose_device(config.launch.device)
-    procs = config.launch.procs
-    nodes = getattr(config.launch, "nodes", 1)
+    procs = num_ranks or config.launch.procs
+    nodes = getattr(config.launch, "nodes", 1) if per_node is None else max(procs // per_node, 1)
     if place.type != "cuda":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30 / max(procs // nodes, 1)
         host = Device("cpu", memory, 1e11, 2e10, 2e9, 3e10, "one core of a server, roughly")

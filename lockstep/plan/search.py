@@ -42,15 +42,16 @@ class PlanTask:
 def legal_layouts(task: PlanTask) -> Iterator[RankLayout]:
     """Every way to place all GPUs on the axes that the model and the machines allow."""
     total, per_node = task.cluster.num_ranks, task.cluster.per_node
-    for tensor in _divisors(total):
+    refuses = task.model.refuses
+    for tensor in _divisors(total) if "tensor" not in refuses else [1]:
         if tensor > per_node or not _heads_divide(task.model, tensor):
             continue
-        for context in _divisors(total // tensor):
+        for context in _divisors(total // tensor) if "context" not in refuses else [1]:
             if context > 8 or tensor * context > per_node or not _heads_divide(task.model, tensor, context):
                 continue
             for pipeline in _divisors(total // tensor // context):
                 stages = len(task.model.layers)
-                if pipeline > min(stages, 16) or (pipeline > 1 and not task.pipelines):
+                if pipeline > min(stages, 16) or (pipeline > 1 and not (task.pipelines and "pipeline" not in refuses)):
                     continue
                 yield from _data_layouts(task, tensor, context, pipeline)
 
@@ -97,10 +98,10 @@ def search(task: PlanTask, *, exhaustive: bool = False) -> list[RunPlan]:
         plans = list(_tries(task, layout, exhaustive=exhaustive))
         if plans:
             found.append(min(plans, key=lambda plan: plan.time.total))
-    return sorted(found, key=_rank)
+    return sorted(found, key=rank_plan)
 
 
-def _rank(plan: RunPlan) -> tuple[float, int]:
+def rank_plan(plan: RunPlan) -> tuple[float, int]:
     degrees = plan.layout.degrees
     axes = sum(size > 1 for size in degrees[:5])
     return plan.time.total * (1 + _ROOM * axes / 5), axes

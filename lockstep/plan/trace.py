@@ -10,7 +10,7 @@ import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,9 +22,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lockstep.backend.build import EXPENSIVE, recomputed, settle_dtypes
 from lockstep.config import ConfigError, RunConfig
+from lockstep.model.experts import expert_parameters, split_problem
 from lockstep.model.load import DTYPES, build_model
 from lockstep.model.lora import speed_up_eager
 from lockstep.model.policy import PackedTokens, Policy, causal_lm, decoder_layers, headless, tensor_plan
+from lockstep.model.quantised_layers import QuantisedLinear
+from lockstep.model.stages import pipeline_names
 from lockstep.plan.description import (
     LayerCosts,
     LayerKind,
@@ -43,6 +46,8 @@ class _Call:
     hidden: Tensor
     arguments: tuple[Any, ...]
     options: dict[str, Any]
+    follows: bool = True
+    """Whether the hidden states are what the layer before, or the embedding, has returned."""
 
 
 def describe_model(config: RunConfig, precision: str, *, compiled: bool) -> ModelDescription:
@@ -87,7 +92,38 @@ def describe_model(config: RunConfig, precision: str, *, compiled: bool) -> Mode
         buffers=sum(b.nbytes for b in model.buffers()),
         rest_saved=rest_saved,
         rest_operations=rest_operations,
+        refuses=_refused_axes(policy, calls),
     )
+
+
+def _refused_axes(policy: Policy, calls: Sequence[_Call]) -> dict[str, str]:
+    """As backend/build.py refuses them, as far as that shows without weights."""
+    causal = causal_lm(policy.model)
+    found: dict[str, str] = {}
+    problem = next(filter(None, (split_problem(m) for m in policy.modules() if expert_parameters(m))), "")
+    if any(isinstance(module, QuantisedLinear) for module in policy.modules()):
+        found["tensor"] = "quantised matrices are not split over ranks"
+    elif not isinstance(causal.get_output_embeddings(), nn.Linear):
+        found["tensor"] = "an output head with an adapter is not split over ranks"
+    elif any("magnitude" in name for name, _ in policy.named_parameters()):
+        found["tensor"] = "DoRA adapters cannot be split over ranks"
+    elif problem:
+        found["tensor"] = problem
+    else:
+        try:
+            tensor_plan(policy.model)
+        except ValueError as error:
+            found["tensor"] = str(error)
+    if policy.mixers.parts or not policy.attends_packed:
+        found["context"] = f"{type(causal).__name__} needs all tokens of a document on one rank"
+    try:
+        pipeline_names(causal)
+    except ValueError as error:
+        found["pipeline"] = str(error)
+    else:
+        if any(not call.follows for call in calls):
+            found["pipeline"] = f"{type(causal).__name__} changes hidden states outside its layers"
+    return found
 
 
 # --- parameters -------------------------------------------------------------------------------------------------------
@@ -159,11 +195,16 @@ def _trace_rest(policy: Policy, layers: Sequence[nn.Module]) -> tuple[list[_Call
     """
     calls: dict[int, _Call] = {}
     own = [layer.__dict__.get("forward") for layer in layers]
+    last: list[Tensor] = []  # what the embedding, or the layer before, has returned
 
     def record(number: int, hidden: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        calls[number] = _Call(hidden, arguments, options)
+        calls[number] = _Call(hidden, arguments, options, follows=bool(last) and hidden is last[-1])
         # A layer's output needs a gradient, also where everything before it is frozen.
-        return hidden if hidden.requires_grad else hidden.detach().requires_grad_()
+        last.append(hidden if hidden.requires_grad else hidden.detach().requires_grad_())
+        return last[-1]
+
+    embedding = causal_lm(policy.model).get_input_embeddings()
+    hook = embedding.register_forward_hook(lambda module, given, returned: last.append(returned))
 
     for number, layer in enumerate(layers):
         layer.forward = partial(record, number)
@@ -189,6 +230,7 @@ def _trace_rest(policy: Policy, layers: Sequence[nn.Module]) -> tuple[list[_Call
             f"no plan for {name}: its forward pass cannot be traced without weights ({_first_line(error)})"
         ) from error
     finally:
+        hook.remove()
         for layer, forward in zip(layers, own, strict=True):
             del layer.forward
             if forward is not None:
@@ -204,7 +246,7 @@ def _on_meta(call: _Call) -> _Call:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
     hidden, arguments, options = tree_map_only(Tensor, plain, (call.hidden, call.arguments, call.options))
-    return _Call(hidden, arguments, options)
+    return replace(call, hidden=hidden, arguments=arguments, options=options)
 
 
 def _trace_kind(

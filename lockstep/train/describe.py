@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +23,7 @@ from lockstep.model.load import (
 from lockstep.model.parts import Part, describe_parts, measure_parts
 from lockstep.parallel.group import choose_device
 from lockstep.train import grpo
+from lockstep.train.foresee import choose
 from lockstep.train.preference_data import (
     RowsToLearn,
     computed_lengths,
@@ -33,6 +34,7 @@ from lockstep.train.preference_data import (
 from lockstep.train.prepare import check_data, check_reference_model
 from lockstep.train.reference import plan_reference
 from lockstep.train.schedule import num_steps
+from lockstep.types import Datum
 
 if TYPE_CHECKING:
     from lockstep.backend.deepspeed.backend import DeepSpeedBackend
@@ -44,7 +46,6 @@ def describe(config: RunConfig, on_progress: Callable[[CompileProgress], None] |
     check_model_source(config.model)
     choose_device(config.launch.device)
     num_ranks = config.launch.procs
-    degrees = config.parallel.degrees(num_ranks)
     check_trainable(config.model)
     architecture = load_hf_config(config.model)
     tokenizer = load_run_tokenizer(config)
@@ -57,10 +58,9 @@ def describe(config: RunConfig, on_progress: Callable[[CompileProgress], None] |
         + (f", base {config.model.base_format}" if config.model.base_format else ""),
         "ranks": num_ranks,
         "trained": describe_parts(_parts_of(config)),
-        "layout": degrees.name,
     }
     if config.algorithm.kind == "grpo":
-        return about | grpo.describe(config, tokenizer)
+        return about | _layout_of(config, None)[1] | grpo.describe(config, tokenizer)
     data = compile_data(
         config.data,
         tokenizer,
@@ -71,6 +71,8 @@ def describe(config: RunConfig, on_progress: Callable[[CompileProgress], None] |
     )
     check_data(config, data, num_ranks)
     rows = rows_to_learn(config, data)
+    config, layout = _layout_of(config, rows.train, has_images=data.has_images)
+    degrees = config.parallel.degrees(num_ranks)
     batches = Batches(rows.train, config.batch, seed=config.seed, shuffle=config.data.shuffle)
     batch, _ = batches.batch_at(0)
     lengths = computed_lengths(batch, config.batch.micro_batch_tokens)
@@ -79,7 +81,7 @@ def describe(config: RunConfig, on_progress: Callable[[CompileProgress], None] |
     if config.algorithm.kind != "sft":
         saved = 1 - sum(lengths) / count_padded_tokens(batch)
         preference = {"reference": str(plan_reference(config, rows.train)), "padding_saved": f"{saved:.0%}"}
-    return about | {
+    return (about | layout) | {
         "steps": num_steps(config, batches),
         "samples": len(batch),
         "tokens": sum(lengths),
@@ -96,6 +98,17 @@ def describe(config: RunConfig, on_progress: Callable[[CompileProgress], None] |
         "answers_cut": data.report.totals.answers_cut,
         "warnings": [*data.report.warnings(), *row_warnings(config, data)],
     }
+
+
+def _layout_of(
+    config: RunConfig, rows: Sequence[Datum] | None, *, has_images: bool = False
+) -> tuple[RunConfig, dict[str, str]]:
+    """The configuration with the layout that it would have here, and what is said of that."""
+    num_ranks = config.launch.procs
+    if config.parallel.auto and not config.parallel.chosen_for(num_ranks):
+        found = choose(config, rows, has_images=has_images)
+        return found.config, {"layout": found.why}
+    return config, {"layout": config.parallel.degrees(num_ranks).name}
 
 
 def _parts_of(config: RunConfig) -> dict[str, Part]:

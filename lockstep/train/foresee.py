@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
-from lockstep.config import ConfigError, GrpoConfig, RunConfig
+from lockstep.config import ConfigError, GrpoConfig, RunConfig, parse_config
 from lockstep.data.order import Batches
-from lockstep.parallel.group import ProcessGroup
+from lockstep.parallel.group import ProcessGroup, choose_device, meet
+from lockstep.plan.choose import ChosenLayout, choose_layout
 from lockstep.plan.estimate import RunPlan
 from lockstep.plan.from_config import TextLengths, assumed_rows, layout_of, measured_rows, task_of, this_machine
 from lockstep.plan.hardware import GpuCluster
@@ -17,6 +19,53 @@ from lockstep.train.schedule import num_steps
 from lockstep.types import Datum
 
 _NUM_BATCHES = 8  # of the data, from which the rows of a step are known
+
+
+def settle_layout(config: RunConfig, run: RunDir, rows: Sequence[Any], *, has_images: bool = False) -> RunConfig:
+    """`parallel: auto` in numbers, which the run directory keeps: a run that goes on with as many ranks has the same
+    layout. Any other configuration is returned as it is. All ranks."""
+    if not config.parallel.auto:
+        return config
+    group = meet(choose_device(config.launch.device), timeout_s=config.launch.timeout_s)
+    # Rank 0 decides, and the others do as it says: what they read may be older, or their machine another.
+    text = _settle(config, run, rows, has_images).to_yaml() if run.owner else None
+    return parse_config(group.broadcast_object(text), source="the layout that rank 0 chose", directory=run.path)
+
+
+def _settle(config: RunConfig, run: RunDir, rows: Sequence[Any], has_images: bool) -> RunConfig:
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if config.parallel.chosen_for(num_ranks):
+        return config
+    run.write_status(phase="choosing a layout")
+    try:
+        found = choose(config, rows, _machine(config), has_images=has_images)
+    except Exception as error:  # what has no plan still trains, in the layout that is usual
+        usual = config.parallel.model_copy(update=config.parallel.degrees(num_ranks)._asdict())
+        run.log_event("layout", message=f"parallel auto: {usual.degrees(num_ranks).name}, as there is no plan: {error}")
+        settled = config.model_copy(update={"parallel": usual})
+    else:
+        run.log_event("layout", message=found.why)
+        settled = found.config
+    run.write_status(layout=settled.parallel.degrees(num_ranks).name)
+    run.add_config(settled)
+    return settled
+
+
+def choose(
+    config: RunConfig, rows: Sequence[Any] | None = None, cluster: GpuCluster | None = None, *, has_images: bool = False
+) -> ChosenLayout:
+    """What `parallel: auto` takes. `rows`: None where they are not known; `cluster`: None for this machine."""
+    task = task_of(
+        config, cluster or this_machine(config), assumed_rows(config) if rows is None else _rows(config, rows)
+    )
+    return choose_layout(config, task, has_images=has_images, num_rows=None if rows is None else len(rows))
+
+
+def _machine(config: RunConfig) -> GpuCluster:
+    """With the ranks that there are."""
+    return this_machine(
+        config, int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None
+    )
 
 
 def foresee(config: RunConfig, group: ProcessGroup, run: RunDir, rows: Sequence[Datum]) -> RunConfig:
@@ -34,7 +83,7 @@ def foresee(config: RunConfig, group: ProcessGroup, run: RunDir, rows: Sequence[
 def _look(config: RunConfig, run: RunDir, rows: Sequence[Datum]) -> dict[str, Any]:
     run.write_status(phase="planning memory and time")
     try:
-        return judge(config, this_machine(config), run, rows)
+        return judge(config, _machine(config), run, rows)
     except Exception as error:  # a model or a layout that has no plan still trains, whatever the planner makes of it
         run.log_event("plan", message=f"no plan: {error}")
         return {"refused": None, "budget": config.batch.micro_batch_tokens}

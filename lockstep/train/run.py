@@ -46,7 +46,7 @@ from lockstep.rundir import Checkpoint, PhaseClock, RunDir
 from lockstep.train import dpo, grpo, sft
 from lockstep.train.checkpoints import Checkpoints, Progress
 from lockstep.train.describe import check_positions, describe_cost
-from lockstep.train.foresee import foresee
+from lockstep.train.foresee import foresee, settle_layout
 from lockstep.train.preference_data import (
     RowsToLearn,
 )
@@ -85,6 +85,7 @@ def run(run_dir: Path, asked_to_stop: Callable[[], bool] = lambda: False) -> Non
     tokenizer = load_run_tokenizer(config)
     check_reference_model(config, tokenizer)
     data, rows, images = prepare_rows(config, tokenizer, run, num_ranks)
+    config = settle_layout(config, run, rows.train, has_images=images is not None)
     reference = plan_reference(config, rows.train)
     if config.algorithm.kind != "sft":
         run.log_event("reference", kind=reference.kind, why=reference.why)

@@ -14,6 +14,7 @@ from lockstep.config.parallel import Degrees
 
 _STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 2}
 _OWN = "own"
+_NOT_HERE = ("compression", "auto")  # settings that name no layout
 _MOST_FOR_OWN = 8  # processes: the configuration's own layout may overload a small machine for a few seconds
 # The default set, in the order in which it is shown; of it, what fits.
 _USUAL = (
@@ -109,8 +110,8 @@ def _parse(text: str, config: RunConfig) -> Layout:
     settings: dict[str, Any] = {"shard": 1}
     for setting in text.split(","):
         key, equals, value = setting.partition("=")
-        if not equals or key.strip() not in ParallelConfig.model_fields or key.strip() == "compression":
-            known = ", ".join(key for key in ParallelConfig.model_fields if key != "compression")
+        if not equals or key.strip() not in ParallelConfig.model_fields or key.strip() in _NOT_HERE:
+            known = ", ".join(key for key in ParallelConfig.model_fields if key not in _NOT_HERE)
             raise ConfigError(f"--layouts: {setting.strip()!r} is not understood: write KEY=VALUE, of {known}")
         settings[key.strip()] = yaml.safe_load(value)
     for axis in Degrees._fields:
@@ -127,7 +128,7 @@ def _parse(text: str, config: RunConfig) -> Layout:
 def own_layout(config: RunConfig) -> Layout:
     """What the configuration itself asks for. Gradients are not compressed: that changes the numbers by design."""
     degrees = config.parallel.degrees(config.launch.procs)
-    return Layout(config.parallel.model_copy(update={**degrees._asdict(), "compression": "none"}))
+    return Layout(config.parallel.model_copy(update={**degrees._asdict(), "compression": "none", "auto": False}))
 
 
 def num_processes() -> int:

@@ -321,6 +321,12 @@ def test_tokens_may_replace_samples():
     assert (config.batch.samples, config.batch.tokens) == (None, 8192)
 
 
+def test_a_layout_is_chosen_by_provider_config():
+    wanted = {"efficiency_config": {"fsdp_cpu_offload": True}}
+    parallel = settled(fine_tune(wanted, provider_config={"parallel": "auto", "launch": {"procs": 2}})).parallel
+    assert (parallel.auto, parallel.offload) == (True, True)
+
+
 def test_adapters_for_preferences_come_by_provider_config():
     assert settled(prefer({"beta": 0.1}, provider_config={"lora": True})).lora is not None
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from lockstep.config.loading import merge_settings
+from lockstep.config.parallel import expand_parallel
 from lockstep.service.errors import ServiceError
 from lockstep.service.llama_stack.schemas import (
     DPOAlignmentConfig,
@@ -227,6 +228,8 @@ def _finish(
     _map_efficiency(draft, config.efficiency_config)
     _map_logging(draft, request.logger_config or {})
     job = _read_job_settings(draft.overrides.pop("job", {}))
+    if "parallel" in draft.overrides:  # a word for a section must not replace what the request says in it
+        draft.overrides["parallel"] = expand_parallel(draft.overrides["parallel"])
     merge_settings(draft.tree, draft.overrides)
     return MappedJob(draft.tree, tuple(draft.warnings), epoch_steps, **job)
 

@@ -23,6 +23,7 @@ from lockstep.model.experts import (
     compute_experts_exactly,
     divide_experts,
     expert_parameters,
+    held_in_nf4,
     is_divided,
     split_problem,
     stacked_parameters,
@@ -221,7 +222,7 @@ def split_experts(policy: Policy, group: ProcessGroup) -> set[nn.Module]:
 
 def split_tensors(policy: Policy, group: ProcessGroup) -> None:
     assert group.mesh is not None
-    if any(isinstance(module, QuantisedLinear) for module in policy.modules()):
+    if any(isinstance(module, QuantisedLinear) or held_in_nf4(module) for module in policy.modules()):
         raise ValueError("quantised matrices are not split over ranks: set parallel.tensor to 1")
     if not isinstance(causal_lm(policy.model).get_output_embeddings(), nn.Linear):
         raise ValueError("an output head with an adapter is not split over ranks: set parallel.tensor to 1")
@@ -328,6 +329,7 @@ def recomputed(forward: Callable[..., object], policy: Policy, *, selective: boo
 # Expensive to recompute: matrix products and attention.
 EXPENSIVE = {
     *PRODUCTS,
+    torch.ops.lockstep.nf4_grouped_product.default,
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,

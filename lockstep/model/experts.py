@@ -1,5 +1,5 @@
-"""What models with experts need beyond others: products of tokens with their own expert's matrices, also with adapters
-on them and in float64; and routing without noise."""
+"""What models with experts need beyond others: each token computed by its own experts, also with adapters on them, held
+in NF4 or divided over ranks; and routing without noise."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
+
+from lockstep.model.grouped_product import Nf4Stack, grouped_product, nf4_stack_product
 
 
 def compute_experts_exactly(causal: Any, dtype: torch.dtype) -> None:
@@ -40,7 +40,7 @@ def expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def follows_transformers(experts: nn.Module) -> bool:
     """Whether transformers may compute these experts in another way than their own code: so may `compute_experts`."""
-    return hasattr(experts, "_is_expert_parallel") and hasattr(experts, "_apply_gate")
+    return hasattr(experts, "is_transposed") and hasattr(experts, "_apply_gate")
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,12 @@ def split_problem(experts: nn.Module) -> str:
     name = type(experts).__name__
     if not follows_transformers(experts):
         return f"{name} is computed by the model's own code, which needs all experts"
-    return f"{name} has a norm that its experts share" if experts.has_post_expert_norm else ""
+    return f"{name} has a norm that its experts share" if _has_norm(experts) else ""
+
+
+def _has_norm(experts: nn.Module) -> bool:
+    """In transformers 5.17 no experts have one, and none say so."""
+    return bool(getattr(experts, "has_post_expert_norm", False))
 
 
 def stacked_parameters(experts: nn.Module) -> list[str]:
@@ -96,10 +101,62 @@ def divide_experts(experts: Any, split: SplitExperts) -> None:
         return compute_split_experts(experts, split, hidden, chosen, weights, adapters or {})
 
     experts.forward = torch.compiler.disable(forward)  # how many rows go where is known only on the way
+    experts.is_divided = True
 
 
 def is_divided(experts: nn.Module) -> bool:
-    return "forward" in vars(experts)
+    return "is_divided" in vars(experts)
+
+
+# --- experts held in NF4 ----------------------------------------------------------------------------------------------
+
+_BLOCKS, _SCALES = "_nf4_blocks", "_nf4_scales"  # ends of parameters' names, beside the codes' own
+
+
+def held_in_nf4(experts: nn.Module) -> list[str]:
+    """The names of stacked matrices whose parameter holds codes."""
+    return [name.removesuffix(_BLOCKS) for name, _ in experts.named_parameters(recurse=False) if name.endswith(_BLOCKS)]
+
+
+def hold_in_nf4(experts: Any, stacks: Mapping[str, Nf4Stack]) -> None:
+    """From here on the parameters of these names hold codes, and two more stand beside each. In place."""
+    for name, stack in stacks.items():
+        for key, part in zip((name, name + _BLOCKS, name + _SCALES), stack, strict=True):
+            experts.register_parameter(key, nn.Parameter(part, requires_grad=False))
+
+    def forward(hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return compute_experts(experts, hidden, chosen, weights, {})
+
+    experts.forward = forward
+
+
+def restore_plain(experts: Any, dtype: torch.dtype) -> None:
+    """Back to the model's own computation, with the matrices that the codes stand for. In place."""
+    for name in held_in_nf4(experts):
+        stack = nf4_stack(experts, name)
+        assert stack is not None
+        matrices = torch.stack([stack.expert(number) for number in range(len(stack.codes))]).to(dtype)
+        experts.register_parameter(name, nn.Parameter(matrices, requires_grad=False))
+        for end in (_BLOCKS, _SCALES):
+            delattr(experts, name + end)
+    del experts.forward
+
+
+def nf4_sizes(experts: nn.Module) -> dict[int, int]:
+    """By id of each parameter that is a part of matrices in NF4: how many weights it holds."""
+    sizes: dict[int, int] = {}
+    for name in held_in_nf4(experts):
+        codes, *others = (getattr(experts, key) for key in (name, name + _BLOCKS, name + _SCALES))
+        sizes |= {id(codes): 2 * codes.numel(), **{id(other): 0 for other in others}}
+    return sizes
+
+
+def nf4_stack(experts: Any, name: str, split: SplitExperts | None = None) -> Nf4Stack | None:
+    """None: these matrices are plain ones."""
+    if not hasattr(experts, name + _BLOCKS):
+        return None
+    parts = [getattr(experts, key) for key in (name, name + _BLOCKS, name + _SCALES)]
+    return Nf4Stack(*(parts if split is None else map(split.local, parts)))
 
 
 Adapters = Mapping[str, ExpertAdapter]
@@ -156,8 +213,11 @@ def _apply_matrices(
         return getattr(experts, name) if split is None else split.local(getattr(experts, name))
 
     def product(name: str, x: Tensor) -> Tensor:
-        matrices = held(name)
-        y = grouped_product(x, matrices if experts.is_transposed else matrices.transpose(-2, -1), ends)
+        if (stack := nf4_stack(experts, name, split)) is not None:
+            y = nf4_stack_product(x, stack, ends, turned=not experts.is_transposed)
+        else:
+            matrices = held(name)
+            y = grouped_product(x, matrices if experts.is_transposed else matrices.transpose(-2, -1), ends)
         if experts.has_bias:
             y = y + held(f"{name}_bias")[expert]
         adapter = adapters.get(name)
@@ -172,55 +232,4 @@ def _apply_matrices(
         else experts.act_fn(product("up_proj", rows))
     )
     outer = product("down_proj", inner)
-    return experts.post_expert_norm(outer) if experts.has_post_expert_norm else outer
-
-
-def grouped_product(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """[S, out]: rows of `x` [S, in] times the one of `matrices` [experts, in, out] whose rows `ends` [experts] ends."""
-    if _takes_grouped_mm(x, matrices):
-        return F.grouped_mm(x.to(matrices.dtype), matrices, offs=ends)
-    return _GroupedProduct.apply(x.to(matrices.dtype), matrices, ends)
-
-
-def _takes_grouped_mm(x: Tensor, matrices: Tensor) -> bool:
-    """torch's kernel has no float64 (torch 2.13), wants rows of whole 16 bytes, and compiles in bf16 alone."""
-    if matrices.dtype == torch.float64 or not hasattr(F, "grouped_mm"):
-        return False
-    if torch.compiler.is_compiling() and matrices.dtype != torch.bfloat16:
-        return False
-    return all(width * matrices.itemsize % 16 == 0 for width in matrices.shape[-2:])
-
-
-class _Context(FunctionCtx):
-    needs_input_grad: tuple[bool, ...]
-    saved_tensors: tuple[Tensor, ...]
-    bounds: list[tuple[int, int]]
-
-
-class _GroupedProduct(torch.autograd.Function):
-    """One expert after another; those without a token cost nothing."""
-
-    @staticmethod
-    def forward(ctx: _Context, x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-        stops = ends.tolist()
-        ctx.bounds = list(zip([0, *stops], stops, strict=False))
-        ctx.save_for_backward(x, matrices)
-        product = x.new_zeros(len(x), matrices.shape[-1])
-        for matrix, (start, stop) in zip(matrices, ctx.bounds, strict=True):
-            if start < stop:
-                torch.mm(x[start:stop], matrix, out=product[start:stop])
-        return product
-
-    @staticmethod
-    def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
-        x, matrices = ctx.saved_tensors
-        needs_x, needs_matrices = ctx.needs_input_grad[:2]
-        d_x = torch.zeros_like(x) if needs_x else None
-        d_matrices = torch.empty_like(matrices) if needs_matrices else None
-        for expert, (start, stop) in enumerate(ctx.bounds):
-            if d_x is not None and start < stop:
-                torch.mm(grad[start:stop], matrices[expert].T, out=d_x[start:stop])
-            if d_matrices is not None:
-                torch.mm(x[start:stop].T, grad[start:stop], out=d_matrices[expert])
-        return d_x, d_matrices, None
+    return experts.post_expert_norm(outer) if _has_norm(experts) else outer

@@ -1,7 +1,8 @@
 """Parts of a model that mix tokens by themselves: state-space layers, convolutions, attention of their own.
 
-They know no packed documents. Here they compute each document of a packed row alone, while everything around them
-computes the whole row. Which parts these are is measured, not known by name.
+They know no packed documents. Here they compute each document of a packed row alone, documents of similar lengths as
+the rows of one batch where they take that, while everything around them computes the whole row. Which parts these are,
+and which of them take batches, is measured, not known by name.
 """
 
 from __future__ import annotations
@@ -59,6 +60,12 @@ class TokenMixers:
     def names(self) -> list[str]:
         return sorted({type(part).__name__ for part in self.parts})
 
+    @property
+    def manner(self) -> str:
+        if all(part.batches for part in self.parts.values()):
+            return "those of similar lengths as one batch"
+        return "one after another"
+
     @contextlib.contextmanager
     def documents(self, layout: PackedLayout | None) -> Iterator[None]:
         """Around a pass over a row with these segments."""
@@ -105,11 +112,19 @@ def _texts(layout: PackedLayout) -> list[_Text]:
 
 
 class EachDocument:
-    """The forward of a part that mixes tokens."""
+    """The forward of a part that mixes tokens. `batches`: it takes several documents as the rows of a batch."""
 
-    def __init__(self, mixers: TokenMixers, module: nn.Module, inputs: list[Leaf | None], outputs: list[Leaf | None]):
+    def __init__(
+        self,
+        mixers: TokenMixers,
+        module: nn.Module,
+        inputs: list[Leaf | None],
+        outputs: list[Leaf | None],
+        *,
+        batches: bool = False,
+    ) -> None:
         self._mixers, self._module = mixers, module
-        self._inputs, self._outputs = inputs, outputs
+        self._inputs, self._outputs, self.batches = inputs, outputs, batches
         self._had_own = "forward" in module.__dict__  # such as a faster one of an adapter
         self.own = module.forward
         module.forward = self
@@ -120,6 +135,8 @@ class EachDocument:
         if texts is None:
             return self.own(*args, **kwargs)
         leaves, spec = _flatten((args, kwargs))
+        if self.batches:
+            return self._call_batches(leaves, spec, texts)
         results = []
         for text in texts:
             with self._mixers.documents(None):
@@ -127,11 +144,24 @@ class EachDocument:
                 results.append(self.own(*part_args, **part_kwargs))
         return _join(results, self._outputs, texts)
 
+    def _call_batches(self, leaves: list[Any], spec: Any, texts: list[_Text]) -> Any:
+        batches, restored = _batches(tuple(texts), _device_of(leaves))
+        results = []
+        for batch in batches:
+            with self._mixers.documents(None):
+                part_args, part_kwargs = _unflatten(batch.take(leaves, self._inputs), spec)
+                results.append(self.own(*part_args, **part_kwargs))
+        return _join_batches(results, self._outputs, batches, restored)
+
     def remove(self) -> None:
         if self._had_own:
             self._module.forward = self.own
         else:
             del self._module.forward
+
+
+def _device_of(leaves: Sequence[Any]) -> torch.device:
+    return next(leaf.device for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def _flatten(tree: Any) -> tuple[list[Any], Any]:
@@ -168,6 +198,97 @@ def _join(results: list[Any], kinds: Sequence[Leaf | None], texts: list[_Text]) 
             (dim,) = kind.token_dims
             own = [text.own[1] - text.own[0] for text in texts]
             joined.append(torch.cat([t.narrow(dim, t.shape[dim] - n, n) for t, n in zip(leaves, own)], dim))
+    return _unflatten(joined, flat[0][1])
+
+
+class _Batch(NamedTuple):
+    """Texts of similar lengths as rows; the shorter ones repeat their last token, which no token before it sees."""
+
+    rows: int
+    length: int
+    tokens: Tensor
+    """[rows * length]: places in the packed row."""
+    own: Tensor
+    """Places in this batch of the tokens that the texts have for themselves, one text after another."""
+
+    def take(self, leaves: Sequence[Any], kinds: Sequence[Leaf | None]) -> list[Any]:
+        if len(leaves) != len(kinds):
+            raise ValueError("a part that computes each document alone is called in more than one way")
+        taken = []
+        for leaf, kind in zip(leaves, kinds, strict=True):
+            for dim in () if kind is None or not kind.structural else kind.token_dims:
+                leaf = leaf.narrow(dim, 0, self.length)
+            if kind is not None and kind.token_dims and not kind.structural:
+                (dim,) = kind.token_dims
+                leaf = leaf.squeeze(0).index_select(dim - 1, self.tokens).unflatten(dim - 1, (self.rows, self.length))
+                leaf = leaf.movedim(dim - 1, 0)
+            taken.append(leaf)
+        return taken
+
+    def give(self, leaf: Tensor, dim: int) -> Tensor:
+        """[1, ..., tokens, ...] of [rows, ..., length, ...]."""
+        return leaf.movedim(0, dim - 1).flatten(dim - 1, dim).index_select(dim - 1, self.own).unsqueeze(0)
+
+
+def can_batch(kinds: Sequence[Leaf | None], leaves: Sequence[Any]) -> bool:
+    """Whether all that belongs to tokens has a first dimension of one row. Tensors over pairs of tokens, such as masks,
+    must be the same for all texts; of results there are none."""
+    of_tokens = [(kind, leaf) for kind, leaf in zip(kinds, leaves, strict=True) if kind is not None and kind.token_dims]
+    return all(
+        kind.structural or (len(kind.token_dims) == 1 and kind.token_dims[0] > 0 and leaf.shape[0] == 1)
+        for kind, leaf in of_tokens
+    )
+
+
+_SHORT, _SIMILAR = 64, 1.25
+
+
+def _similar_texts(texts: Sequence[_Text]) -> list[list[int]]:
+    """Numbers of texts that make a batch: at most a quarter of its tokens is repeated, but for short ones, which cost
+    as much as the calls that they save."""
+    groups: list[list[int]] = []
+    for number in sorted(range(len(texts)), key=lambda number: -texts[number].length):
+        longest = texts[groups[-1][0]].length if groups else 0
+        if groups and longest <= max(_SIMILAR * texts[number].length, _SHORT):
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+    return groups
+
+
+@functools.lru_cache(maxsize=8)
+def _batches(texts: tuple[_Text, ...], device: torch.device) -> tuple[list[_Batch], Tensor]:
+    """And the place of each token of the row in what the batches give, one after another."""
+    groups = [[texts[number] for number in group] for group in _similar_texts(texts)]
+    places = torch.tensor([place for group in groups for text in group for place in range(*text.own)])
+    restored = torch.empty_like(places).scatter_(0, places, torch.arange(len(places)))
+    return [_batch_of(group, device) for group in groups], restored.to(device)
+
+
+def _batch_of(texts: Sequence[_Text], device: torch.device) -> _Batch:
+    length = max(text.length for text in texts)
+    tokens: list[int] = []
+    own: list[int] = []
+    for row, text in enumerate(texts):
+        whole = [*range(*text.prompt), *range(*text.own)]
+        tokens += [*whole, *[whole[-1]] * (length - len(whole))]
+        end = row * length + len(whole)
+        own += range(end - (text.own[1] - text.own[0]), end)
+    return _Batch(len(texts), length, torch.tensor(tokens, device=device), torch.tensor(own, device=device))
+
+
+def _join_batches(results: list[Any], kinds: Sequence[Leaf | None], batches: list[_Batch], restored: Tensor) -> Any:
+    flat = [_flatten(result) for result in results]
+    joined: list[Any] = []
+    for leaves, kind in zip(zip(*(leaves for leaves, _ in flat), strict=True), kinds, strict=True):
+        if kind is None or not kind.token_dims:
+            joined.append(leaves[0])
+        elif len(kind.token_dims) > 1:
+            joined.append(None)
+        else:
+            (dim,) = kind.token_dims
+            parts = [batch.give(leaf, dim) for batch, leaf in zip(batches, leaves, strict=True)]
+            joined.append(torch.cat(parts, dim).index_select(dim, restored))
     return _unflatten(joined, flat[0][1])
 
 
@@ -229,11 +350,11 @@ class Search:
             with self._hooked(parts, self._record):
                 self.run(lengths, number)
         self._kinds = {part: kinds for part in self._calls[0] if (kinds := self._kinds_of(part)) is not None}
-        self._unsafe: list[nn.Module] = []
+        self._unsafe: dict[nn.Module, bool] = {}  # whether each takes batches
         with self._hooked(list(self._kinds), self._test):
             self.run(self.lengths[0], 0)
-        for part in dict.fromkeys(self._unsafe):
-            self.mixers.parts[part] = EachDocument(self.mixers, part, *self._kinds[part])
+        for part, batches in self._unsafe.items():
+            self.mixers.parts[part] = EachDocument(self.mixers, part, *self._kinds[part], batches=batches)
 
     @contextlib.contextmanager
     def _hooked(self, parts: Sequence[nn.Module], hook: Callable[..., None]) -> Iterator[None]:
@@ -275,7 +396,7 @@ class Search:
         self._busy = True
         try:
             if not self._is_safe(part, args, kwargs, output):
-                self._unsafe.append(part)
+                self._unsafe[part] = self._takes_batches(part, args, kwargs, output)
             part.forward(*args, **kwargs)  # whatever it keeps is again of the row
         finally:
             self._busy = False
@@ -297,6 +418,33 @@ class Search:
         moved_args, moved_kwargs = _unflatten([_disturb(x, kind, num_first) for x, kind in zip(leaves, inputs)], spec)
         moved = _own_tokens(_flatten(part.forward(*moved_args, **moved_kwargs))[0], outputs, text)
         return _are_close(in_row, moved, self.tolerance)
+
+    def _takes_batches(self, part: nn.Module, args: Any, kwargs: Any, output: Any) -> bool:
+        """The two documents give in a batch what they give one after the other."""
+        inputs, outputs = self._kinds[part]
+        leaves, spec = _flatten((args, kwargs))
+        if not can_batch(inputs, leaves) or not can_batch(outputs, _flatten(output)[0]):
+            return False
+        num_first, num_second = self.lengths[0]
+        texts = (_Text((0, 0), (0, num_first)), _Text((0, 0), (num_first, num_first + num_second)))
+
+        def call(*together: _Text) -> list[Tensor]:
+            """Of each output the tokens, in their first dimension."""
+            batch = _batch_of(together, _device_of(leaves))
+            part_args, part_kwargs = _unflatten(batch.take(leaves, inputs), spec)
+            found = zip(_flatten(part.forward(*part_args, **part_kwargs))[0], outputs, strict=True)
+            dims = [
+                (leaf, kind.token_dims[0]) for leaf, kind in found if kind is not None and len(kind.token_dims) == 1
+            ]
+            return [batch.give(leaf, dim).movedim(dim, 0) for leaf, dim in dims]
+
+        try:
+            alone = [torch.cat(parts) for parts in zip(*(call(text) for text in texts), strict=True)]
+            return _are_close(call(*texts), alone, self.tolerance)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # the part's own code raises whatever it likes when it does not take a batch
+            return False
 
 
 def _kind(first: Any, second: Any, sizes: tuple[int, int]) -> Leaf | None:

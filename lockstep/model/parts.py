@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from lockstep.model.experts import nf4_sizes
 from lockstep.model.policy import causal_lm, decoder_layers
 from lockstep.model.quantised_layers import QuantisedLinear
 from lockstep.model.vision import vision_parameters
@@ -58,6 +59,7 @@ def sizes_of(module: nn.Module) -> dict[int, int]:
         if isinstance(part, QuantisedLinear):
             sizes |= {id(p): 0 for p in part.parameters(recurse=False) if p is not part.bias}
             sizes[id(part.codes)] = part.num_weights
+        sizes |= nf4_sizes(part)
     return sizes
 
 

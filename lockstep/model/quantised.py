@@ -7,9 +7,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.config import ConfigError
+from lockstep.model.codebooks import NF4_BLOCK, SCALE_BLOCK, quantise_nf4
+from lockstep.model.experts import (
+    expert_parameters,
+    follows_transformers,
+    held_in_nf4,
+    hold_in_nf4,
+    nf4_sizes,
+    restore_plain,
+)
+from lockstep.model.grouped_product import Nf4Stack
 from lockstep.model.parts import kind_of
 from lockstep.model.policy import causal_lm, decoder_layers
 from lockstep.model.quantised_layers import QUANTISED, Format, QuantisedLinear
@@ -18,7 +28,8 @@ from lockstep.model.quantised_layers import QUANTISED, Format, QuantisedLinear
 def quantise_base(
     model: nn.Module, wanted: Format, device: torch.device | None = None, *, with_weights: bool = True
 ) -> None:
-    """Frozen linear layers inside the decoder layers, in place, one after another: not embedding, head and routers.
+    """Frozen linear layers and, in NF4, experts inside the decoder layers, in place, one after another: not embedding,
+    head and routers.
 
     `device`: where to compute, if not where the weights are. Call after adapters are added, before layers are split.
     """
@@ -32,6 +43,10 @@ def quantise_base(
             parent, _, key = name.rpartition(".")
             setattr(layer.get_submodule(parent), key, QUANTISED[wanted](linear, weight).train(linear.training))
             num_found += 1
+        for experts, names in _frozen_experts(layer) if wanted == "nf4" else ():
+            places = "meta" if not with_weights else device
+            hold_in_nf4(experts, {name: quantise_stack(getattr(experts, name).detach(), places) for name in names})
+            num_found += len(names)
     if not num_found:
         raise ConfigError(f"{type(causal_lm(model)).__name__} has no linear layer that could be held in {wanted}")
 
@@ -44,6 +59,32 @@ def _frozen_linears(layer: nn.Module) -> Iterator[tuple[str, Any]]:
         if is_own or module.weight.requires_grad or kind_of(layer, f"{name}.weight") == "router":
             continue
         yield name, module
+
+
+def _frozen_experts(layer: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
+    """Those that `compute_experts` computes, and the names of their stacked matrices. A byte holds two neighbours."""
+    for module in layer.modules():
+        if follows_transformers(module):
+            stacked = expert_parameters(module).items()
+            if names := [name for name, p in stacked if not p.requires_grad and p.shape[-1] % 2 == 0]:
+                yield module, names
+
+
+def quantise_stack(matrices: Tensor, device: torch.device | str | None = None) -> Nf4Stack:
+    """On `device`, if not where the matrices [experts, rows, columns] are; the result is where they are. Nothing is
+    computed on the meta device, and memory is not initialised."""
+    num_experts, rows, columns = matrices.shape
+    blocks = -(-rows * columns // NF4_BLOCK)
+    sizes = ((rows, columns // 2), (blocks,), (4 * (-(-blocks // SCALE_BLOCK) + 1),))
+    stack = Nf4Stack(*(torch.empty(num_experts, *size, dtype=torch.uint8, device=matrices.device) for size in sizes))
+    if matrices.is_meta or str(device) == "meta":
+        return stack
+    for number, matrix in enumerate(matrices):
+        stored = quantise_nf4(matrix.to(device or matrix.device))
+        scales = torch.cat([stored.block_scales, stored.block_mean]).view(torch.uint8)
+        for part, found in zip(stack, (stored.codes.view(rows, -1), stored.block_codes, scales), strict=True):
+            part[number].copy_(found)
+    return stack
 
 
 def _is_turned(module: nn.Module) -> bool:
@@ -63,6 +104,8 @@ def dequantise_base(model: nn.Module, dtype: torch.dtype) -> None:
                 plain.weight = nn.Parameter(child.weight.to(dtype), requires_grad=False)
                 plain.bias = child.bias
                 setattr(module, name, plain.train(child.training))
+        if held_in_nf4(module):
+            restore_plain(module, dtype)
 
 
 # --- sources that are quantised already -----------------------------------------------------------------------------
@@ -112,6 +155,9 @@ def describe_rest(model: nn.Module) -> str:
     for layer in decoder_layers(model):
         held = {id(p) for m in layer.modules() if isinstance(m, QuantisedLinear) for p in m.parameters(recurse=False)}
         quantised += sum(m.num_weights for m in layer.modules() if isinstance(m, QuantisedLinear))
+        for experts in layer.modules():
+            sizes = nf4_sizes(experts)
+            quantised, held = quantised + sum(sizes.values()), held | sizes.keys()
         for name, parameter in layer.named_parameters():
             if id(parameter) not in held and not parameter.requires_grad:
                 others[".".join(name.replace(".base_layer", "").split(".")[-2:])] += parameter.numel()

@@ -16,6 +16,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from lockstep.config import LoraConfig
 from lockstep.model.lora import add_lora
 from lockstep.model.policy import causal_lm
+from lockstep.model.quantised import quantise_base
 from lockstep.types import Datum
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -50,6 +51,8 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 
 
 def build_mixture(family: str, *, lora: bool = False, changes: Mapping[str, Any] | None = None) -> Any:
+    """`family` may end in +nf4: its frozen base is then held in that."""
+    family, _, held = family.partition("+")
     torch.manual_seed(0)
     config = FAMILIES[family]()
     config.initializer_range = 0.2  # large, so that another expert shows in the log-probs
@@ -65,6 +68,9 @@ def build_mixture(family: str, *, lora: bool = False, changes: Mapping[str, Any]
     for name, parameter in model.named_parameters():
         if "lora_B" in name:  # zero at first, which would hide the gradient of lora_A
             parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.1
+    if held:
+        with torch._C.DisableTorchFunction():  # scales are float32 in every precision
+            quantise_base(model, "nf4")
     return model
 
 
@@ -90,6 +96,8 @@ class Float64(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is torch.Tensor.view:  # of bytes as numbers
+            return func(*args, **(kwargs or {}))
         if func is torch.Tensor.float:
             func = torch.Tensor.double
         wide = [torch.float64 if a is torch.float32 else a for a in args]

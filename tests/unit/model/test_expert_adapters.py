@@ -18,8 +18,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lockstep.config import LoraConfig
-from lockstep.model.experts import compute_experts, follows_transformers, grouped_product
+from lockstep.model.experts import compute_experts, follows_transformers
 from lockstep.model.export import merge, save_weights
+from lockstep.model.grouped_product import grouped_product
 from lockstep.model.lora import add_lora, measure_coverage
 from lockstep.model.parts import describe_parts, measure_parts
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 from equivalence.families import build, in_float64
 from equivalence.plain import make_batch, plain_loss, scale_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lockstep.backend.torch_backend import TorchBackend
@@ -41,9 +43,17 @@ class Masked(nn.Module):
         return weights @ hidden, weights
 
 
-def test_each_document_starts_anew_and_continues_its_prompt() -> None:
+class Sideways(nn.Module):
+    """A state that goes from row to row of a batch."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden.cumsum(1) + hidden.cumsum(0)
+
+
+@pytest.mark.parametrize("batches", [False, True])
+def test_each_document_starts_anew_and_continues_its_prompt(batches: bool) -> None:
     part, mixers = RunningSum(), TokenMixers()
-    mixers.parts[part] = EachDocument(mixers, part, [TOKENS], [TOKENS])
+    mixers.parts[part] = EachDocument(mixers, part, [TOKENS], [TOKENS], batches=batches)
     row = torch.ones(1, 9, 1)
     with mixers.documents(PackedLayout((4, 2, 3), ((0, 0), (0, 0), (0, 2)))):
         assert part(row)[0, :, 0].tolist() == [1, 2, 3, 4, 1, 2, 3, 4, 5]
@@ -71,6 +81,39 @@ def test_parts_are_found_by_what_they_do(kind: type[nn.Module], is_found: bool) 
 
     Search(mixers, run, lambda layout: {}, 1e-6).find([part])
     assert (part in mixers.parts) == is_found
+
+
+@pytest.mark.parametrize(("kind", "batches"), [(RunningSum, True), (Sideways, False)])
+def test_only_parts_whose_rows_are_independent_get_batches(kind: type[nn.Module], batches: bool) -> None:
+    part, mixers = kind(), TokenMixers()
+    Search(mixers, lambda lengths, number: part(torch.rand(1, sum(lengths), 3)), lambda layout: {}, 1e-6).find([part])
+    assert mixers.parts[part].batches == batches
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_batches_give_what_each_document_gives(data: st.DataObject) -> None:
+    """Documents of any lengths, answers that share a prompt; calls are few, and little is computed twice."""
+    lengths = data.draw(st.lists(st.integers(1, 300), min_size=2, max_size=12))
+    prompt = data.draw(st.integers(0, lengths[0]))
+    shared = tuple((0, prompt) if prompt and data.draw(st.booleans()) and i else (0, 0) for i in range(len(lengths)))
+    layout, row = PackedLayout(tuple(lengths), shared), torch.randn(1, sum(lengths), 2, dtype=torch.float64)
+    found, sizes = [], []
+    for batches in (False, True):
+        part, mixers = RunningSum(), TokenMixers()
+        mixers.parts[part] = EachDocument(mixers, part, [TOKENS], [TOKENS], batches=batches)
+        own, x = mixers.parts[part].own, row.clone().requires_grad_()
+        mixers.parts[part].own = lambda hidden, own=own: sizes.append(hidden.shape[:2].numel()) or own(hidden)
+        with mixers.documents(layout):
+            y = part(x)
+        found.append((y, torch.autograd.grad(y.square().sum(), x)[0]))
+        if not batches:
+            least, num_calls = sum(sizes), len(sizes)
+            sizes.clear()
+    for ours, plain in zip(*found, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
+    assert sum(sizes) <= 1.25 * least + 64 * len(lengths)
+    assert len(sizes) <= num_calls
 
 
 def backend_of(family: str, **settings: Any) -> TorchBackend:

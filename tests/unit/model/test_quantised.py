@@ -18,7 +18,7 @@ from lockstep.model.export import export_run
 from lockstep.model.load import build_model, choose_precision
 from lockstep.model.lora import measure_coverage
 from lockstep.model.parts import measure_parts
-from lockstep.model.quantised import describe_rest, quantise_base
+from lockstep.model.quantised import dequantise_base, describe_rest, quantise_base
 from lockstep.model.quantised_layers import QUANTISED, Format, QuantisedLinear
 from lockstep.rundir import RunDir
 from lockstep.train.run import run as train
@@ -116,16 +116,43 @@ def test_a_model_is_counted_by_its_weights(held: Format, tmp_path: Path) -> None
     assert shapes[0] == shapes[1]
 
 
-def test_experts_that_are_not_quantised_are_named() -> None:
+def make_experts(held: Format, kind: str = "Mixtral", **changes: Any) -> Any:
     import transformers
 
-    config = transformers.MixtralConfig(
-        vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, num_local_experts=4,
-    )  # fmt: skip
-    model = transformers.MixtralForCausalLM(config).requires_grad_(False)
-    quantise_base(model, "nf4")
-    assert "experts.gate_up_proj" in describe_rest(model)
+    settings: dict[str, Any] = {
+        "vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "num_local_experts": 4, **changes,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{kind}Config")(**settings))
+    quantise_base(model.requires_grad_(False), held)
+    return model
+
+
+def test_experts_that_are_not_quantised_are_named() -> None:
+    assert not describe_rest(make_experts("nf4"))
+    assert "experts.gate_up_proj" in describe_rest(make_experts("fp8"))
+    llama4 = make_experts("nf4", "Llama4Text", head_dim=8, intermediate_size_mlp=64)  # computed by its own code
+    assert "experts.gate_up_proj" in describe_rest(llama4)
+
+
+def test_experts_in_nf4_are_those_of_their_dequantised_matrices() -> None:
+    """Inner sizes that are no whole blocks; an expert without a row; 4.13 bits a weight."""
+    model = make_experts("nf4", intermediate_size=10, num_local_experts=5)
+    experts = model.model.layers[0].mlp.experts
+    assert sum(t.numel() for t in experts.parameters()) == 5 * (20 * 32 // 2 + 10 + 8 + 32 * 10 // 2 + 5 + 8)
+    x = torch.randn(6, 32, requires_grad=True)
+    chosen, weights = torch.tensor([[0, 3]] * 3 + [[4, 1]] * 3), torch.rand(6, 2)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = experts(x, chosen, weights)
+    assert all(not t.is_floating_point() or t.numel() <= 12 * 32 for t in kept)
+    (gradient,) = torch.autograd.grad(y.square().sum(), x)
+    dequantise_base(model, torch.float32)
+    model.set_experts_implementation("eager")  # transformers' grouped products want whole 16 bytes
+    expected = experts(x, chosen, weights)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected.square().sum(), x)[0])
 
 
 def test_fp8_base_computes_the_rest_as_auto_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,11 +28,12 @@ def settle_layout(config: RunConfig, run: RunDir, rows: Sequence[Any], *, has_im
         return config
     group = meet(choose_device(config.launch.device), timeout_s=config.launch.timeout_s)
     # Rank 0 decides, and the others do as it says: what they read may be older, or their machine another.
-    text = _settle(config, run, rows, has_images).to_yaml() if run.owner else None
+    text = settle(config, run, rows, has_images).to_yaml() if run.owner else None
     return parse_config(group.broadcast_object(text), source="the layout that rank 0 chose", directory=run.path)
 
 
-def _settle(config: RunConfig, run: RunDir, rows: Sequence[Any], has_images: bool) -> RunConfig:
+def settle(config: RunConfig, run: RunDir, rows: Sequence[Any], has_images: bool) -> RunConfig:
+    """Rank 0's part of `settle_layout`."""
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if config.parallel.chosen_for(num_ranks):
         return config

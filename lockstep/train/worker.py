@@ -91,7 +91,7 @@ def _prepare(run: RunDir, config: RunConfig) -> bool:
     if run.owner and not run.config_path.exists():
         RunDir.create(run.path, config)
     deadline = time.monotonic() + config.launch.timeout_s
-    while not run.config_path.exists() or not _is_of(run.config(), config):
+    while not run.config_path.exists() or not is_of(run.config(), config):
         if run.owner or (run.config_path.exists() and time.monotonic() > deadline):
             raise ConfigError(
                 f"{run.path} holds a run with other settings than the configuration: choose another folder, or go on "
@@ -105,7 +105,7 @@ def _prepare(run: RunDir, config: RunConfig) -> bool:
     return run.status().get("state") != "completed"
 
 
-def _is_of(kept: RunConfig, asked: RunConfig) -> bool:
+def is_of(kept: RunConfig, asked: RunConfig) -> bool:
     """Whether a run has this configuration. Of `parallel: auto` it has the layout that was chosen."""
     if kept.parallel.auto and asked.parallel.auto:
         kept = kept.model_copy(update={"parallel": asked.parallel})

@@ -20,7 +20,7 @@ from lockstep.plan.trace import describe_model
 from lockstep.plan.work import Options, StepRows
 from lockstep.rundir import RunDir
 from lockstep.train import foresee
-from lockstep.train.worker import _is_of
+from lockstep.train.worker import is_of
 from tests.tiny import digest_weights, run_lockstep, write_config, write_model
 from tests.unit.plan.test_plan import config_of, write_folder
 
@@ -112,20 +112,20 @@ def test_a_run_writes_down_what_it_took(folder: Path, tmp_path: Path, monkeypatc
     settings = {"algorithm": {"kind": "grpo", "reward": "length", "max_tokens": 64}}
     asked = config_of(folder, launch={"procs": 4, "device": "cpu"}, batch={"samples": 8}, **settings, **AUTO)
     run = RunDir.create(tmp_path / "run", asked)
-    taken = foresee._settle(asked, run, [None] * 64, False)
+    taken = foresee.settle(asked, run, [None] * 64, False)
     assert taken.parallel.chosen_for(4)
     assert RunDir(run.path).config() == taken
     assert run.status()["layout"] == taken.parallel.degrees(4).name
     assert next(e["message"] for e in run.events() if e["event"] == "layout").startswith("parallel auto: ")
-    assert foresee._settle(taken, run, [], False) == taken  # a run that goes on keeps it
-    assert _is_of(taken, asked)  # by hand, with the same file
-    assert not _is_of(taken, asked.model_copy(update={"seed": 3}))
+    assert foresee.settle(taken, run, [], False) == taken  # a run that goes on keeps it
+    assert is_of(taken, asked)  # by hand, with the same file
+    assert not is_of(taken, asked.model_copy(update={"seed": 3}))
     path = run.newest_config_path
     assert load_config(path, ["parallel=auto"]).parallel == asked.parallel  # told to choose again
     by_hand = load_config(path, ["parallel.replicate=1", "parallel.shard=2", "parallel.tensor=2"]).parallel
     assert (by_hand.auto, by_hand.shard, by_hand.tensor) == (False, 2, 2)
     monkeypatch.setattr(foresee, "choose", lambda *_, **__: 1 / 0)
-    usual = foresee._settle(asked, run, [None] * 64, False)  # no plan: the layout that is usual
+    usual = foresee.settle(asked, run, [None] * 64, False)  # no plan: the layout that is usual
     assert usual.parallel.degrees(4) == Degrees(shard=4)
     assert "as there is no plan" in run.events()[-1]["message"]
 

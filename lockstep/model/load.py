@@ -38,8 +38,22 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer:
     from transformers import AutoTokenizer
 
     with _explaining(config, needs_weights=False):
-        tokenizer: Any = AutoTokenizer.from_pretrained(**_source(config))
+        try:
+            tokenizer: Any = AutoTokenizer.from_pretrained(**_source(config))
+        except (OSError, ImportError):
+            raise
+        except Exception as error:  # tokenizers raises nothing narrower for a broken file
+            raise ConfigError(_describe_tokenizer(config, error)) from error
         return tokenizer
+
+
+def _describe_tokenizer(config: ModelConfig, error: Exception) -> str:
+    """What is wrong with it, in one sentence: transformers says what it tried."""
+    folder = Path(config.path)
+    if folder.is_dir() and not any((*folder.glob("tokenizer*"), *folder.glob("vocab*"), *folder.glob("*.tiktoken"))):
+        return f"model.path {folder} has no tokenizer (tokenizer.json): copy its files from the model's own folder"
+    reason = str(error).strip().split("\n")[0]
+    return f"model.path {config.path}: its tokenizer cannot be read ({reason}): copy its files again"
 
 
 def load_run_tokenizer(config: RunConfig) -> Tokenizer:

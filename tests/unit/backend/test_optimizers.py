@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 import tiny
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lockstep.backend.optimizers import OptimizerSettings, build_optimizer, hidden_matrices, set_step, state_bytes
-from lockstep.backend.stochastic_rounding import round_into, salt_of
+from lockstep.backend.stochastic_rounding import first_place, round_into, salt_of
 from lockstep.config import ConfigError, load_config
 from lockstep.config.loading import resolve_config
 from lockstep.model.codebooks import Blocks, dequantise_blocks, dynamic_table, quantise_blocks
@@ -216,6 +220,17 @@ def test_bits_differ_between_steps_tensors_and_places_and_not_between_splits() -
     round_into(part[:5], wide[:5], salt_of("a", 1))
     round_into(part[5:], wide[5:], salt_of("a", 1), first=5 * 96)
     assert torch.equal(part, whole)
+
+
+@pytest.mark.parametrize(("rank", "row"), [(0, 0), (1, 2), (2, 4), (3, 6)])
+def test_a_ranks_rows_are_rounded_as_at_their_place_in_the_whole(rank: int, row: int) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+    try:
+        mesh = init_device_mesh("cpu", (4,))
+        part = distribute_tensor(torch.zeros(7, 2, 5), mesh, [Shard(0)], src_data_rank=None)
+        assert first_place(part) == row * 2 * 5
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "adafactor", "muon"])

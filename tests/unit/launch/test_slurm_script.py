@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import subprocess
 from pathlib import Path
@@ -63,6 +64,38 @@ def test_a_job_that_may_not_go_back_to_the_queue_does_not() -> None:
     script = batch_script(config(requeue=False), Path("/run"), "the-launch")
     assert "scontrol requeue" not in script
     assert "--no-requeue" in directives(script)
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "exit_codes", "failures", "goes_back"),
+    [
+        ("interrupted", 75, [], 0, True),
+        ("interrupted", 75, [], 9, True),  # asked for: not a failure
+        ("running", 137, [], 0, True),
+        ("running", 1, [1, 1], 1, True),
+        ("running", 1, [1, 1], 2, False),  # as often as allowed
+        ("failed", 1, [2], 0, False),  # a mistake in the configuration
+        ("failed", 1, [1, 3], 0, False),  # training must not continue
+        ("completed", 0, [], 0, False),
+    ],
+)
+def test_which_jobs_go_back_to_the_queue(
+    tmp_path: Path, state: str, code: int, exit_codes: list[int], failures: int, goes_back: bool
+) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "status.json").write_text(json.dumps({"state": state}, indent=2))
+    (tmp_path / "slurm-failures").write_text(f"{failures}\n")
+    for rank, exit_code in enumerate(exit_codes):
+        (tmp_path / "logs" / f"rank-{rank}.error.json").write_text(json.dumps({"exit_code": exit_code}))
+    script = batch_script(config(max_restarts=2), tmp_path, "the-launch")
+    end = script[script.index("# Another turn") :]
+    stubs = (
+        f'scontrol() {{ echo "asked to $1"; }}; sleep() {{ :; }}; run_dir={shlex.quote(str(tmp_path))} code={code}\n'
+    )
+    said = subprocess.run(["bash", "-c", stubs + end], capture_output=True, text=True, check=False)
+    assert said.stderr == ""
+    assert ("asked to requeue" in said.stdout) == goes_back
+    assert said.returncode == code
 
 
 def with_engines(num_engines: int = 4, **launch: Any) -> RunConfig:

@@ -19,7 +19,14 @@ from transformers import GenerationConfig
 
 from lockstep.config import ConfigError, LoraConfig, ModelConfig
 from lockstep.model import load
-from lockstep.model.load import build_model, check_model_source, choose_precision, load_causal_lm, load_hf_config
+from lockstep.model.load import (
+    build_model,
+    check_model_source,
+    choose_precision,
+    load_causal_lm,
+    load_hf_config,
+    load_tokenizer,
+)
 
 CPU = torch.device("cpu")
 
@@ -99,6 +106,19 @@ def write_folder(folder: Path, *names: str) -> Path:
     for name in names:
         (folder / name).write_text("{}")
     return folder
+
+
+def test_a_tokenizer_that_is_missing_or_broken_is_refused_in_one_sentence(tmp_path):
+    model = tiny.write_model(tmp_path / "model")
+    (model / "tokenizer.json").write_text("{")
+    with pytest.raises(
+        ConfigError, match=r"^model\.path .*model: its tokenizer cannot be read \(.*\): copy its files again$"
+    ):
+        load_tokenizer(ModelConfig(path=str(model)))
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ConfigError, match=r"model has no tokenizer \(tokenizer\.json\): copy its files from"):
+        load_tokenizer(ModelConfig(path=str(model)))
 
 
 def test_a_source_that_cannot_be_a_model_is_refused_in_one_sentence(tmp_path):

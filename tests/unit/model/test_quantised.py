@@ -155,6 +155,20 @@ def test_experts_in_nf4_are_those_of_their_dequantised_matrices() -> None:
     torch.testing.assert_close(gradient, torch.autograd.grad(expected.square().sum(), x)[0])
 
 
+def test_a_router_that_is_a_linear_layer_stays_as_it_is() -> None:
+    import transformers
+
+    config = transformers.AfmoeConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2, head_dim=8,
+        num_attention_heads=4, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, num_dense_layers=1,
+    )  # fmt: skip
+    model = transformers.AfmoeForCausalLM(config).requires_grad_(False)
+    quantise_base(model, "nf4")
+    layer = model.model.layers[1]
+    assert type(layer.mlp.router.gate) is nn.Linear
+    assert isinstance(layer.self_attn.q_proj, QuantisedLinear)
+
+
 def test_fp8_base_computes_the_rest_as_auto_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.model.load._cpu_claims_bf16", lambda: False)
     assert choose_precision("fp8_base", torch.device("cpu")) == "fp32"

@@ -160,6 +160,19 @@ def test_more_of_everything_takes_more(model: ModelDescription) -> None:
     assert sharded[0] < replicated[0]
 
 
+def test_a_stage_holds_the_micro_batches_that_are_in_flight(model: ModelDescription) -> None:
+    work = Workload(8, 4096, 4096, 4096 * 256.0)
+
+    def activations(schedule: str, stage: int) -> float:
+        layout = RankLayout(Degrees(pipeline=2), schedule=schedule)
+        parts = plan_memory(model, layout, work, Options(), stage=stage).parts
+        return sum(size for name, size in parts.items() if name.startswith("activations") and "in work" not in name)
+
+    # The first of two stages holds two of the eight micro-batches until the first one comes back; gpipe holds all.
+    assert activations("gpipe", 0) == pytest.approx(4 * activations("1f1b", 0))
+    assert activations("gpipe", 1) > 4 * activations("1f1b", 1)
+
+
 def test_every_figure_has_its_error_and_parts_add_up(task: PlanTask) -> None:
     plan = task.plan(RankLayout(Degrees(1, 2, 2, 2)))
     tree = plan.as_json()

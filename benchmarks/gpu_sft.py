@@ -9,6 +9,7 @@ Tokens are real ones: there is no padding to count. The steps before `--warmup` 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import tempfile
 import time
@@ -116,7 +117,7 @@ def random_model(case: dict[str, Any], config: RunConfig) -> torch.nn.Module:
     torch.manual_seed(0)
     with torch.device("cuda"):
         dtype = torch.bfloat16 if config.lora is not None else torch.float32
-        model = transformers.AutoModelForCausalLM.from_config(case["shape"], dtype=dtype)
+        model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(case["shape"]), dtype=dtype)
     return add_lora(model, config.lora) if config.lora is not None else model
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lockstep.algorithms.losses import LossInputs
 from lockstep.data.packing import BY_TOKENS, Cost, measure_balance, partition
-from lockstep.model.policy import PackedTokens, Policy
+from lockstep.model.policy import PackedTokens, Policy, to_device
 from lockstep.model.replay import OWN_CHOICE, RoutingRows
 from lockstep.types import Completion, Datum, LossSpec
 
@@ -211,26 +211,26 @@ def to_micro_batch(
     counts = np.concatenate([d.count_texts() for d in documents] + [np.zeros(padding)]) * (not is_padding)
     here, mine = _part_of(len(tokens), predictors, part)
 
-    def to_device(array: np.ndarray, kind: torch.dtype = torch.int64) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(kind).to(device, non_blocking=True)
+    def move(array: np.ndarray, kind: torch.dtype = torch.int64) -> Tensor:
+        return to_device(array, device, kind)
 
     packed = PackedTokens(
-        to_device(tokens[here]),
-        to_device(positions[here]),
+        move(tokens[here]),
+        move(positions[here]),
         lengths,
-        to_device(predictors[mine] - here.start),
-        to_device(targets[mine]),
+        move(predictors[mine] - here.start),
+        move(targets[mine]),
         shared,
         padding,
-        to_device(counts[here], torch.float64),
+        move(counts[here], torch.float64),
     )
     if routing is not None:
         given = _routing_rows(documents, batch, routing.num_bytes, len(tokens))
-        packed = replace(packed, routing=routing.read(to_device(given[here], torch.uint8)))
-    inputs = _loss_inputs(branches, batch, loss, lambda array, kind=None: to_device(array[mine], kind or dtype))
+        packed = replace(packed, routing=routing.read(move(given[here], torch.uint8)))
+    inputs = _loss_inputs(branches, batch, loss, lambda array, kind=None: move(array[mine], kind or dtype))
     if is_padding:
         inputs = LossInputs(inputs.weights, inputs.scale, inputs.values, inputs.options, inputs.completions, 0)
-    return MicroBatch(packed, inputs, to_device(indices[mine]), rows[mine])
+    return MicroBatch(packed, inputs, move(indices[mine]), rows[mine])
 
 
 def whole_inputs(

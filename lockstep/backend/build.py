@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lockstep.config import ParallelConfig
+from lockstep.model import attention
 from lockstep.model.compiled_code import keep_compiled_code
 from lockstep.model.experts import (
     compute_experts_exactly,
@@ -332,10 +333,7 @@ EXPENSIVE = {
     torch.ops.lockstep.nf4_grouped_product.default,
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    *attention.KERNELS,
 }
 
 

@@ -37,8 +37,7 @@ def check_policy(
     """Raises if the fast path computes something else; returns what is slower than it could be, and what that costs."""
     name = type(causal_lm(policy.model)).__name__
     rounding = _ROUNDING[precision]
-    # Not compiled: these few shapes will not come again.
-    with evaluation, torch.compiler.set_stance("force_eager"):
+    with evaluation, policy.probing():
         probe = _pack([_tokens(policy, 7, 12)], device)
         plain = _plain_logprobs(policy, probe)
         if not bool(torch.isfinite(plain).all()):
@@ -179,7 +178,7 @@ def check_images(
     """
     name = type(causal_lm(policy.model)).__name__
     assert policy.image_forward is not None
-    with evaluation, torch.compiler.set_stance("force_eager"):
+    with evaluation, policy.probing():
         alone = [images.pack_examples([number], device) for number in (0, 1)]
         try:
             plain = torch.cat([policy(packed, plain=True) for packed in alone])
@@ -239,7 +238,7 @@ def check_stages(
                 return True
         return False
 
-    with evaluation, torch.compiler.set_stance("force_eager"):
+    with evaluation, policy.probing():
         if not policy.attends_packed or mixes():
             policy.loop_over_documents(run, _PART_ROUNDING[precision])
             if mixes():

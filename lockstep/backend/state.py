@@ -53,7 +53,13 @@ def save(
     def write() -> None:
         try:
             snapshot.wait()
-            digests = write_tensors(path, snapshot.tensors, group=group.background, no_dist=group.num_ranks == 1)
+            digests = write_tensors(
+                path,
+                snapshot.tensors,
+                group=group.background,
+                no_dist=group.num_ranks == 1,
+                one_file=bool(group.remote_ranks),
+            )
             host_files.collect(path, rank_file, group)
         except BaseException as error:  # torch's CheckpointException is no Exception: the waiting thread would miss it
             failure = RuntimeError("the checkpoint could not be written")

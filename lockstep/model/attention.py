@@ -10,15 +10,17 @@ import functools
 import inspect
 import itertools
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
 
 PACKED = "lockstep_packed"
 _FASTEST_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
@@ -46,6 +48,20 @@ class PackedLayout:
             return self.lengths
         return tuple(length + prompt for length, (_, prompt) in zip(self.lengths, self.shared, strict=True))
 
+    def visible_keys(self) -> np.ndarray:
+        """int32 [2, T]: token t attends to those of its segment from `first` to itself, and nobody from `end` on
+        attends to it. [4, T] where prompts are shared: also to [prompt, prompt_end)."""
+        lengths = np.array(self.lengths)
+        ends = np.cumsum(lengths)
+        if not self.shared:
+            return np.repeat([ends - lengths, ends], lengths, axis=1).astype(np.int32)
+        prompts, sizes = np.array(self.shared).T
+        found = np.repeat([ends - lengths, ends, prompts, prompts + sizes], lengths, axis=1).astype(np.int32)
+        for prompt, size, end in zip(prompts, sizes, ends, strict=True):
+            last = found[1, prompt : prompt + size]
+            np.maximum(last, end, out=last)
+        return found
+
 
 class SplitTokens(Protocol):
     """Tokens split over ranks: `gather` gives all tokens of some heads, `scatter` some tokens of all heads."""
@@ -60,9 +76,9 @@ class SplitTokens(Protocol):
 
 def register() -> None:
     """Idempotent."""
+    # No mask is registered beside it, so that transformers builds none: document boundaries arrive as lengths. It would
+    # first look for documents in the positions, for which the host waits until a GPU has done all that came before.
     AttentionInterface.register(PACKED, packed_attention)
-    # No mask is ever built: document boundaries arrive as lengths.
-    AttentionMaskInterface.register(PACKED, lambda *args, **kwargs: None)
 
 
 def packed_attention(
@@ -81,6 +97,7 @@ def packed_attention(
     packed_boundaries: Tensor | None = None,
     packed_max_length: int | None = None,
     packed_equal_length: int | None = None,
+    packed_visible: Tensor | None = None,
     packed_keys: Tensor | None = None,
     packed_key_boundaries: Tensor | None = None,
     packed_split: SplitTokens | None = None,
@@ -89,7 +106,8 @@ def packed_attention(
     """transformers' attention signature; returns [1, tokens, heads, head_dim].
 
     `softcap`: scores are bounded by it; `s_aux`: of each head, the score of a sink that takes a part of the attention.
-    `packed_keys`: where prompts are shared, the tokens that each segment attends to, one segment after the other.
+    `packed_visible`: as of `PackedLayout.visible_keys`. `packed_keys`: where prompts are shared, the tokens that each
+    segment attends to, one segment after the other.
     `packed_split`: the tokens here are this rank's part of those in the layout.
     """
     if kwargs.get("position_bias") is not None:
@@ -105,9 +123,11 @@ def packed_attention(
         raise ValueError(f"{type(module).__name__} bounds its scores or has sinks, which no fused kernel computes")
     if packed_equal_length is not None and sliding_window is None:
         attended = _equal_length(query, key, value, scaling, dropout, packed_equal_length)
+    elif packed_visible is not None and sliding_window is None:
+        _refuse_dropout(dropout)
+        attended = _in_tiles(query, key, value, scaling, packed_visible)
     elif packed_boundaries is not None and packed_max_length is not None:
-        if dropout:
-            raise ValueError("attention dropout is not available in variable-length attention: set it to 0")
+        _refuse_dropout(dropout)
         keys = packed_boundaries if packed_key_boundaries is None else packed_key_boundaries
         if packed_keys is not None:
             key, value = key.index_select(2, packed_keys), value.index_select(2, packed_keys)
@@ -120,6 +140,11 @@ def packed_attention(
     else:
         raise ValueError(f"{type(module).__name__} did not pass the document lengths to its attention")
     return attended if packed_split is None else packed_split.scatter(attended), None
+
+
+def _refuse_dropout(dropout: float) -> None:
+    if dropout:
+        raise ValueError("attention dropout is not available in variable-length attention: set it to 0")
 
 
 class _Attend(Protocol):
@@ -273,6 +298,87 @@ def _variable_length(
     )
     assert isinstance(attended, Tensor)
     return attended[None]
+
+
+def _in_tiles(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, visible: Tensor) -> Tensor:
+    """[1, tokens, heads, head_dim], by the kernel of our own."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+    return tile_attention(q, k, v, visible, scale)[0][None]
+
+
+@torch.library.custom_op("lockstep::tile_attention", mutates_args=())
+def tile_attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """(attended [T, heads, D]; of each row the log2 of its weights' sum [heads, T], for the backward pass)."""
+    from lockstep.model import packed_kernel
+
+    return packed_kernel.forward(query, key, value, visible, scale)
+
+
+@tile_attention.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    tokens, heads, _size = query.shape
+    return query.new_empty(query.shape), query.new_empty(heads, tokens, dtype=torch.float32)
+
+
+@torch.library.custom_op("lockstep::tile_attention_backward", mutates_args=())
+def tile_attention_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attended: Tensor,
+    norms: Tensor,
+    visible: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from lockstep.model import packed_kernel
+
+    return packed_kernel.backward(grad, query, key, value, attended, norms, visible, scale)
+
+
+@tile_attention_backward.register_fake
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+class _Context(FunctionCtx):
+    saved_tensors: tuple[Tensor, ...]
+    scale: float
+
+
+def _keep_for_backward(ctx: _Context, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, visible, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output, visible)
+    ctx.set_materialize_grads(False)
+
+
+def _attend_backward(ctx: _Context, grad: Tensor | None, _norms: None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 5
+    return *tile_attention_backward(grad, *ctx.saved_tensors, ctx.scale), None, None
+
+
+tile_attention.register_autograd(_attend_backward, setup_context=_keep_for_backward)
+
+# Worth keeping where activations are recomputed.
+KERNELS = (
+    tile_attention._opoverload,
+    torch.ops.torch_attn._varlen_attn.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+)
+
+
+def tiles_problem(head_dim: int) -> str | None:
+    """Why the kernel of our own cannot be used where the fused one can, or None."""
+    if find_spec("triton") is None:
+        return "it needs Triton"
+    if head_dim not in (16, 32, 64, 128):
+        return f"it needs a head size of 16, 32, 64 or 128, not {head_dim}"
+    return None
 
 
 def variable_length_problem(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:

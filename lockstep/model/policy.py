@@ -88,6 +88,8 @@ class Policy(nn.Module):
         self.mixers = TokenMixers()
         self.variable_length = False  # whether the fused kernel is used, which takes boundaries as a tensor
         self.why_not_fused: str | None = None
+        self.attends_in_tiles = False  # whether that is the kernel of our own, where a layer has no window
+        self.has_windows = has_windows(causal)
         self.shares_prompts = True
         self.split_tokens: attention.SplitTokens | None = None
         # Once packed tokens have needed it, all are described in the general way: each other way is compiled anew.
@@ -103,6 +105,8 @@ class Policy(nn.Module):
         self._towers = tuple(vision_modules(causal).values())
         self._attending = (language_model(causal) if self._towers else causal,)  # towers attend in their own way
         self._own_attention = self._attending[0].config._attn_implementation
+        if self._own_attention == attention.PACKED:  # a configuration that another policy's model was built with, too
+            self._own_attention = "sdpa"
         if self.attends_packed:
             self._attend(attention.PACKED)
 
@@ -116,8 +120,20 @@ class Policy(nn.Module):
     def use_variable_length(self, device: torch.device, dtype: torch.dtype) -> None:
         """Switch to the fused kernel where it can run."""
         if self.attends_packed:
-            self.why_not_fused = attention.variable_length_problem(device, dtype, head_dim(causal_lm(self.model)))
+            size = head_dim(causal_lm(self.model))
+            self.why_not_fused = attention.variable_length_problem(device, dtype, size)
             self.variable_length = self.why_not_fused is None
+            self.attends_in_tiles = self.variable_length and attention.tiles_problem(size) is None
+
+    @contextlib.contextmanager
+    def probing(self) -> Iterator[None]:
+        """Around passes over a few tokens that will not come again: nothing is compiled for them or remembered."""
+        met = self._met_unequal, self._met_shared
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                yield
+        finally:
+            self._met_unequal, self._met_shared = met
 
     def split_vocabulary(self, vocabulary: Vocabulary) -> None:
         """The head's rows are split over ranks from now on."""
@@ -135,9 +151,11 @@ class Policy(nn.Module):
             self.attend_more_plainly()
 
     def attend_more_plainly(self) -> None:
-        """From the fused kernel to attention one segment after another, to the model's own, to no packing at all."""
+        """From our kernel to torch's, to attention one segment after another, to the model's own, to no packing."""
         self.mixers.clear()
-        if self.variable_length:
+        if self.attends_in_tiles:
+            self.attends_in_tiles = False
+        elif self.variable_length:
             self.variable_length = False
             self.why_not_fused = self.why_not_packed or "documents would not be kept apart"
         elif self.attends_packed:
@@ -290,24 +308,39 @@ class Policy(nn.Module):
         split = {} if self.split_tokens is None else {"packed_split": self.split_tokens}
         if not self.variable_length or layout.blocks:
             return {"packed_layout": layout, **split}
-        arguments: dict[str, Any] = {"packed_boundaries": _boundaries(layout.lengths, device), **split}
-        # Rounded up, so that compiled layers see few different numbers.
-        arguments["packed_max_length"] = -(-max(layout.key_lengths) // 128) * 128
+        return {**self._fused_arguments(layout, device), **split}
+
+    def _fused_arguments(self, layout: attention.PackedLayout, device: torch.device) -> dict[str, Any]:
         self._met_shared |= bool(layout.shared)
         self._met_unequal |= self._met_shared or len(set(layout.lengths)) > 1
+        arguments: dict[str, Any] = {} if self._met_unequal else {"packed_equal_length": layout.lengths[0]}
+        if self.attends_in_tiles:
+            arguments["packed_visible"] = to_device(layout.visible_keys(), device)
+            if not self.has_windows:
+                return arguments
+        arguments["packed_boundaries"] = _boundaries(layout.lengths, device)
+        # Rounded up, so that compiled layers see few different numbers.
+        arguments["packed_max_length"] = -(-max(layout.key_lengths) // 128) * 128
         if self._met_shared:
-            arguments["packed_keys"] = torch.from_numpy(_keys_of(layout)).to(device, non_blocking=True)
+            arguments["packed_keys"] = to_device(_keys_of(layout), device)
             arguments["packed_key_boundaries"] = _boundaries(layout.key_lengths, device)
-        elif not self._met_unequal:
-            arguments["packed_equal_length"] = layout.lengths[0]
         return arguments
+
+
+def to_device(array: np.ndarray, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Without waiting for a GPU: a copy from memory that is not pinned waits until the GPU has come that far."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    tensor = tensor if dtype is None else tensor.to(dtype)
+    if device.type == "cuda" and torch.cuda.is_available():  # a simulated GPU pins nothing
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def _boundaries(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     """Where segments begin and end. Padded with empty segments, so that there are few shapes."""
     bounds = np.full(-(-len(lengths) // 64) * 64 + 1, sum(lengths), dtype=np.int32)
     bounds[: len(lengths) + 1] = np.cumsum([0, *lengths])
-    return torch.from_numpy(bounds).to(device, non_blocking=True)
+    return to_device(bounds, device)
 
 
 def _keys_of(layout: attention.PackedLayout) -> np.ndarray:
@@ -335,6 +368,15 @@ def attention_problem(causal: PreTrainedModel) -> str:
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         return f"{name} attends within chunks that are counted from the start of a row"
     return ""
+
+
+def has_windows(causal: PreTrainedModel) -> bool:
+    """Whether some layers may attend to the nearest tokens alone."""
+    config = causal.config.get_text_config()
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        return any("full" not in kind for kind in kinds)
+    return bool(getattr(config, "sliding_window", None))
 
 
 def tensor_plan(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:

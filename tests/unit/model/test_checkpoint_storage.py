@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from lockstep import rundir
 from lockstep.config import ConfigError, parse_config
+from lockstep.model import checkpoint_storage
 from lockstep.model.checkpoint_storage import INDEX, PICKLED_INDEX, read_index, read_tensors, write_tensors
 from lockstep.model.pickled_checkpoints import convert_pickled
 from lockstep.rundir import MANIFEST, RunDir, damage, digest_file
@@ -94,6 +95,42 @@ def test_the_writer_digests_what_it_writes(tmp_path, run, monkeypatch):
     assert damage(path) is None
     (path / "rank-0.safetensors").write_bytes(b"x" + (path / "rank-0.safetensors").read_bytes()[1:])
     assert damage(path) == "rank-0.safetensors does not match its digest"
+
+
+def test_a_large_state_is_written_as_several_files_at_a_time(tmp_path, run, monkeypatch):
+    monkeypatch.setattr(checkpoint_storage, "_FILE_BYTES", 4096)
+    monkeypatch.setattr(checkpoint_storage, "_FLUSH_BYTES", 1000)
+    tensors = {f"model.{i}": torch.randn(100 * (i + 1), 3) for i in range(8)} | make_tensors()
+    folder = run.begin_checkpoint(4)
+    digests = write_tensors(folder, tensors)
+    names = ["rank-0-2.safetensors", "rank-0-3.safetensors", "rank-0-4.safetensors", "rank-0.safetensors"]
+    assert sorted(digests) == names == sorted(path.name for path in folder.glob("*.safetensors"))
+    sizes = [(folder / name).stat().st_size for name in names]
+    assert max(sizes) < 1.5 * min(sizes)
+    assert_same(read_like(folder, tensors), tensors)
+    path = run.commit_checkpoint(4, {}, None, digests)
+    assert damage(path) is None
+    (path / names[1]).unlink()
+    assert damage(path) == f"{names[1]} is missing"
+
+    write_tensors(tmp_path / "alone", tensors, one_file=True)
+    assert [path.name for path in (tmp_path / "alone").glob("*.safetensors")] == ["rank-0.safetensors"]
+    assert_same(read_like(tmp_path / "alone", tensors), tensors)
+
+
+def test_one_of_several_files_that_cannot_be_written_fails_the_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_storage, "_FILE_BYTES", 4096)
+    write = checkpoint_storage.write_file
+
+    def fill_the_disk(path, pieces):
+        if path.name == "rank-0-2.safetensors":
+            raise OSError(28, "No space left on device")
+        return write(path, pieces)
+
+    monkeypatch.setattr(checkpoint_storage, "write_file", fill_the_disk)
+    with pytest.raises(BaseException, match="No space left on device"):
+        write_tensors(tmp_path, {f"model.{i}": torch.randn(1000) for i in range(8)})
+    assert not (tmp_path / INDEX).exists()
 
 
 def test_no_file_of_a_checkpoint_is_a_pickle_or_hidden(tmp_path):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lockstep.inference import kv_cache
 from lockstep.inference.adapter_bank import NO_ADAPTER, AdapterBank
 from lockstep.inference.cuda_graphs import CompiledStep, StepGraphs, StepSpeed, first_line
-from lockstep.inference.fused_linear import MIN_ROWS, FusedLinears, recorded_groups
+from lockstep.inference.fused_linear import MIN_ROWS, FusedLinears
 from lockstep.inference.joined_linear import JoinedLinears
 from lockstep.inference.kv_cache import (
     AttentionPass,
@@ -26,10 +26,11 @@ from lockstep.inference.kv_cache import (
     KeyValueCache,
     LayerShape,
     SharedPrompts,
-    UnsupportedModelError,
 )
-from lockstep.inference.model_check import ModelCheck
+from lockstep.inference.model_call import ModelCall
 from lockstep.inference.prefill import PrefillPass, PrefillShapes, pack_prompts, split_prompts
+from lockstep.inference.probe import find_call
+from lockstep.inference.slot_cache import SlotCache
 from lockstep.inference.token_sampling import (
     LaunchedSteps,
     RowTruncations,
@@ -40,7 +41,8 @@ from lockstep.inference.token_sampling import (
     score_tokens,
     uniforms,
 )
-from lockstep.model.policy import CausalLM, attention_problem, causal_lm, decoder_layers, headless, logit_transform
+from lockstep.model.head import LogitTransform
+from lockstep.model.policy import CausalLM, causal_lm, decoder_layers, logit_transform
 from lockstep.model.replay import RoutingRecorder
 from lockstep.model.rotary import RotaryByLength, TextSpan
 
@@ -48,7 +50,7 @@ _SCORED_BYTES = 1 << 26  # of logits at a time, where those of a whole prompt ar
 
 
 class Decoder:
-    """Raises UnsupportedModelError for a model that keeps more than keys and values from one token to the next.
+    """Raises UnsupportedModelError for a model whose layers keep something that no cache of ours holds.
 
     `sharded`: several processes hold the model together; all make the same number of passes. `compiles`: steps that are
     captured as graphs are also compiled, which takes a while at first and rounds differently. `fuses`: on a CPU, and
@@ -71,13 +73,9 @@ class Decoder:
     ) -> None:
         self._model, self._causal, self.bank, self.recorder = model, causal_lm(model), bank, recorder
         self.prompt_routing: dict[int, bytes] = {}  # by slot, of the last `prefill`
-        if problem := attention_problem(self._causal):
-            raise UnsupportedModelError(problem)
         kv_cache.register()
         self.rotary = RotaryByLength.of(self._causal)
-        self._head = self._causal.get_output_embeddings()
-        self._transform = logit_transform(self._causal)
-        self._sharded = sharded and dist.is_initialized()
+        self.sharded = sharded and dist.is_initialized()
         self.device: torch.device = self._causal.device
         self.graphs = StepGraphs(model) if graphs and self.device.type == "cuda" and not sharded else None
         self._cache: KeyValueCache | None = None
@@ -91,17 +89,25 @@ class Decoder:
         self._num_slots = 0  # in use, of those allocated
         self._bank_revision = -1
         self._speed, self._read_at = StepSpeed(report), 0.0
-        check = ModelCheck(model, lambda: self._announce(working=True))
-        with self.in_use():
-            check.refuse_other_state()
-            self._groups = self._probe(check, fuses=fuses and self.device.type == "cpu" and not sharded)
-        self.release()
+        self._groups = find_call(self, model, fuses=fuses and self.device.type == "cpu" and not sharded)
+        if self._states is not None and self.graphs is not None:
+            # A capture runs a step more than once, and only tokens and positions would be as before.
+            self.graphs = None
+            report(f"decoding steps are no CUDA graphs: layers of {type(self._causal).__name__} keep a state")
         if compiles and self.graphs is not None and self.by_kernel:
             if bank is None and recorder is None:
                 self.compile_steps()
             else:
                 why = "rows have adapters of their own" if recorder is None else "the choices of routers are recorded"
                 report(f"decoding steps are not compiled: {why}")
+
+    def use_call(self, call: ModelCall, shapes: dict[nn.Module, LayerShape]) -> None:
+        """`shapes`: of what attention of ours keeps."""
+        self._call, self._shapes, self.linears = call, shapes, None
+        self._head = nn.Identity() if call.whole else self._causal.get_output_embeddings()
+        self._transform = LogitTransform() if call.whole else logit_transform(self._causal)
+        on_gpu = self.device.type == "cuda"
+        self.by_kernel = on_gpu and bool(shapes) and all(shape.suits_kernel for shape in shapes.values())
 
     def compile_steps(self) -> None:
         """From the next step on; their linear layers are joined if an eighth of the memory holds the copy."""
@@ -119,33 +125,37 @@ class Decoder:
     @contextlib.contextmanager
     def installed_attention(self) -> Iterator[None]:
         """The slow part of `in_use`, for callers that decode in many short slices, each in inference mode."""
-        own, training = self._causal.config._attn_implementation, self._model.training
-        if training:
-            self._model.eval()
-        self._causal.set_attn_implementation(kv_cache.CACHED)
-        try:
+        with self._call.installed():
             yield
-        finally:
-            self._causal.set_attn_implementation(own)
-            if training:
-                self._model.train()
 
     @property
     def bytes_per_token(self) -> int:
-        return sum(shape.num_bytes for shape in self._shapes.values())
+        kept = 0 if self._states is None else self._states.bytes_per_token
+        return kept + sum(shape.num_bytes for shape in self._shapes.values())
 
     @property
     def cache_bytes(self) -> int:
-        return 0 if self._cache is None else self._cache.num_bytes
+        tensors = None if self._states is None else self._states.tensors
+        return sum(cache.num_bytes for cache in (self._cache, tensors) if cache is not None)
 
     def slot_bytes(self, length: int) -> int:
         """Cache for a sequence of at most `length` tokens."""
-        return self.bytes_per_token * self._capacity(length)
+        fixed = 0 if self._states is None else self._states.bytes_per_slot
+        return max(self.bytes_per_token * self._capacity(length) + fixed, 1)
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether layers have a state that cannot go back to an earlier token."""
+        return self._states is not None and self._states.has_states
+
+    @property
+    def _states(self) -> SlotCache | None:
+        return self._call.cache
 
     def spare_bytes(self) -> int:
         """The default limit of the cache: half of the free memory, the same on every rank."""
         spare = torch.tensor((kv_cache.free_bytes(self.device) + self.cache_bytes) // 2, device=self.device)
-        if self._sharded:
+        if self.sharded:
             dist.all_reduce(spare, dist.ReduceOp.MIN)
         return int(spare)
 
@@ -158,6 +168,8 @@ class Decoder:
         """Empty slots for sequences of at most `length` tokens. Call before any pass."""
         if self._has_room(num_slots, length):
             self._kv_cache.clear()
+            if self._states is not None:
+                self._states.stored.clear()
             self.forget_prompts()
         else:
             self.release()
@@ -175,9 +187,12 @@ class Decoder:
             self.check_model()
             return
         old, old_state, old_prompts = self._kv_cache, self._slot_state, self._prompts
+        kept = None if self._states is None else self._states.stored
         self.release()
         self._allocate(max(num_slots, old.num_slots), max(self._capacity(length), old.capacity))
         self._kv_cache.copy_from(old)
+        if self._states is not None and kept is not None:
+            self._states.stored.copy_from(kept)
         if self._prompts is not None and old_prompts is not None:
             self._prompts.copy_from(old_prompts)
         for state, old_values in zip(self._slot_state, old_state, strict=True):
@@ -201,6 +216,8 @@ class Decoder:
         if self.graphs is not None:
             self.graphs.clear()
         self._cache = self._prompts = None
+        if self._states is not None:
+            self._states.tensors = None
 
     def prefill(
         self,
@@ -214,16 +231,22 @@ class Decoder:
         """
         found: dict[int, list[TokenScores]] = {}
         self.prompt_routing = {}
-        for part in split_prompts([(slot, tokens) for slot, tokens in prompts if len(tokens)]):
+        if self._states is not None:
+            self._states.stored.begin([slot for slot, _ in prompts])
+        one_by_one = self._states is not None  # a state is that of one sequence
+        for part in split_prompts(
+            [(slot, tokens) for slot, tokens in prompts if len(tokens)], 1 if one_by_one else None
+        ):
             if not scored and self._prefill_padded(part):
                 continue
             slots, lengths = [slot for slot, _ in part], [len(tokens) for _, tokens in part]
             rows, boundaries = (packed.to(self.device) for packed in pack_prompts(part))
-            self._announce(working=True)
+            self.announce(working=True)
             numbers = torch.tensor([(adapters or {}).get(slot, NO_ADAPTER) for slot in slots])
-            adapted = self._adapted(numbers.repeat_interleave(torch.tensor(lengths)).to(self.device))
+            adapted = self.adapted(numbers.repeat_interleave(torch.tensor(lengths)).to(self.device))
             # The next token belongs to the text as well: its length decides.
-            with adapted, self.rotary.texts([TextSpan(length, length + 1) for length in lengths]):
+            kept = contextlib.nullcontext() if self._states is None else self._states.prefilling(slots[0])
+            with adapted, kept, self.rotary.texts([TextSpan(length, length + 1) for length in lengths]):
                 hidden = self._prefill(rows[0], PrefillPass(self._kv_cache, lengths, rows[1], rows[2], boundaries))
             for slot, routed in zip(slots, self._routing().split(lengths) if self.recorder else (), strict=False):
                 self.prompt_routing[slot] = routed.cpu().numpy().tobytes()
@@ -270,6 +293,7 @@ class Decoder:
 
     def copy_prompts(self, moves: Sequence[tuple[int, int]], written: Sequence[int], length: int) -> None:
         """As `copy`, before the slots in `written` get prompts that they have not: others may read there."""
+        self._fork(moves)
         if self._prompts is None:
             self.copy(moves, length)
             return
@@ -280,6 +304,7 @@ class Decoder:
 
     def share_prompts(self, moves: Sequence[tuple[int, int, int]]) -> None:
         """(from slot, to slot, tokens): the second has the tokens of the first, by a copy or by reading there."""
+        self._fork([(source, slot) for source, slot, _ in moves])
         if self._prompts is None or self.rotary.rules:  # those may compute a slot anew, on its own
             self.copy([(source, slot) for source, slot, _ in moves], max((n for *_, n in moves), default=0))
         else:
@@ -288,12 +313,25 @@ class Decoder:
     def copy(self, moves: Sequence[tuple[int, int]], length: int) -> None:
         """The first `length` tokens of one slot to another, for each (from slot, to slot)."""
         self._kv_cache.copy(moves, length)
+        if self._states is not None:
+            self._states.stored.copy_tokens(moves, length)
+
+    def keep_prompts(self, slots: Sequence[int]) -> None:
+        """The states after the prompts in these slots, for samples that come later; all others are dropped."""
+        if self._states is not None:
+            self._states.stored.keep_prompts(slots)
+
+    def _fork(self, moves: Sequence[tuple[int, int]]) -> None:
+        if self._states is not None:
+            self._states.stored.fork_states(moves)
 
     def move(self, moves: Sequence[tuple[int, int]], length: int) -> None:
         """An active sequence to another slot, for each (from slot, to slot)."""
         assert not moves or self._prompts is None, "others may read there"
         if moves:
             self.copy(moves, length)
+            if self._states is not None:
+                self._states.stored.move_states(moves)
             sources, targets = torch.tensor(moves, device=self.device).unbind(1)
             for state in self._slot_state:
                 state[targets] = state[sources]
@@ -345,8 +383,8 @@ class Decoder:
 
     def finish(self) -> None:
         """Join the passes that other processes still have to make: each needs every part of the model."""
-        while self._announce(working=False):
-            self._logits(1, 1)
+        while self.announce(working=False):
+            self.logits(1, 1)
 
     @property
     def _captured(self) -> int:
@@ -363,6 +401,8 @@ class Decoder:
 
     def _allocate(self, num_slots: int, capacity: int) -> None:
         self._cache = KeyValueCache(self._shapes, num_slots, capacity, self.device)
+        if self._states is not None:
+            self._states.allocate(num_slots, capacity, self.device)
         self._prompts = SharedPrompts(num_slots, self.device) if self.by_kernel else None
         state = torch.zeros(4, num_slots, dtype=torch.int64, device=self.device)
         self._tokens, self._positions, self._streams, self._adapters = state.unbind(0)
@@ -387,7 +427,7 @@ class Decoder:
         self, batch_size: int, length: int, truncation: Truncation | RowTruncations, num_top: int | None
     ) -> tuple[Tensor, ...]:
         """(tokens, log-probs), and what `score_tokens` returns if `num_top` says so."""
-        self._announce(working=True)
+        self.announce(working=True)
         if isinstance(truncation, Truncation):
 
             def step() -> tuple[Tensor, ...]:
@@ -426,7 +466,7 @@ class Decoder:
     @contextlib.contextmanager
     def _fast_modules(self, batch_size: int) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._adapted(self._adapters[:batch_size]))
+            stack.enter_context(self.adapted(self._adapters[:batch_size]))
             if self.linears is not None:
                 stack.enter_context(self.linears.installed())
             if self.joined is not None:
@@ -468,22 +508,23 @@ class Decoder:
             found += TokenScores.read(score_tokens(logits, part, num_top))
         return found
 
-    def _adapted(self, numbers: Tensor) -> contextlib.AbstractContextManager[None]:
+    def adapted(self, numbers: Tensor) -> contextlib.AbstractContextManager[None]:
         """Around a pass whose tokens have these adapters."""
         return contextlib.nullcontext() if self.bank is None else self.bank.applied(numbers)
 
     def _draw(self, outputs: Tensor, streams: Tensor, positions: Tensor, truncation: Truncation) -> tuple[Tensor, ...]:
         return sample_tokens(self._as_logits(outputs), truncation, uniforms(streams, positions + 1))
 
-    def _logits(self, batch_size: int, length: int) -> Tensor:
+    def logits(self, batch_size: int, length: int) -> Tensor:
         """[slots, V] after the current tokens."""
         return self._as_logits(self._head_outputs(batch_size, length))
 
     def _head_outputs(self, batch_size: int, length: int) -> Tensor:
         tokens, positions = self._tokens[:batch_size], self._positions[:batch_size]
         attention = DecodePass(self._kv_cache, positions, length, prompts=self._prompts)
-        with self.rotary.next_tokens():
-            hidden = self._hidden(tokens[:, None], positions[:, None], attention)
+        kept = contextlib.nullcontext() if self._states is None else self._states.decoding(positions, length)
+        with self.rotary.next_tokens(), kept as mask:
+            hidden = self._hidden(tokens[:, None], positions[:, None], attention, mask)
         return self._head(hidden[:, 0])
 
     def _as_logits(self, outputs: Tensor) -> Tensor:
@@ -491,54 +532,26 @@ class Decoder:
         wide = torch.float64 if outputs.dtype == torch.float64 else torch.float32
         return self._transform.apply(outputs.to(wide))
 
-    def _hidden(self, tokens: Tensor, positions: Tensor, attention: AttentionPass) -> Tensor:
-        body, recorded = headless(self._causal), contextlib.nullcontext()
-        with recorded if self.recorder is None else self.recorder.recording():
-            found = body(input_ids=tokens, position_ids=positions, use_cache=False, cached_pass=attention)
-        return found.last_hidden_state
+    def _hidden(
+        self, tokens: Tensor, positions: Tensor, attention: AttentionPass, mask: Tensor | None = None
+    ) -> Tensor:
+        with contextlib.nullcontext() if self.recorder is None else self.recorder.recording():
+            return self._call.hidden(tokens, positions, attention, mask)
 
     def _routing(self) -> Tensor:
         """[tokens, bytes] of the last pass."""
         assert self.recorder is not None
         return self.recorder.take()
 
-    def _announce(self, *, working: bool) -> bool:
+    def announce(self, *, working: bool) -> bool:
         """Whether any process has a pass to make now. All ranks call it, before every pass and until none has."""
-        if not self._sharded:
+        if not self.sharded:
             return working
         count = torch.tensor(float(working), device=self.device)
         dist.all_reduce(count)
         return count.item() > 0
 
-    def _probe(self, check: ModelCheck, *, fuses: bool) -> list[list[nn.Module]]:
-        """Find the shapes of the cache; then a few tokens one by one must give the model's own logits.
-
-        Returns the linear layers that have the same input.
-        """
-        self._shapes = check.find_shapes()
-        on_gpu, tokens, prompt = self.device.type == "cuda", check.tokens, check.tokens[:4]
-        self.by_kernel = on_gpu and all(shape.suits_kernel for shape in self._shapes.values())
-        try:
-            self.prepare(1, len(tokens))
-            self.prefill([(0, prompt)])
-            with recorded_groups(self._model) as groups, self._adapted(self._adapters[:1]):
-                self._compare_step(check, len(prompt))
-            if fuses:
-                self._fuse(groups)
-            fused = contextlib.nullcontext() if self.linears is None else self.linears.installed()
-            with self._adapted(self._adapters[:1]), fused:
-                for position in range(len(prompt) + 1, len(tokens)):
-                    self._compare_step(check, position)
-        except (TypeError, AttributeError, ValueError) as error:
-            raise UnsupportedModelError(f"{check.name} cannot be called for it: {first_line(error)}") from error
-        return groups
-
-    def _compare_step(self, check: ModelCheck, position: int) -> None:
-        self.place([0], [check.tokens[position]], [position], torch.zeros(1, dtype=torch.int64))
-        self._announce(working=True)
-        check.compare(self._logits(1, len(check.tokens))[0], position)
-
-    def _fuse(self, groups: list[list[nn.Module]]) -> None:
+    def fuse(self, groups: list[list[nn.Module]]) -> None:
         """Decided by all memory, not by what is free now: a restarted run could otherwise round differently."""
         linears = FusedLinears(groups, self.bank)
         if linears.num_bytes <= kv_cache.total_bytes(self.device) // 8:

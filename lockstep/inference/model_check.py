@@ -5,15 +5,24 @@ Support is measured, not known by name: a family that keeps something unforeseen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from lockstep.inference.cuda_graphs import first_line
 from lockstep.inference.kv_cache import AttentionPass, LayerShape, UnsupportedModelError
+from lockstep.inference.model_call import ModelCall
 from lockstep.model.attention import PackedLayout, packed_attention
 from lockstep.model.policy import CausalLM, causal_lm
+
+
+class WrongLogitsError(UnsupportedModelError):
+    """The model can be called, and computes something else than its own forward pass."""
 
 
 class ShapePass:
@@ -44,66 +53,126 @@ class MutePass:
 
 
 class ModelCheck:
-    """The model's own logits for a few tokens, with its own attention. `announce` is called before every pass."""
+    """The model's own logits for two short texts, with its own attention. `announce` is called before every pass.
 
-    def __init__(self, model: CausalLM, announce: Callable[[], object]) -> None:
+    `exact`: the same in float32, of a model in a narrow precision. What is allowed there is what the model's own
+    rounding explains; without it, as far as it shows.
+    """
+
+    def __init__(self, model: CausalLM, announce: Callable[[], object], exact: ModelCheck | None = None) -> None:
         self._model, self._causal, self._announce = model, causal_lm(model), announce
-        self._device = self._causal.device
         size = self._causal.config.get_text_config().vocab_size
-        self.tokens = [number % size for number in range(1, 7)]
-        self.own = self._own_logits()
-        self._rounding = 1e-3 if is_wide(self.own) else 0.1
+        self.texts = [[number % size for number in numbers] for numbers in (range(1, 7), (9, 4, 11, 6))]
+        self.own = [self._own_logits(text) for text in self.texts]
+        self.is_wide = is_wide(self.own[0])
+        self._rounding = {torch.float64: 1e-6, torch.float32: 1e-4}.get(self.own[0].dtype, 0.1)
+        self._is_measured = exact is not None
+        if exact is not None:
+            rounded = max(logits_distance(a, b) for a, b in zip(self.own, exact.own, strict=True))
+            self._rounding, self.own = max(0.01, 4 * rounded), exact.own
+
+    @classmethod
+    def widened(cls, model: CausalLM, announce: Callable[[], object]) -> ModelCheck | None:
+        """In float32, of a model in a narrow precision. None: parts of it cannot be computed so."""
+        try:
+            with FloatsStayWide():
+                check = cls(model, announce)
+        except torch.OutOfMemoryError:
+            return None
+        except UnsupportedModelError:
+            return None
+        return check if check.is_wide else None
 
     @property
     def name(self) -> str:
         return type(self._causal).__name__
 
-    def _own_logits(self) -> Tensor:
+    @contextlib.contextmanager
+    def refusing(self, why: str) -> Iterator[None]:
+        """Around code of the model: whatever it raises is a reason."""
+        try:
+            yield
+        except (torch.OutOfMemoryError, UnsupportedModelError):
+            raise
+        except (TypeError, AttributeError, ValueError, LookupError, RuntimeError) as error:
+            raise UnsupportedModelError(f"{self.name} {why}: {first_line(error)}") from error
+
+    def _own_logits(self, text: Sequence[int]) -> Tensor:
         """[tokens, V]."""
         training = self._model.training
         self._model.eval()
         self._announce()
         try:
-            with torch.inference_mode():
-                tokens = torch.tensor([self.tokens], device=self._device)
-                return self._causal(input_ids=tokens, use_cache=False).logits[0]
-        except (TypeError, AttributeError, ValueError) as error:
-            raise UnsupportedModelError(f"{self.name} wants more: {first_line(error)}") from error
+            with torch.inference_mode(), self.refusing("wants more"):
+                return self._causal(input_ids=self._row(text), use_cache=False).logits[0]
         finally:
             self._model.train(training)
 
-    def find_shapes(self) -> dict[nn.Module, LayerShape]:
-        """Of the cache; with attention of ours in one pass over all tokens, which must give the model's own logits."""
-        whole = ShapePass(len(self.tokens))
-        together = self._call(self.tokens, whole)
-        compare_logits(together, self.own, self._rounding)
-        if not is_wide(self.own):
+    def find_shapes(self, call: ModelCall) -> dict[nn.Module, LayerShape]:
+        """Of what attention of ours keeps; what a cache keeps is noted there.
+
+        One pass over all tokens of a text, which must give the model's own logits.
+        """
+        text, whole = self.texts[0], ShapePass(len(self.texts[0]))
+        together = self._logits(call, text, whole)
+        compare_logits(together, self.own[0], self._rounding)
+        if not self.is_wide and not self._is_measured:
             # How far this model's rounding goes in a narrow precision; a token more or less of context goes further.
-            self._rounding = min(max(0.03, 4 * logits_distance(together, self.own)), 0.1)
+            self._rounding = min(max(0.03, 4 * logits_distance(together, self.own[0])), 0.1)
         return whole.shapes
 
-    def refuse_other_state(self) -> None:
+    def refuse_other_state(self, call: ModelCall) -> None:
         """Without attention, no token may depend on another one. In any precision: both passes round in one way."""
-        tokens = self.tokens
-        first, second = (self._call(t, MutePass())[-1] for t in (tokens, [*reversed(tokens[:-1]), tokens[-1]]))
+        text = self.texts[0]
+        other = [*reversed(text[:-1]), text[-1]]
+        first, second = (self._logits(call, tokens, MutePass())[-1] for tokens in (text, other))
         if not logits_distance(first, second) < (1e-5 if is_wide(first) else 0.01):
             raise UnsupportedModelError(f"{self.name} carries more than keys and values from one token to the next")
 
-    def compare(self, logits: Tensor, position: int) -> None:
-        """[V] after the token at this position."""
-        compare_logits(logits, self.own[position], self._rounding)
+    def compare(self, logits: Tensor, positions: Sequence[int]) -> None:
+        """[texts, V] after the tokens at these positions."""
+        for row, own, position in zip(logits, self.own, positions, strict=True):
+            compare_logits(row, own[position], self._rounding)
 
-    def _call(self, tokens: Sequence[int], attention: AttentionPass) -> Tensor:
+    def _logits(self, call: ModelCall, text: Sequence[int], attention: AttentionPass) -> Tensor:
         """[tokens, V]."""
         self._announce()
-        positions = torch.arange(len(tokens), device=self._device)[None]
-        input_ids = torch.tensor([tokens], device=self._device)
-        try:
-            return self._causal(
-                input_ids=input_ids, position_ids=positions, use_cache=False, cached_pass=attention
-            ).logits[0]
-        except (TypeError, AttributeError, ValueError) as error:
-            raise UnsupportedModelError(f"{self.name} cannot be called for it: {first_line(error)}") from error
+        with self.refusing("cannot be called for it"):
+            return call.logits(self._row(text), attention)[0]
+
+    def _row(self, text: Sequence[int]) -> Tensor:
+        return torch.tensor([text], device=self._causal.device)
+
+
+class FloatsStayWide(TorchFunctionMode):
+    """A model in bf16 or fp16 computes in float32: weights are widened where they are used, and casts back do nothing.
+
+    One weight at a time, so that a large model needs little more memory.
+    """
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: Any = (), options: dict[str, Any] | None = None
+    ) -> Any:
+        options = options or {}
+        name = getattr(function, "__name__", "")
+        if name in ("__get__", "__set__", "__delete__"):  # of attributes
+            return function(*arguments, **options)
+        if name in ("bfloat16", "half"):
+            function = Tensor.float
+        target = arguments[0] if arguments else None
+        changes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or "out" in options
+        if changes and isinstance(target, Tensor) and target.dtype in _NARROW:
+            raise TypeError(f"{name} changes a tensor of {target.dtype} in place")
+        return function(*tree_map(_widen, arguments), **tree_map(_widen, options))
+
+
+_NARROW = (torch.bfloat16, torch.float16)
+
+
+def _widen(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(torch.float32) if value.dtype in _NARROW else value
+    return torch.float32 if value in _NARROW else value
 
 
 def is_wide(logits: Tensor) -> bool:
@@ -121,6 +190,6 @@ def compare_logits(logits: Tensor, own: Tensor, rounding: float) -> None:
         return  # sampling reports it
     distance = logits_distance(logits, own)
     if not distance < rounding:  # nan is not below either
-        raise UnsupportedModelError(
-            f"its logits token by token are {distance:.1%} off its own: it keeps more than keys and values"
+        raise WrongLogitsError(
+            f"its logits token by token are {distance:.1%} off its own: it keeps more than its cache shows"
         )

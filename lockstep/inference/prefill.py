@@ -25,11 +25,12 @@ _TILE = 128
 _MAX_GRAPHS = 24
 
 
-def split_prompts(prompts: Prompts) -> Iterator[list[tuple[int, Sequence[int]]]]:
-    """Parts of at most MAX_TOKENS tokens, or of one prompt."""
+def split_prompts(prompts: Prompts, max_prompts: int | None = None) -> Iterator[list[tuple[int, Sequence[int]]]]:
+    """Parts of at most MAX_TOKENS tokens, or of one prompt; of at most `max_prompts` where that is given."""
     part: list[tuple[int, Sequence[int]]] = []
     for prompt in prompts:
-        if part and sum(len(tokens) for _, tokens in [*part, prompt]) > MAX_TOKENS:
+        is_full = len(part) == max_prompts or sum(len(tokens) for _, tokens in [*part, prompt]) > MAX_TOKENS
+        if part and is_full:
             yield part
             part = []
         part.append(prompt)

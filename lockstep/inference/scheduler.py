@@ -29,9 +29,13 @@ class SlotAdmission:
 
 
 class SlotSchedule:
-    """Which sequence is in which slot. `prompts`: a name for each sequence's prompt; equal names are equal prompts."""
+    """Which sequence is in which slot. `prompts`: a name for each sequence's prompt; equal names are equal prompts.
 
-    def __init__(self, prompts: Iterable[Hashable] = (), num_slots: int = 0) -> None:
+    `keeps_states`: what a slot has of its prompt is lost with its next token, unless `waited_prompts` says otherwise.
+    """
+
+    def __init__(self, prompts: Iterable[Hashable] = (), num_slots: int = 0, *, keeps_states: bool = False) -> None:
+        self._keeps_states = keeps_states
         self._prompts: dict[int, Hashable] = {}  # by sequence id
         self._partial: set[int] = set()
         self._waiting: deque[int] = deque()
@@ -78,11 +82,12 @@ class SlotSchedule:
 
     def rename(self, slot: int, prompt: Hashable) -> None:
         """The cache of an active slot was computed anew, in a way that other samples of its prompt cannot share."""
-        self._prompts[self.active[slot]] = self._cached[slot] = prompt
+        self._prompts[self.active[slot]] = prompt
+        self._cached[slot] = None if self._keeps_states else prompt
 
     def forget_cached(self) -> None:
         """The cache is outdated. The caller recomputes the slots of active sequences."""
-        active = self.active
+        active = {} if self._keeps_states else self.active
         self._cached = [self._prompts[active[slot]] if slot in active else None for slot in range(self.num_slots)]
 
     def admit(self, may_start: Callable[[int], bool] = lambda sequence_id: True) -> SlotAdmission:
@@ -96,10 +101,12 @@ class SlotSchedule:
         while self._waiting and free and may_start(self._waiting[0]):
             sequence_id = self._waiting.popleft()
             prompt, slot = self._prompts[sequence_id], free.popleft()
+            is_whole = sequence_id not in self._partial or not self._keeps_states
             if sequence_id in self._partial:
                 admission.computed.append((slot, sequence_id))
-                fresh.setdefault(prompt, slot)
-            elif self._cached[slot] != prompt:
+                if is_whole:
+                    fresh.setdefault(prompt, slot)
+            elif self._cached[slot] != prompt or self._keeps_states:
                 if prompt in before:
                     admission.copied.append((before.index(prompt), slot))
                 elif prompt in fresh:
@@ -107,10 +114,17 @@ class SlotSchedule:
                 else:
                     admission.computed.append((slot, sequence_id))
                     fresh[prompt] = slot
-            self._cached[slot] = prompt
+            self._cached[slot] = prompt if is_whole else None
             self.active[slot] = sequence_id
             admission.placed.append((slot, sequence_id))
         return admission
+
+    def waited_prompts(self) -> list[int]:
+        """After `admit`: a slot for each prompt that more samples wait for. What others have of theirs is forgotten."""
+        waited = {self._prompts[sequence_id] for sequence_id in self._waiting if sequence_id not in self._partial}
+        slots = {prompt: slot for slot, prompt in reversed(list(enumerate(self._cached))) if prompt in waited}
+        self._cached = [prompt if slots.get(prompt) == slot else None for slot, prompt in enumerate(self._cached)]
+        return sorted(slots.values())
 
     def release(self, slot: int) -> None:
         sequence_id = self.active.pop(slot)
@@ -176,7 +190,7 @@ class ContinuousBatch:
     def __init__(self, decoder: Decoder, limits: BatchLimits) -> None:
         self._decoder, self._limits = decoder, limits
         self._max_bytes = decoder.spare_bytes() if limits.max_bytes is None else limits.max_bytes
-        self._schedule = SlotSchedule()
+        self._schedule = SlotSchedule(keeps_states=decoder.keeps_states)
         self._sequences: dict[int, TokenSequence] = {}  # unfinished, by id
         self._max_length = 0  # of a sequence that fits a slot
         self._has_new = True  # sequences came since slots were last made
@@ -337,6 +351,8 @@ class ContinuousBatch:
         self._decoder.copy_prompts(admission.copied, written, longest)
         self._prefill({slot: sequences[slot] for slot, _ in admission.computed})
         self._decoder.share_prompts([(a, b, len(sequences[b].prompt) - 1) for a, b in admission.shared])
+        if self._decoder.keeps_states:
+            self._decoder.keep_prompts(self._schedule.waited_prompts())
         self._share_routing(sequences.values())
         self._finish_scored(admission.placed)
         self._place(sequences)

@@ -14,7 +14,9 @@ import torch
 from served_model import BASE, ServedModel, serve, write_adapter
 from tiny import build_model, build_tokenizer, run_lockstep, write_config, write_model
 
+import lockstep.inference.engine as engine_module
 from lockstep.inference.engine import LocalEngine
+from lockstep.inference.kv_cache import UnsupportedModelError
 from lockstep.types import SamplingParams
 
 TURNS: Any = [{"role": "user", "content": "red blue"}]
@@ -208,9 +210,12 @@ def test_a_run_is_an_adapter_with_the_template_that_it_was_trained_with(tmp_path
 
 
 @pytest.mark.filterwarnings("ignore:.*transformers' generate")
-def test_a_model_that_only_transformers_serves_is_answered_one_by_one() -> None:
+def test_a_model_that_only_transformers_serves_is_answered_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise UnsupportedModelError("it has no decoder")
+
+    monkeypatch.setattr(engine_module, "Decoder", refuse)
     model = build_model().double()
-    model._supports_attention_backend = False
     with serve(model) as served:
         whole = served.post("chat/completions", messages=TURNS, temperature=0, max_tokens=12)
         assert whole.json()["choices"][0]["message"]["content"] == expected(12).text

@@ -101,12 +101,12 @@ class Decoder:
                 why = "rows have adapters of their own" if recorder is None else "the choices of routers are recorded"
                 report(f"decoding steps are not compiled: {why}")
 
-    def use_call(self, call: ModelCall, shapes: dict[nn.Module, LayerShape]) -> None:
-        """`shapes`: of what attention of ours keeps."""
+    def use_call(self, call: ModelCall, shapes: dict[nn.Module, LayerShape], *, kernels: bool = True) -> None:
+        """`shapes`: of what attention of ours keeps. `kernels`: where those of a GPU can be used, they are."""
         self._call, self._shapes, self.linears = call, shapes, None
         self._head = nn.Identity() if call.whole else self._causal.get_output_embeddings()
         self._transform = LogitTransform() if call.whole else logit_transform(self._causal)
-        on_gpu = self.device.type == "cuda"
+        on_gpu = kernels and self.device.type == "cuda"
         self.by_kernel = on_gpu and bool(shapes) and all(shape.suits_kernel for shape in shapes.values())
 
     def compile_steps(self) -> None:

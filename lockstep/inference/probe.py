@@ -48,10 +48,13 @@ def find_call(decoder: Decoder, model: CausalLM, *, fuses: bool) -> list[list[nn
 
 
 def _probe_widened(decoder: Decoder, call: ModelCall, exact: ModelCheck) -> None:
-    """Where parts of the model cannot be computed in float32, the probe in its own precision has to do."""
+    """Where parts of the model cannot be computed in float32, the probe in its own precision has to do.
+
+    Without kernels: none has to be compiled for it, and that probe tries them.
+    """
     try:
         with FloatsStayWide():
-            _probe(decoder, call, exact, fuses=False)
+            _probe(decoder, call, exact, fuses=False, kernels=False)
     except WrongLogitsError:
         raise
     except (UnsupportedModelError, torch.OutOfMemoryError):
@@ -60,13 +63,15 @@ def _probe_widened(decoder: Decoder, call: ModelCall, exact: ModelCheck) -> None
         decoder.release()
 
 
-def _probe(decoder: Decoder, call: ModelCall, check: ModelCheck, *, fuses: bool) -> list[list[nn.Module]]:
+def _probe(
+    decoder: Decoder, call: ModelCall, check: ModelCheck, *, fuses: bool, kernels: bool = True
+) -> list[list[nn.Module]]:
     """Find the shapes of the cache; then two texts token by token must give the model's own logits."""
     if call.cache is not None:
         call.cache.shapes.clear()
     else:
         check.refuse_other_state(call)
-    decoder.use_call(call, check.find_shapes(call))
+    decoder.use_call(call, check.find_shapes(call), kernels=kernels)
     no_adapters = torch.zeros(len(check.texts), dtype=torch.int64, device=decoder.device)
     with check.refusing("cannot be called for it"):
         decoder.prepare(len(check.texts), len(check.texts[0]))

@@ -3,15 +3,16 @@
     python benchmarks/large_models.py [--case 30b-a3b 30b-a3b-nf4 30b-a3b-grpo next 70b-nf4] [--steps 5] [--seconds 120]
     python benchmarks/large_models.py --tiny                                # a few layers of a few numbers, on a CPU
 
-Weights are made and quantised one matrix at a time on the GPU: 70 B never exist in bf16. Steps are whole ones of the
-backend (forward, backward, clipping, AdamW) on packed documents; the first ones, which compile, are left out. A step of
-GRPO samples with Lockstep's engine from the model in training, and learns from all answers.
+Weights are made and quantised on the GPU, one matrix of each size: 70 B never exist in bf16. Steps are whole ones of
+the backend (forward, backward, clipping, AdamW) on packed documents; the first ones, which compile, are left out. A
+step of GRPO samples with the engine from the model in training, and learns from all answers.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import gc
 import json
 import signal
@@ -109,6 +110,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=120, help="the most for a case")
     parser.add_argument("--profile", action="store_true", help="also say what kernels took the time of one step")
     parser.add_argument("--checkpointing", choices=("none", "selective", "full"), help="instead of the case's own")
+    parser.add_argument("--eager", action="store_true", help="compile nothing")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     if options.tiny:
@@ -148,6 +150,7 @@ def measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
         micro_batch_tokens=options.tokens,
         precision="fp32" if options.device.type == "cpu" else "bf16",
         activation_checkpointing=options.checkpointing or case.checkpointing,
+        compile=False if options.eager else "auto",
         device=options.device.type,
     )
     step = policy_step(backend, options) if case.method == "grpo" else supervised_step(backend, case, options)
@@ -301,12 +304,20 @@ def random_model(case: Case, options: argparse.Namespace) -> nn.Module:
     def values(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=options.device).normal_(std=0.02, generator=draw)
 
+    known: dict[tuple[int, int], nn.Module] = {}
+
+    def quantised(child: QuantisedLinear) -> nn.Module:
+        """The same matrix for all layers of a size: to quantise each takes minutes, and no product is faster for it."""
+        size = (child.out_features, child.in_features)
+        if size not in known:
+            like: Any = SimpleNamespace(weight=values(size, torch.bfloat16), bias=None)
+            known[size] = QUANTISED[case.held](like, like.weight)  # type: ignore[index]
+        return copy.deepcopy(known[size])
+
     for module in [module for module in model.modules() if not isinstance(module, QuantisedLinear)]:
         for key, child in list(module.named_children()):
             if isinstance(child, QuantisedLinear):
-                weight = values((child.out_features, child.in_features), torch.bfloat16)
-                like: Any = SimpleNamespace(weight=weight, bias=None)
-                setattr(module, key, QUANTISED[case.held](like, weight))  # type: ignore[index]
+                setattr(module, key, quantised(child))
         _fill(module, values, options.device)
     _place_buffers(model, config, options.device)
     return model
@@ -331,7 +342,7 @@ def _fill(module: Any, values: Callable[[tuple[int, ...], torch.dtype], Tensor],
 
 
 def _random_stack(codes: Tensor, values: Callable[[tuple[int, ...], torch.dtype], Tensor]) -> Any:
-    """The same matrix for all experts: to quantise each takes half a minute, and no product is faster for it."""
+    """Here too the same matrix for all experts."""
     one = quantise_stack(values((1, codes.shape[1], 2 * codes.shape[2]), torch.bfloat16))
     return [part.expand(codes.shape[0], *part.shape[1:]).contiguous() for part in one]
 

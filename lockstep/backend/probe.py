@@ -70,10 +70,12 @@ def _describe(policy: Policy, device: torch.device | None = None) -> Iterator[st
         )
         return
     if policy.mixers.parts:
+        together, compiled = "those of similar lengths as one batch", ""
+        if policy.mixers.loops:
+            together, compiled = "one after another", "; nothing is compiled"
         yield (
-            f"{', '.join(policy.mixers.names)} of {name} compute each document of a packed row by itself, "
-            f"{policy.mixers.manner}; all else computes them together; nothing is compiled. Slower, the more so the "
-            f"shorter they are{cost}"
+            f"{', '.join(policy.mixers.names)} of {name} compute each document of a packed row by itself, {together}; "
+            f"all else computes them together{compiled}. Slower, the more so the shorter they are{cost}"
         )
     if not policy.shares_prompts:
         yield f"{name} does not let answers share a prompt: it is computed once per answer, slower"

@@ -61,10 +61,9 @@ class TokenMixers:
         return sorted({type(part).__name__ for part in self.parts})
 
     @property
-    def manner(self) -> str:
-        if all(part.batches for part in self.parts.values()):
-            return "those of similar lengths as one batch"
-        return "one after another"
+    def loops(self) -> bool:
+        """Whether some part takes one document after another."""
+        return not all(part.batches for part in self.parts.values())
 
     @contextlib.contextmanager
     def documents(self, layout: PackedLayout | None) -> Iterator[None]:

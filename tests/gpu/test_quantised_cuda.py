@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from lockstep.backend.torch_backend import TorchBackend
 from lockstep.config import LoraConfig
 from lockstep.model.codebooks import dequantise_nf4, quantise_nf4
+from lockstep.model.grouped_product import nf4_stack_product
 from lockstep.model.lora import add_lora
-from lockstep.model.quantised import dequantise_base, quantise_base
+from lockstep.model.quantised import dequantise_base, quantise_base, quantise_stack
 from lockstep.model.quantised_layers import QUANTISED, Format, quantise_rows
 from lockstep.types import Completion, Datum, LossSpec
 
@@ -38,6 +39,27 @@ def test_nf4_on_a_gpu_is_that_of_the_cpu(shape: tuple[int, int]) -> None:
     assert all(torch.equal(a, b.cpu()) for a, b in zip(here, there, strict=True))
     found = dequantise(there, *shape, torch.float32).cpu()
     torch.testing.assert_close(found, dequantise_nf4(here, weight.numel()).view(shape), rtol=1e-6, atol=1e-7)
+
+
+@needs_triton
+@pytest.mark.parametrize("shape", [(5, 20, 32), (3, 256, 512), (4, 32, 10)])
+@pytest.mark.parametrize("turned", [False, True])
+def test_products_with_experts_in_nf4(shape: tuple[int, int, int], turned: bool) -> None:
+    """Against float64; one expert has no row, and its matrix is not even written."""
+    stack = quantise_stack(torch.randn(shape).cuda())
+    matrices = torch.stack([stack.expert(number) for number in range(shape[0])]).double()
+    matrices = matrices.transpose(1, 2) if turned else matrices
+    counts = [7, 0, *[11] * (shape[0] - 2)]
+    ends = torch.tensor(counts, device="cuda").cumsum(0).int()
+    x = torch.randn(sum(counts), matrices.shape[1], device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    y = nf4_stack_product(x, stack, ends, turned=turned)
+    gradient = torch.randn_like(y)
+    y.backward(gradient)
+    parts = zip(x.detach().double().split(counts), gradient.double().split(counts), matrices, strict=True)
+    found = [(rows @ matrix, grads @ matrix.T) for rows, grads, matrix in parts]
+    assert x.grad is not None
+    assert distance(y, torch.cat([product for product, _ in found])) < MOST["nf4"]
+    assert distance(x.grad, torch.cat([grads for _, grads in found])) < MOST["nf4"]
 
 
 @needs_triton

@@ -141,7 +141,7 @@ def _describe(
 ) -> Iterator[str]:
     """What is left out of training, or computed in another way than the model's own."""
     name = type(causal_lm(policy.model)).__name__
-    if coverage is not None and coverage.share < 0.5:
+    if coverage is not None and coverage.is_partial:
         yield str(coverage)
     if unquantised:
         yield unquantised
@@ -330,7 +330,6 @@ def recomputed(forward: Callable[..., object], policy: Policy, *, selective: boo
 # Expensive to recompute: matrix products and attention.
 EXPENSIVE = {
     *PRODUCTS,
-    torch.ops.lockstep.nf4_grouped_product.default,
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     *attention.KERNELS,

@@ -15,10 +15,18 @@ from lockstep.model.codebooks import Nf4, dequantise_nf4
 _TRITON = find_spec("triton") is not None
 
 
+class _Context(FunctionCtx):
+    needs_input_grad: tuple[bool, ...]
+    saved_tensors: tuple[Tensor, ...]
+    bounds: list[tuple[int, int]]
+    turned: bool
+
+
 def grouped_product(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """[S, out]: rows of `x` [S, in] times the one of `matrices` [experts, in, out] whose rows `ends` [experts] ends."""
     if _takes_grouped_mm(x, matrices):
-        return F.grouped_mm(x.to(matrices.dtype), matrices, offs=ends)
+        x = x.to(matrices.dtype)
+        return grouped_mm(x, matrices, ends) if torch.compiler.is_compiling() else F.grouped_mm(x, matrices, offs=ends)
     return _GroupedProduct.apply(x.to(matrices.dtype), matrices, ends)
 
 
@@ -31,11 +39,48 @@ def _takes_grouped_mm(x: Tensor, matrices: Tensor) -> bool:
     return all(width * matrices.itemsize % 16 == 0 for width in matrices.shape[-2:])
 
 
-class _Context(FunctionCtx):
-    needs_input_grad: tuple[bool, ...]
-    saved_tensors: tuple[Tensor, ...]
-    bounds: list[tuple[int, int]]
-    turned: bool
+@torch.library.custom_op("lockstep::grouped_mm", mutates_args=())
+def grouped_mm(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """Opaque to the compiler, which gives torch's kernel matrices in layouts that it does not take (torch 2.11)."""
+    return F.grouped_mm(_dense(x), _dense(matrices), offs=ends)
+
+
+@torch.library.custom_op("lockstep::grouped_mm_weights", mutates_args=())
+def grouped_mm_weights(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
+    """[experts, in, out]: the gradient of the matrices."""
+    return F.grouped_mm(_dense(x).T, _dense(grad), offs=ends)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    is_dense = tensor.is_contiguous() or tensor.transpose(-2, -1).is_contiguous()
+    return tensor if is_dense and tensor.ndim == 3 else tensor.contiguous()
+
+
+@grouped_mm.register_fake
+def _(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], matrices.shape[-1])
+
+
+@grouped_mm_weights.register_fake
+def _(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(ends.shape[0], x.shape[-1], grad.shape[-1])
+
+
+def _keep_operands(ctx: _Context, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, matrices, ends = inputs
+    needs_x, needs_matrices = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(*[x] * needs_matrices, *[matrices] * needs_x, ends)
+
+
+def _grouped_mm_backward(ctx: _Context, grad: Tensor) -> tuple[Tensor | None, ...]:
+    needs_x, needs_matrices = ctx.needs_input_grad[:2]
+    *operands, ends = ctx.saved_tensors
+    d_x = grouped_mm(grad, operands[-1].transpose(-2, -1), ends) if needs_x else None
+    d_matrices = grouped_mm_weights(operands[0], grad, ends) if needs_matrices else None
+    return d_x, d_matrices, None
+
+
+grouped_mm.register_autograd(_grouped_mm_backward, setup_context=_keep_operands)
 
 
 class _GroupedProduct(torch.autograd.Function):

@@ -6,7 +6,7 @@ import functools
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -69,10 +69,29 @@ class _Targets:
 
 def _all_targets(model: nn.Module) -> _Targets:
     experts = _expert_names(model)
-    modules = sorted({*_linear_names(model), *_vision_linear_names(model)})
+    linear = _linear_names(model)
+    modules = sorted({*linear, *_vision_linear_names(model)} - _refused_by_peft(model, linear))
     if not modules and not experts:
         raise ValueError(f"{type(causal_lm(model)).__name__} has no linear layer inside its decoder layers")
     return _as_peft_keeps_them(model, _Targets(modules, experts))
+
+
+def _refused_by_peft(model: nn.Module, names: Iterable[str]) -> set[str]:
+    """Of linear layers, those that PEFT takes no adapter on, nor loads one: out_proj in Mamba, whose weight a fused
+    kernel may read (see `adapted_mixers`)."""
+    import peft
+    from peft.tuners import tuners_utils
+
+    check = getattr(tuners_utils, "_check_lora_target_modules_mamba", lambda *_: None)
+
+    def is_refused(name: str) -> bool:
+        try:
+            check(peft.LoraConfig(target_modules=[name]), causal_lm(model), name)
+        except ValueError:
+            return True
+        return False
+
+    return {name for name in names if is_refused(name)}
 
 
 def _named_targets(model: nn.Module, targets: Sequence[str]) -> _Targets:
@@ -129,6 +148,8 @@ class AdapterCoverage:
 
     adapted: Counter[str]
     others: Counter[str]
+    refused: tuple[str, ...] = ()
+    """Of the others, linear layers that PEFT takes no adapter on."""
 
     @property
     def share(self) -> float:
@@ -141,7 +162,13 @@ class AdapterCoverage:
         return (
             f"LoRA adapts {self.share:.0%} of the weights in the decoder layers: {', '.join(sorted(self.adapted))}. "
             f"Without an adapter: {names}"
+            + (f". PEFT takes none on {', '.join(self.refused)} here" if self.refused else "")
         )
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether a person should know: the most is left out, or something that all-linear names."""
+        return self.share < 0.5 or bool(self.refused)
 
 
 def measure_coverage(model: nn.Module) -> AdapterCoverage | None:
@@ -154,10 +181,11 @@ def measure_coverage(model: nn.Module) -> AdapterCoverage | None:
     layers = decoder_layers(model)
     wrapped = {id(m.get_param()) for layer in layers for m in layer.modules() if isinstance(m, ParamWrapper)}
     coverage = AdapterCoverage(Counter(), Counter())
+    left: set[str] = set()  # linear layers without an adapter
     for layer in layers:
         modules, sizes = dict(layer.named_modules()), sizes_of(layer)
         for name, parameter in layer.named_parameters():
-            *_, holder, key = name.replace(".base_layer", "").split(".")
+            *_, holder, key = ("layer", *name.replace(".base_layer", "").split("."))
             tuner = modules.get(name.rpartition(".base_layer.")[0])
             if any(f".{part}." in name for part in _ADAPTER_PARTS):
                 continue
@@ -170,7 +198,9 @@ def measure_coverage(model: nn.Module) -> AdapterCoverage | None:
                 coverage.adapted[holder] += sizes[id(parameter)]
             else:
                 coverage.others[f"{holder}.{key}"] += sizes[id(parameter)]
-    return coverage
+                left |= {holder} if _is_linear(modules[name.rpartition(".")[0]]) else set()
+    # Whoever leaves out others as well has named what is to be adapted.
+    return replace(coverage, refused=tuple(sorted(left))) if left == _refused_by_peft(model, left) else coverage
 
 
 def _refuse_unmatched(model: nn.Module, targets: Sequence[str]) -> None:
@@ -330,10 +360,18 @@ class _LoraProduct(torch.autograd.Function):
 
 
 def _linear_names(model: nn.Module) -> list[str]:
-    """Name endings of every linear layer inside the decoder layers."""
+    """Name endings of every linear layer inside the decoder layers, long enough to be of nothing else: PEFT would put
+    an adapter on whatever ends so, and layers of a list are called 0, 1, 2 like those of a Sequential."""
+    inside = {id(module) for layer in decoder_layers(model) for module in layer.modules() if _is_linear(module)}
+    linear, others = set(), set()
+    for name, module in model.named_modules():
+        (linear if id(module) in inside else others).add(f".{name}")
     names = set()
-    for layer in decoder_layers(model):
-        names |= {name.rsplit(".", 1)[-1] for name, module in layer.named_modules() if _is_linear(module)}
+    for path in linear:
+        end = path[path.rindex(".") :]
+        while end[1:].split(".")[0].isdigit() and any(other.endswith(end) for other in others):
+            end = path[path.rindex(".", 0, len(path) - len(end)) :]
+        names.add(end[1:])
     return sorted(names)
 
 
@@ -357,4 +395,17 @@ def _is_linear(module: nn.Module) -> bool:
     """GPT-2's Conv1D is a transposed linear layer; a router may be a linear layer that returns more than a product."""
     from transformers.pytorch_utils import Conv1D
 
-    return isinstance(module, (nn.Linear, Conv1D)) and type(module).forward in (nn.Linear.forward, Conv1D.forward)
+    if not isinstance(module, (nn.Linear, Conv1D)):
+        return False
+    return type(module).forward in (nn.Linear.forward, Conv1D.forward) or _multiplies(type(module))
+
+
+@functools.cache
+def _multiplies(kind: type[nn.Module]) -> bool:
+    """Whether a kind of linear layer computes the product by code of its own (Falcon): seen on a small one."""
+    try:
+        small, x = kind(3, 2).double(), torch.tensor([[1.0, -2.0, 3.0], [0.5, 0.0, -1.0]], dtype=torch.float64)  # type: ignore[call-arg]
+        found = small(x)
+    except Exception:  # it is made in another way
+        return False
+    return isinstance(found, Tensor) and torch.allclose(found, F.linear(x, small.weight, small.bias))  # type: ignore[arg-type]

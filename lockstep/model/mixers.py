@@ -317,6 +317,17 @@ def _children(module: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
+def adapted_mixers(model: nn.Module) -> list[nn.Module]:
+    """Parts with a convolution beside layers that have adapters (Mamba). While such a part trains, transformers gives
+    the weights of its layers to one fused kernel, where that is installed, and adapters on them would be left out."""
+    return [
+        module
+        for module in model.modules()
+        if any(isinstance(child, nn.Conv1d) for child in module.children())
+        and any(hasattr(child, "lora_A") for child in module.children())
+    ]
+
+
 class _Call(NamedTuple):
     inputs: list[Any]
     outputs: list[Any]

@@ -29,7 +29,7 @@ from lockstep.model.head import (
     weighted_logprob_sum,
 )
 from lockstep.model.image_inputs import ImageForward, ImageInputs
-from lockstep.model.mixers import Search, TokenMixers, candidates
+from lockstep.model.mixers import Search, TokenMixers, adapted_mixers, candidates
 from lockstep.model.output_head import head_matrices, head_problem
 from lockstep.model.rotary import RotaryByLength, TextSpan
 from lockstep.model.routing import Routers
@@ -97,6 +97,7 @@ class Policy(nn.Module):
         self.gives_positions = True  # otherwise the model counts them itself
         self.enters_head = False  # whether something between the layers and the head changes hidden states
         self.noisy_routers = noisy_routers(model)
+        self._adapted_mixers = tuple(adapted_mixers(model))
         self.routers = Routers(model)
         self.rotary = RotaryByLength.of(model)
         self.max_positions = max_positions(causal)
@@ -111,10 +112,11 @@ class Policy(nn.Module):
             self._attend(attention.PACKED)
 
     def train(self, mode: bool = True) -> Policy:
-        """Routers never add noise: the same batch must give the same step, and what is trained is what is sampled."""
+        """Routers never add noise: the same batch must give the same step, and what is trained is what is sampled.
+        Mixers with adapters never take a kernel that leaves them out."""
         super().train(mode)
-        for router in self.noisy_routers:
-            router.training = False
+        for part in (*self.noisy_routers, *self._adapted_mixers):
+            part.training = False  # of its own alone: dropout inside of it stays
         return self
 
     def use_variable_length(self, device: torch.device, dtype: torch.dtype) -> None:

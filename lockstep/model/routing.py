@@ -129,11 +129,12 @@ class Routers:
             finally:
                 self.tokens, self.replayed = before
 
-        if not self:
-            return recompute
-        return lambda function, *args, **kwargs: recompute(
-            call, (self.tokens, self.replayed), function, *args, **kwargs
-        )
+        def remember(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if self._counts is None and not self._is_attached and self.replayed is None:
+                return recompute(function, *args, **kwargs)  # nobody asks: the compiler takes a plain call
+            return recompute(call, (self.tokens, self.replayed), function, *args, **kwargs)
+
+        return remember if self else recompute
 
     def _hook(self, place: int, index: int) -> Any:
         def read(module: nn.Module, _inputs: object, output: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:

@@ -8,6 +8,7 @@ import peft
 import pytest
 import torch
 import transformers
+from equivalence.families import build as build_family
 from equivalence.plain import FAMILIES, TINY, keep_float64, make_batch, make_model, plain_loss, scale_of
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -16,8 +17,8 @@ from lockstep.backend.reference import AdapterOff
 from lockstep.backend.torch_backend import TorchBackend
 from lockstep.config import LoraConfig
 from lockstep.model.export import merge
-from lockstep.model.lora import add_lora, is_sped_up, speed_up_eager
-from lockstep.model.policy import causal_lm, decoder_layers
+from lockstep.model.lora import add_lora, is_sped_up, measure_coverage, speed_up_eager
+from lockstep.model.policy import Policy, causal_lm, decoder_layers
 from lockstep.parallel.group import ProcessGroup
 from lockstep.types import LossSpec, OptimStep
 
@@ -199,3 +200,40 @@ def test_an_adapter_on_a_tied_embedding_is_merged_into_the_embedding_alone(tmp_p
     loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
     with torch.no_grad():
         torch.testing.assert_close(keep_float64(loaded.eval())(probe).logits, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["falcon", "ctrl", "doge"])
+def test_all_linear_finds_layers_of_unusual_kinds_and_names(family: str) -> None:
+    """Products by code of their own; layers of a Sequential, called like those of the model; weights of the layer."""
+    coverage = measure_coverage(add_lora(build_family(family), LoraConfig(rank=2)))
+    assert coverage is not None
+    assert coverage.share > 0.95
+    assert not coverage.is_partial
+
+
+def test_what_peft_refuses_is_left_out_and_said() -> None:
+    model = add_lora(build_family("mamba2"), LoraConfig(rank=2))
+    coverage = measure_coverage(model)
+    assert coverage is not None
+    assert coverage.is_partial
+    assert "PEFT takes none on out_proj here" in str(coverage)
+    named = measure_coverage(add_lora(build_family("falcon_h1"), LoraConfig(rank=2, targets=("q_proj", "in_proj"))))
+    assert named is not None
+    assert not named.refused  # nobody asked for it
+
+
+def test_a_kernel_that_reads_weights_does_not_leave_adapters_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `mamba-ssm` does on a GPU while a layer trains, which is given the plain weight of out_proj."""
+    from transformers.models.bamba import modeling_bamba
+
+    calls: list[bool] = []
+    monkeypatch.setattr(modeling_bamba, "mamba2_split_conv1d_scan_combined", lambda *_, **__: calls.append(True))
+    probe = torch.arange(1, 9)[None]
+    Policy(build_family("bamba")).train().model(probe, use_cache=False)
+    assert calls
+    calls.clear()
+    model = add_lora(build_family("bamba"), LoraConfig(rank=2, targets=("out_proj",)))
+    with_adapters = Policy(model).train().model(probe, use_cache=False).logits
+    assert not calls
+    with_adapters.sum().backward()
+    assert all(p.grad is not None for name, p in model.named_parameters() if "lora_B" in name)

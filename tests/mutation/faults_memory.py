@@ -125,7 +125,7 @@ LAUNCH = (
         "launch/slurm.py",
         '            ask(["sbatch", "--test-only", str(script)], self._environment, self._working_dir)\n',
         "",
-        (SLURM_TESTS, "tests/distributed/test_slurm.py tests/distributed/test_slurm_limits.py"),
+        (SLURM_TESTS,),
     ),
     Fault(
         "held jobs count in the queue",

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.config import resolve_config
 from lockstep.launch import slurm_queue
+from lockstep.launch.launcher import Resources
+from lockstep.launch.slurm import SlurmLauncher
 from lockstep.launch.slurm_queue import (
     QueuedJob,
     SlurmFull,
@@ -20,6 +23,7 @@ from lockstep.launch.slurm_queue import (
     look_at,
     place_in_queue,
 )
+from lockstep.rundir import RunDir
 
 
 @pytest.fixture
@@ -58,6 +62,21 @@ def test_a_place_counts_jobs_once_and_not_those_that_are_held(bin_folder: Path) 
         "job 7 waits in Slurm's queue: others are before it, place 4 of 4 in gpu, expected to start at "
         "2026-03-01 10:00:00"
     )
+
+
+def test_what_the_cluster_could_never_give_is_not_submitted(bin_folder: Path) -> None:
+    tree = {"model": "m", "data": {"train": "rows"}, "launch": {"kind": "slurm", "nodes": 900}}
+    run = RunDir.create(bin_folder / "run", resolve_config(tree))
+    for command in ("squeue", "scancel"):
+        answer(bin_folder, command)
+    refusal = (
+        'echo "$1" >> "$0.asked"; [ "$1" = --test-only ] && echo "sbatch: error: Node count invalid" >&2 && exit 1'
+    )
+    answer(bin_folder, "sbatch", "12", then=refusal)
+    with pytest.raises(SlurmRefused, match="Node count invalid"):
+        SlurmLauncher().start(run.path, Resources(1))
+    assert (bin_folder / "sbatch.asked").read_text() == "--test-only\n"
+    assert run.status()["state"] == "failed"
 
 
 @pytest.mark.parametrize(

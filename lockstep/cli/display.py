@@ -482,9 +482,9 @@ def _print_pairs(console: Console, rows: Mapping[str, str]) -> None:
     console.print(grid, highlight=False)
 
 
-def runs_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+def runs_table(rows: Sequence[Mapping[str, Any]], what: str = "run") -> Table:
     table = borderless_table()
-    table.add_column("run", no_wrap=True, overflow="ellipsis")
+    table.add_column(what, no_wrap=True, overflow="ellipsis")
     table.add_column("state", no_wrap=True)
     for name in ("step", "loss", "validation", "tokens/s", "age"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -94,7 +94,7 @@ def _beside_plan(row: Mapping[str, Any]) -> str:
 
 
 @app.command()
-def stop(run: Annotated[Path, typer.Argument(help="A run directory.")]) -> None:
+def stop(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]) -> None:
     """End a run of a cluster, and wait until none of its processes is left."""
     from lockstep.launch.start import stop as stop_run
 
@@ -104,7 +104,7 @@ def stop(run: Annotated[Path, typer.Argument(help="A run directory.")]) -> None:
 
 @app.command()
 def samples(
-    run: Annotated[Path, typer.Argument(help="A run directory.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
     step: Annotated[int | None, typer.Option(help="The step. Default: the latest one kept.")] = None,
     best: Annotated[bool, typer.Option("--best", help="The answers with the highest rewards first.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="The answers with the lowest rewards first.")] = False,
@@ -169,7 +169,7 @@ def plot(
 
 @app.command()
 def export(
-    run: Annotated[Path, typer.Argument(help="A run directory.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
     to: Annotated[Path | None, typer.Option(help="Where to write. Default: inside the run directory.")] = None,
     adapter: Annotated[
         bool, typer.Option("--adapter", help="Only the LoRA adapter, not merged into the model.")

@@ -74,7 +74,7 @@ def jobs(
     elif not listing.jobs:
         echo("no jobs")
     else:
-        make_console().print(runs_table([_row(job) for job in listing.jobs]))
+        make_console().print(runs_table([_row(job) for job in listing.jobs], "job"))
         if listing.total > len(listing.jobs):
             echo(f"{listing.total - len(listing.jobs)} more: --limit shows them")
 
@@ -167,7 +167,9 @@ def _inside(folder: Path, name: str) -> Path:
 
 @app.command()
 def token(
-    name: Annotated[str, typer.Argument(help="The owner: jobs submitted with the token belong to this name.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="The owner: jobs submitted with the token belong to this name.")
+    ],
     role: Annotated[
         str, typer.Option(help="read: see all jobs. submit: see and change own jobs. admin: everything.")
     ] = "submit",

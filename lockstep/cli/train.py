@@ -253,7 +253,7 @@ def _describe(settings: RunConfig, as_json: bool) -> None:
 
 @app.command()
 def init(
-    file: Annotated[Path, typer.Argument(help="The file to write.")] = DEFAULT_CONFIG,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write.")] = DEFAULT_CONFIG,
     algorithm: Annotated[
         str, typer.Option(help="The algorithm: sft, dpo, kto, simpo, orpo, cpo, grpo, dapo, ...")
     ] = "sft",

@@ -137,6 +137,8 @@ def stop(path: str | Path) -> None:
     run = RunDir(Path(path).resolve(), owner=True)
     settings = run.config()
     if settings.launch.kind not in _CLUSTERS:
+        if (state := run.status().get("state")) in ("completed", "failed", "cancelled", "interrupted"):
+            raise ValueError(f"{path} is {state}: there is nothing to stop")
         raise ValueError(
             f"{path} runs on this machine: end it with Ctrl-C where it was started, or lockstep attach {path}"
         )

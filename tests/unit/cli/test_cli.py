@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from lockstep.cli import main
-from lockstep.config import RunConfig, load_config, parse_config
+from lockstep.config import RunConfig, load_config, parse_config, resolve_config
 from lockstep.config.template import starter_yaml
 from lockstep.launch.local import is_running, read_handle
-from lockstep.launch.start import new_run_dir
+from lockstep.launch.start import new_run_dir, stop
 from lockstep.rundir import RunDir
 
 COMMANDS = ["train", "attach", "init", "export", "chat", "generate", "runs", "plot", "demo"]
@@ -329,3 +329,18 @@ def test_runs(folder: Path) -> None:
     assert re.search(r"two +lost +1 ", out)
     rows = json.loads(lockstep(folder, "runs", "--json")[1])
     assert {row["name"]: row["state"] for row in rows} == {"one": "completed", "two": "lost"}
+
+
+@pytest.mark.parametrize(
+    ("state", "sentence"),
+    [
+        ("completed", "is completed: there is nothing to stop"),
+        ("running", "runs on this machine: end it with Ctrl-C where it was started, or lockstep attach"),
+    ],
+)
+def test_stop_is_for_runs_of_a_cluster_that_have_not_ended(tmp_path: Path, state: str, sentence: str) -> None:
+    tree = {"model": "m", "data": {"train": "rows.jsonl"}}
+    run = RunDir.create(tmp_path / "run", resolve_config(tree))
+    run.write_status(state=state)
+    with pytest.raises(ValueError, match=sentence):
+        stop(run.path)

@@ -363,7 +363,8 @@ def _linear_names(model: nn.Module) -> list[str]:
     """Name endings of every linear layer inside the decoder layers, long enough to be of nothing else: PEFT would put
     an adapter on whatever ends so, and layers of a list are called 0, 1, 2 like those of a Sequential."""
     inside = {id(module) for layer in decoder_layers(model) for module in layer.modules() if _is_linear(module)}
-    linear, others = set(), set()
+    linear: set[str] = set()
+    others: set[str] = set()
     for name, module in model.named_modules():
         (linear if id(module) in inside else others).add(f".{name}")
     names = set()
@@ -397,15 +398,17 @@ def _is_linear(module: nn.Module) -> bool:
 
     if not isinstance(module, (nn.Linear, Conv1D)):
         return False
-    return type(module).forward in (nn.Linear.forward, Conv1D.forward) or _multiplies(type(module))
+    kind: Any = type(module)
+    return kind.forward in (nn.Linear.forward, Conv1D.forward) or _multiplies(kind)
 
 
 @functools.cache
-def _multiplies(kind: type[nn.Module]) -> bool:
+def _multiplies(kind: Any) -> bool:
     """Whether a kind of linear layer computes the product by code of its own (Falcon): seen on a small one."""
-    try:
-        small, x = kind(3, 2).double(), torch.tensor([[1.0, -2.0, 3.0], [0.5, 0.0, -1.0]], dtype=torch.float64)  # type: ignore[call-arg]
-        found = small(x)
-    except Exception:  # it is made in another way
-        return False
-    return isinstance(found, Tensor) and torch.allclose(found, F.linear(x, small.weight, small.bias))  # type: ignore[arg-type]
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        try:
+            small, x = kind(3, 2).double(), torch.tensor([[1.0, -2.0, 3.0], [0.5, 0.0, -1.0]], dtype=torch.float64)
+            found = small(x)
+        except Exception:  # it is made in another way
+            return False
+        return isinstance(found, Tensor) and torch.allclose(found, F.linear(x, small.weight, small.bias))

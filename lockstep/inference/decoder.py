@@ -37,8 +37,10 @@ from lockstep.inference.token_sampling import (
     ScoredPrompt,
     TokenScores,
     Truncation,
+    draw_by_kernel,
     sample_tokens,
     score_tokens,
+    suits_draw_kernel,
     uniforms,
 )
 from lockstep.model.head import LogitTransform
@@ -513,6 +515,8 @@ class Decoder:
         return contextlib.nullcontext() if self.bank is None else self.bank.applied(numbers)
 
     def _draw(self, outputs: Tensor, streams: Tensor, positions: Tensor, truncation: Truncation) -> tuple[Tensor, ...]:
+        if self._transform.softcap is None and suits_draw_kernel(outputs, truncation):
+            return draw_by_kernel(outputs, streams, positions, self._transform.scale / truncation.temperature)
         return sample_tokens(self._as_logits(outputs), truncation, uniforms(streams, positions + 1))
 
     def logits(self, batch_size: int, length: int) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from lockstep.model.attention import variable_length_problem
 
 CACHED = "lockstep_cached"
 _ATTACHED = "_lockstep_kv_cache"  # attribute of an attention module, see KeyValueCache.attached
+TILE_ROWS = 8  # that read a prompt together: with two query heads for each of keys, all rows of a matrix unit's product
 
 
 class UnsupportedModelError(Exception):
@@ -153,18 +154,21 @@ class SharedPrompts:
     """Slots whose first tokens are read in another slot, so that a prompt is stored once for all of its samples."""
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
-        self._sources, self._lengths = torch.zeros(2, num_slots, dtype=torch.int64, device=device).unbind(0)
+        self._rows = torch.zeros(3, num_slots, dtype=torch.int64, device=device)
+        self._tiles = torch.zeros(max(num_slots // 2, 1), 2 + TILE_ROWS, dtype=torch.int64, device=device)
         self._source_of: dict[int, tuple[int, int]] = {}  # slot -> (slot that holds its first tokens, how many)
 
-    def rows(self, count: int) -> tuple[Tensor, Tensor]:
-        """For the kernel: of the first slots, where their first tokens are, and how many. At the same addresses."""
-        return self._sources[:count], self._lengths[:count]
+    def rows(self, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """For the kernel, at the same addresses every time: of the first slots, where their first tokens are, how many,
+        and how many of them are read by tiles; and the tiles, each of some rows that have the same first tokens."""
+        sources, lengths, covered = self._rows[:, :count].unbind(0)
+        return sources, lengths, covered, self._tiles
 
     def share(self, moves: Sequence[tuple[int, int, int]]) -> None:
         """(from slot, to slot, tokens): the first holds them itself."""
         assert not any(source in self._source_of for source, _, _ in moves)
         self._source_of |= {slot: (source, length) for source, slot, length in moves}
-        self._tell(moves)
+        self._tell()
 
     def before_write(self, slots: Iterable[int]) -> list[tuple[int, int, int]]:
         """These slots will hold something else. Returns the (from slot, to slot, tokens) to be copied before."""
@@ -177,7 +181,8 @@ class SharedPrompts:
         freed = [slot for slot in self._source_of if slot in written or self._source_of[slot][0] in written]
         for slot in freed:
             del self._source_of[slot]
-        self._tell([(slot, slot, 0) for slot in freed])
+        if freed:
+            self._tell()
         return lost
 
     def holder(self, slot: int) -> int:
@@ -190,12 +195,37 @@ class SharedPrompts:
 
     def clear(self) -> None:
         self._source_of.clear()
-        self._lengths.zero_()
+        self._rows.zero_()
+        self._tiles.zero_()
 
-    def _tell(self, moves: Sequence[tuple[int, int, int]]) -> None:
-        if moves:
-            sources, slots, lengths = torch.tensor(moves, device=self._sources.device).unbind(1)
-            self._sources[slots], self._lengths[slots] = sources, lengths
+    def _tell(self) -> None:
+        rows, tiles = prompt_tiles(self._source_of, self._rows.shape[1], len(self._tiles))
+        self._rows.copy_(rows)
+        self._tiles.copy_(tiles)
+
+
+def prompt_tiles(source_of: Mapping[int, tuple[int, int]], num_slots: int, num_tiles: int) -> tuple[Tensor, Tensor]:
+    """([3, slots] source, length and covered tokens of each, [tiles, 2 + TILE_ROWS] source, length and rows of each).
+
+    The slot that holds a prompt reads it in a tile, too.
+    """
+    sources, lengths, covered = ([0] * num_slots for _ in range(3))
+    members: dict[tuple[int, int], list[int]] = {}
+    for slot, (source, length) in source_of.items():
+        sources[slot], lengths[slot] = source, length
+        members.setdefault((source, length), [source]).append(slot)
+    tiles: list[list[int]] = []
+    for (source, length), slots in members.items():
+        free = [slot for slot in slots if not covered[slot]]
+        if len(free) < 2 or not length:  # one alone reads its tokens without a tile
+            continue
+        for slot in free:
+            covered[slot] = length
+        for start in range(0, len(free), TILE_ROWS):
+            part = free[start : start + TILE_ROWS]
+            tiles.append([source, length, *part, *[-1] * (TILE_ROWS - len(part))])
+    tiles += [[0] * (2 + TILE_ROWS)] * (num_tiles - len(tiles))
+    return torch.tensor([sources, lengths, covered]), torch.tensor(tiles)
 
 
 def free_bytes(device: torch.device) -> int:
@@ -222,13 +252,16 @@ def decode_attention(
     positions: Tensor,
     sources: Tensor,
     shared: Tensor,
+    covered: Tensor,
+    tiles: Tensor,
     scale: float,
     window: int,
 ) -> Tensor:
     """[rows, heads, dim]; see decode_kernel.attend. One operation for the compiler, which does not look inside."""
     from lockstep.inference import decode_kernel
 
-    return decode_kernel.attend(query, key, value, keys, values, positions, sources, shared, scale, window)
+    places = (positions, sources, shared, covered, tiles)
+    return decode_kernel.attend(query, key, value, keys, values, *places, scale, window)
 
 
 @decode_attention.register_fake

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import torch
@@ -93,6 +95,25 @@ def sample_tokens(logits_nv: Tensor, truncation: Truncation, uniform_n: Tensor) 
         # With nan any token: its log-prob reports the problem.
         tokens_n = _invert(probabilities_nv, uniform_n).clamp(max=scaled.shape[1] - 1)
     return tokens_n, scaled.gather(1, tokens_n[:, None])[:, 0] - normaliser_n
+
+
+def suits_draw_kernel(outputs_nv: Tensor, truncation: Truncation) -> bool:
+    """Whether `draw_by_kernel` draws from all of a distribution, on a GPU."""
+    whole = truncation.temperature > 0 and truncation == Truncation(truncation.temperature)
+    return whole and outputs_nv.is_cuda and outputs_nv.dtype != torch.float64 and find_spec("triton") is not None
+
+
+@torch.library.custom_op("lockstep::draw_tokens", mutates_args=())
+def draw_by_kernel(outputs_nv: Tensor, streams_n: Tensor, positions_n: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """As `sample_tokens` of the outputs times `scale`, with the random numbers of the positions after these."""
+    from lockstep.inference import draw_kernel
+
+    return draw_kernel.draw(outputs_nv, streams_n, positions_n, scale)
+
+
+@draw_by_kernel.register_fake
+def _(outputs_nv: Tensor, streams_n: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(streams_n), outputs_nv.new_empty(len(streams_n), dtype=torch.float32)
 
 
 def _truncate(probabilities_nv: Tensor, truncation: Truncation) -> Tensor:

@@ -1,11 +1,16 @@
-"""Attention of one new token on a GPU, against float64, for every shape that decoding meets."""
+"""Attention of one new token on a GPU, and drawing the next, against float64, for every shape that decoding meets."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from lockstep.inference.kv_cache import prompt_tiles
+from lockstep.inference.token_sampling import Truncation, random_streams, sample_tokens, uniforms
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -18,7 +23,12 @@ SHAPES = {
     "one row, split": (1, 16, 8, 128, 8192, 0),
     "few rows, split, with a window": (2, 8, 2, 256, 4096, 1500),
     "one token of room": (2, 2, 1, 16, 1, 0),
+    "eight query heads of each": (27, 16, 2, 64, 700, 0),
+    "many rows": (256, 16, 8, 128, 256, 0),
 }
+
+
+GROUP_SIZES = (2, 1, 9, 8, 3, 17)  # of rows with the same prompt
 
 
 def exact(
@@ -44,9 +54,24 @@ def exact(
     return attended.reshape(query.shape)
 
 
+def share_prompts(positions: list[int]) -> dict[int, tuple[int, int]]:
+    """Neighbours have as many tokens in common as the shortest has; some have fewer, and some none."""
+    source_of, first = {}, 0
+    for size in itertools.cycle(GROUP_SIZES):
+        rows = range(first, min(first + size, len(positions)))
+        if not rows:
+            return source_of
+        length = min(positions[row] for row in rows)
+        source_of |= {row: (first, length) for row in rows[1:]}
+        if len(rows) == 9:
+            source_of[first + 4] = (first, length // 2)
+        first += size
+    raise AssertionError
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("sharing", [False, True], ids=["alone", "with a prompt in common"])
+@pytest.mark.parametrize("sharing", [False, True], ids=["alone", "with prompts in common"])
 def test_each_row_attends_to_its_own_tokens(shape: tuple[int, ...], dtype: torch.dtype, sharing: bool) -> None:
     pytest.importorskip("triton")
     from lockstep.inference.kv_cache import decode_attention
@@ -64,18 +89,20 @@ def test_each_row_attends_to_its_own_tokens(shape: tuple[int, ...], dtype: torch
     )
     keys, values = draw(num_rows + 2, kv_heads, capacity, dim), draw(num_rows + 2, kv_heads, capacity, dim)
     positions = torch.randint(capacity, (num_rows,), device="cuda", generator=generator)
-    positions[0], positions[-1] = 0, capacity - 1
-    shared = torch.minimum(positions, torch.randint(capacity, (num_rows,), device="cuda", generator=generator))
-    shared *= sharing
-    sources = torch.full_like(shared, num_rows + 1)  # a slot of no row
+    positions[0], positions[-1] = capacity - 1 if sharing else 0, capacity - 1
+    source_of = share_prompts(positions.tolist()) if sharing else {}
+    table, tiles = (t.cuda() for t in prompt_tiles(source_of, num_rows, max(num_rows // 2, 1)))
+    sources, shared, covered = table.unbind(0)
+    if sharing and num_rows > 20:
+        assert (tiles[:, 1] > 0).any()
     # What lies beyond a row's tokens must not be read, and neither its own place for those that it shares.
     tokens = torch.arange(capacity, device="cuda")
     unread = (tokens > positions[:, None]) | (tokens < shared[:, None])
     keys[:num_rows].masked_fill_(unread[:, None, :, None], float("nan"))
     values[:num_rows].masked_fill_(unread[:, None, :, None], float("nan"))
     known = [cache.nan_to_num() for cache in (keys, values)]
-    places = (positions, sources, shared)
-    wanted = exact(query, key, value, *known, *places, dim**-0.5, window)
+    wanted = exact(query, key, value, *known, positions, sources, shared, dim**-0.5, window)
+    places = (positions, sources, shared, covered, tiles)
     found = decode_attention(query, key, value, keys, values, *places, dim**-0.5, window)
     error = float((found.double() - wanted).norm() / wanted.norm())
     assert error < {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 2e-6}[dtype]
@@ -94,7 +121,42 @@ def test_splitting_a_row_changes_rounding_only(monkeypatch: pytest.MonkeyPatch) 
         found = []
         for splits in (1, 2, 16, 64):
             monkeypatch.setattr(decode_kernel, "num_splits", lambda *_, splits=splits: splits)
-            places = torch.tensor([positions, [1, 1], [0, min(positions[1], 99)]], device="cuda")
-            found.append(decode_kernel.attend(query, key, value, keys.clone(), values.clone(), *places, 0.125, 0))
-        for other in found[1:]:
-            torch.testing.assert_close(other, found[0], rtol=1e-5, atol=1e-5)
+            for source_of in ({}, {0: (1, min(positions))}):
+                table, tiles = (t.cuda() for t in prompt_tiles(source_of, 2, 1))
+                if source_of:
+                    keys[0, :, : min(positions)] = keys[1, :, : min(positions)]
+                    values[0, :, : min(positions)] = values[1, :, : min(positions)]
+                places = (torch.tensor(positions, device="cuda"), *table, tiles)
+                found.append(decode_kernel.attend(query, key, value, keys.clone(), values.clone(), *places, 0.125, 0))
+        for other in found[2:]:
+            torch.testing.assert_close(other, found[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("vocabulary", [100, 4096, 49152, 151936])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_tokens_are_drawn_as_in_float64(vocabulary: int, dtype: torch.dtype, temperature: float) -> None:
+    pytest.importorskip("triton")
+    from lockstep.inference import draw_kernel
+
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(64, vocabulary, device="cuda")).to(dtype)
+    logits[1, : vocabulary // 2] = logits[2, vocabulary // 2 :] = float("-inf")
+    logits[3, vocabulary // 4 : vocabulary // 2] = logits[4, 1:] = float("-inf")
+    streams, positions = random_streams(5, list(range(64)), [0] * 64).cuda(), 13 * torch.arange(64, device="cuda")
+    tokens, logprobs = draw_kernel.draw(logits, streams, positions, 1 / temperature)
+    random = uniforms(streams, positions + 1)
+    expected = sample_tokens(logits.double(), Truncation(temperature), random)
+    # A number that falls between two tokens, to within float32's rounding, may give either.
+    assert (tokens != expected[0]).sum() <= 1
+    exact_logprobs = (logits.double() / temperature).log_softmax(1).gather(1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(logprobs.double(), exact_logprobs, rtol=1e-6, atol=2e-5)
+    assert logprobs.isfinite().all()
+    for rows in (slice(0, 1), slice(5, 12)):  # in any batch the same
+        again = draw_kernel.draw(logits[rows], streams[rows], positions[rows], 1 / temperature)
+        assert torch.equal(again[0], tokens[rows])
+        assert torch.equal(again[1], logprobs[rows])
+    logits[0], logits[5, 7] = float("nan"), float("nan")
+    tokens, logprobs = draw_kernel.draw(logits, streams, positions, 1 / temperature)
+    assert logprobs[[0, 5]].isnan().all()
+    assert bool(((tokens >= 0) & (tokens < vocabulary)).all())

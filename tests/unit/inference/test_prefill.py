@@ -16,7 +16,7 @@ from unit.inference.test_compiled_steps import UncapturedSteps, attend, make_mod
 import lockstep.inference
 from lockstep.inference import prefill
 from lockstep.inference.decoder import Decoder
-from lockstep.inference.kv_cache import LayerShape, SharedPrompts
+from lockstep.inference.kv_cache import LayerShape, SharedPrompts, prompt_tiles
 from lockstep.inference.prefill import PrefillShape, pad_prompts
 from lockstep.inference.scheduler import BatchLimits, decode_all
 from lockstep.inference.sequence import TokenSequence
@@ -59,7 +59,10 @@ def test_there_are_few_shapes():
 def test_a_slot_that_others_read_is_copied_to_them_before_it_is_written():
     prompts = SharedPrompts(6, CPU)
     prompts.share([(0, 1, 7), (0, 2, 7), (3, 4, 5)])
-    assert [t.tolist() for t in prompts.rows(5)] == [[0, 0, 0, 0, 3], [0, 7, 7, 0, 5]]
+    assert [t.tolist() for t in prompts.rows(5)[:3]] == [[0, 0, 0, 0, 3], [0, 7, 7, 0, 5], [7, 7, 7, 5, 5]]
+    assert prompts.rows(5)[3].tolist() == [
+        [0, 7, 0, 1, 2, *[-1] * 5], [3, 5, 3, 4, *[-1] * 6], [0] * 10,
+    ]  # fmt: skip
     assert (prompts.holder(2), prompts.holder(5)) == (0, 5)
     assert prompts.before_write([0, 1]) == [(0, 2, 7)]  # 1 gets another prompt itself
     assert prompts.rows(5)[1].tolist() == [0, 0, 0, 0, 5]
@@ -71,6 +74,16 @@ def test_a_slot_that_others_read_is_copied_to_them_before_it_is_written():
     assert grown.before_write([5]) == [(5, 0, 2)]
     prompts.clear()
     assert prompts.rows(6)[1].tolist() == [0] * 6
+
+
+def test_rows_with_one_prompt_read_it_in_tiles_and_a_row_alone_without():
+    source_of = {slot: (2, 6) for slot in range(3, 14)} | {14: (2, 4), 1: (0, 0)}
+    (sources, lengths, covered), tiles = prompt_tiles(source_of, 16, 8)
+    assert sources[3:15].tolist() == [2] * 12
+    assert lengths[3:15].tolist() == [*[6] * 11, 4]
+    assert covered.tolist() == [0, 0, *[6] * 12, 0, 0]  # 14 has another length than all others; 0 shares nothing with 1
+    assert tiles[:3, :2].tolist() == [[2, 6], [2, 6], [0, 0]]
+    assert tiles[:2, 2:].flatten().tolist() == [*range(2, 14), *[-1] * 4]
 
 
 def attend_by_boundaries(

@@ -85,7 +85,8 @@ def make_prompts(count: int, length: int, vocabulary: int) -> list[list[int]]:
 
 
 def our_way(model: Any, prompts: list[list[int]], options: argparse.Namespace) -> Callable[[], None]:
-    engine = LocalEngine(model, SilentTokenizer(), batch_size=options.prompts * options.samples)
+    rows = options.prompts * options.samples
+    engine = LocalEngine(model, SilentTokenizer(), batch_size=rows, compiles=model.device.type == "cuda")
     params = SamplingParams(options.tokens, temperature=1.0, seed=0, num_samples=options.samples, logprobs=True)
 
     def answer() -> None:

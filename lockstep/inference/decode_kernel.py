@@ -17,6 +17,7 @@ _MIN_GROUP = 16  # rows of a matrix product on tensor cores: query heads that sh
 _MIN_PROGRAMS = 264  # two for each multiprocessor of a large GPU; with fewer rows a row is split
 _MIN_SPLIT_TOKENS = 256
 _MIN_TILE_TOKENS = 128  # of a prompt that several rows read together
+_MIN_TILED = 1 << 16  # tokens of room in all rows: with fewer, adding up the parts costs what tiles save
 
 
 @triton.jit
@@ -214,7 +215,8 @@ def attend(
     query, key, value = (t if t.stride(2) == 1 else t.contiguous() for t in (query, key, value))
     (num_rows, num_heads, dim), (_, kv_heads, capacity, _) = query.shape, keys.shape
     group, tile_rows = num_heads // kv_heads, tiles.shape[1] - 2
-    num_tiles = 0 if window or group >= _MIN_GROUP else min(len(tiles), num_rows // 2)
+    tiled = not window and group < _MIN_GROUP and capacity > 2 * _MIN_TILE_TOKENS and num_rows * capacity >= _MIN_TILED
+    num_tiles = min(len(tiles), num_rows // 2) if tiled else 0
     prompt_parts = num_splits(-(-num_rows // tile_rows) * kv_heads, capacity, _MIN_TILE_TOKENS) if num_tiles else 0
     splits = num_splits(num_rows * kv_heads, capacity)
     num_parts = prompt_parts + splits

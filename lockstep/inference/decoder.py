@@ -37,6 +37,7 @@ from lockstep.inference.token_sampling import (
     ScoredPrompt,
     TokenScores,
     Truncation,
+    copy_to_host,
     draw_by_kernel,
     sample_tokens,
     score_tokens,
@@ -369,18 +370,20 @@ class Decoder:
         length = self._attended_length(length)
         started, captured = time.perf_counter(), self._captured
         steps = [self._step(batch_size, length, truncation, num_top) for _ in range(num_steps)]
-        tokens, logprobs = (torch.stack([step[place] for step in steps]) for place in (0, 1))
+        sampled = copy_to_host([torch.stack([step[place] for step in steps]) for place in (0, 1)])
 
         def read() -> tuple[list[list[int]], list[list[float]]]:
+            tokens, logprobs = sampled()
             found = tokens.tolist(), logprobs.tolist()
             began, self._read_at = max(started, self._read_at), time.perf_counter()  # steps before may have run on
             if self.graphs is not None and captured == self._captured:
                 self._speed.note((self._read_at - began) / num_steps, batch_size, self.graphs.problem)
             return found
 
-        scored = [step[2:5] for step in steps]
-        routing = None if self.recorder is None else lambda: [step[-1].cpu().numpy() for step in steps]
-        scores = None if num_top is None else lambda: [TokenScores.read((a, b, c)) for a, b, c in scored]
+        scored = None if num_top is None else [copy_to_host(step[2:5]) for step in steps]
+        routed = None if self.recorder is None else [copy_to_host(step[-1:]) for step in steps]
+        scores = None if scored is None else lambda: [TokenScores.read(each()) for each in scored]
+        routing = None if routed is None else lambda: [each()[0].numpy() for each in routed]
         return LaunchedSteps(num_steps, read, scores, routing)
 
     def finish(self) -> None:

@@ -155,7 +155,8 @@ class SharedPrompts:
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self._rows = torch.zeros(3, num_slots, dtype=torch.int64, device=device)
-        self._tiles = torch.zeros(max(num_slots // 2, 1), 2 + TILE_ROWS, dtype=torch.int64, device=device)
+        # At least two: compiled code is made anew for a size of one.
+        self._tiles = torch.zeros(max(num_slots // 2, 2), 2 + TILE_ROWS, dtype=torch.int64, device=device)
         self._source_of: dict[int, tuple[int, int]] = {}  # slot -> (slot that holds its first tokens, how many)
 
     def rows(self, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -6,7 +6,7 @@ device and in every batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -47,7 +47,7 @@ class TokenScores:
         return self if num_top >= len(self.top) else TokenScores(self.logprob, self.top[:num_top])
 
     @classmethod
-    def read(cls, scores: tuple[Tensor, Tensor, Tensor]) -> list[TokenScores]:
+    def read(cls, scores: Sequence[Tensor]) -> list[TokenScores]:
         """Of what `score_tokens` returned."""
         logprobs, top_logprobs, top_tokens = (values.tolist() for values in scores)
         pairs = zip(logprobs, top_tokens, top_logprobs, strict=True)
@@ -67,6 +67,24 @@ class LaunchedSteps:
     """[step][slot], where they were asked for."""
     routing: Callable[[], list[np.ndarray]] | None = None
     """[step][slot] bytes, where they are recorded."""
+
+
+def copy_to_host(tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
+    """Begins at once, behind what computes them. The result waits for these copies alone: a plain read would be queued
+    behind whatever was launched in between, and the device would then be idle while the host works on it."""
+    if not tensors or not tensors[0].is_cuda:
+        return lambda: tensors
+    copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
+    for copy, tensor in zip(copies, tensors, strict=True):
+        copy.copy_(tensor, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record()
+
+    def wait() -> Sequence[Tensor]:
+        done.synchronize()
+        return copies
+
+    return wait
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class StagedGroup(dist.ProcessGroup):
         super().__init__(rank, size)
         self._gloo, self._rank, self._size = gloo, rank, size
 
-    def getBackendName(self) -> str:  # noqa: N802 torch's name
+    def getBackendName(self) -> str:
         return NAME
 
     def size(self) -> int:
@@ -144,7 +144,7 @@ class StagedGroup(dist.ProcessGroup):
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> dist.Work:
         (tensor,) = tensors
         host = torch.empty(tensor.shape, dtype=tensor.dtype)
-        return _Transfer(self._gloo.recv([host], source, tag), lambda: tensor.copy_(host), host)
+        return _Transfer(self._gloo.recv([host], source, tag), lambda: tensor.detach().copy_(host), host)
 
     def barrier(self, opts: Any = None) -> dist.Work:
         self._gloo.barrier().wait()

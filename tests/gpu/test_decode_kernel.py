@@ -28,6 +28,7 @@ SHAPES = {
 }
 
 
+CASES = [(name, dtype) for name in SHAPES for dtype in (torch.bfloat16, torch.float32)] + [("grouped", torch.float16)]
 GROUP_SIZES = (2, 1, 9, 8, 3, 17)  # of rows with the same prompt
 
 
@@ -62,20 +63,25 @@ def share_prompts(positions: list[int]) -> dict[int, tuple[int, int]]:
         if not rows:
             return source_of
         length = min(positions[row] for row in rows)
-        source_of |= {row: (first, length) for row in rows[1:]}
+        source_of |= dict.fromkeys(rows[1:], (first, length))
         if len(rows) == 9:
             source_of[first + 4] = (first, length // 2)
         first += size
     raise AssertionError
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("sharing", [False, True], ids=["alone", "with prompts in common"])
-def test_each_row_attends_to_its_own_tokens(shape: tuple[int, ...], dtype: torch.dtype, sharing: bool) -> None:
+@pytest.mark.parametrize("sharing", ["alone", "with prompts in common", "in tiles"])
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_each_row_attends_to_its_own_tokens(
+    name: str, dtype: torch.dtype, sharing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("triton")
+    from lockstep.inference import decode_kernel
     from lockstep.inference.kv_cache import decode_attention
 
+    shape, shares, tiled = SHAPES[name], sharing != "alone", sharing == "in tiles"
+    monkeypatch.setattr(decode_kernel, "_MIN_TILED", 0 if tiled else 1 << 60)
+    monkeypatch.setattr(decode_kernel, "_MIN_TILE_TOKENS", 64)
     num_rows, num_heads, kv_heads, dim, capacity, window = shape
     generator = torch.Generator("cuda").manual_seed(0)
 
@@ -89,11 +95,11 @@ def test_each_row_attends_to_its_own_tokens(shape: tuple[int, ...], dtype: torch
     )
     keys, values = draw(num_rows + 2, kv_heads, capacity, dim), draw(num_rows + 2, kv_heads, capacity, dim)
     positions = torch.randint(capacity, (num_rows,), device="cuda", generator=generator)
-    positions[0], positions[-1] = capacity - 1 if sharing else 0, capacity - 1
-    source_of = share_prompts(positions.tolist()) if sharing else {}
+    positions[0], positions[-1] = capacity - 1 if shares else 0, capacity - 1
+    source_of = share_prompts(positions.tolist()) if shares else {}
     table, tiles = (t.cuda() for t in prompt_tiles(source_of, num_rows, max(num_rows // 2, 1)))
     sources, shared, covered = table.unbind(0)
-    if sharing and num_rows > 20:
+    if tiled and num_rows > 20:
         assert (tiles[:, 1] > 0).any()
     # What lies beyond a row's tokens must not be read, and neither its own place for those that it shares.
     tokens = torch.arange(capacity, device="cuda")
@@ -114,6 +120,7 @@ def test_splitting_a_row_changes_rounding_only(monkeypatch: pytest.MonkeyPatch) 
     pytest.importorskip("triton")
     from lockstep.inference import decode_kernel
 
+    monkeypatch.setattr(decode_kernel, "_MIN_TILED", 0)
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, heads, 64, device="cuda") for heads in (8, 2, 2))
     keys, values = torch.randn(2, 2, 2, 4096, 64, device="cuda").unbind(0)

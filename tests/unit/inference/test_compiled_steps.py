@@ -64,6 +64,8 @@ def attend(
     positions: Tensor,
     sources: Tensor,
     shared: Tensor,
+    covered: Tensor,
+    tiles: Tensor,
     scale: float,
     _: int,
 ) -> Tensor:

@@ -77,7 +77,7 @@ def test_a_slot_that_others_read_is_copied_to_them_before_it_is_written():
 
 
 def test_rows_with_one_prompt_read_it_in_tiles_and_a_row_alone_without():
-    source_of = {slot: (2, 6) for slot in range(3, 14)} | {14: (2, 4), 1: (0, 0)}
+    source_of = dict.fromkeys(range(3, 14), (2, 6)) | {14: (2, 4), 1: (0, 0)}
     (sources, lengths, covered), tiles = prompt_tiles(source_of, 16, 8)
     assert sources[3:15].tolist() == [2] * 12
     assert lengths[3:15].tolist() == [*[6] * 11, 4]

@@ -64,6 +64,27 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, family: str = "") 
 # --- layers ---------------------------------------------------------------------------------------------------------
 
 
+class Counting(nn.Dropout):
+    """Does more than others when it is switched."""
+
+    num_switched = 0
+
+    def train(self, mode: bool = True) -> Counting:
+        self.num_switched += 1
+        return super().train(mode)
+
+
+def test_every_part_is_switched_between_training_and_evaluation():
+    model = add_lora(make_model("llama", lora=False), LoraConfig(rank=2, dropout=0.1))
+    causal_lm(model).extra = nn.Sequential(Counting(), nn.ModuleList([nn.Linear(2, 2)]))
+    policy = Policy(model)
+    for mode in (False, True, False):
+        before = causal_lm(model).extra[0].num_switched
+        policy.train(mode)
+        assert {module.training for module in policy.modules()} == {mode}
+        assert causal_lm(model).extra[0].num_switched == before + 1
+
+
 @every_family
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_the_decoder_layers_are_found_from_the_model_itself(family, lora):

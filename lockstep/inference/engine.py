@@ -21,7 +21,7 @@ from torch import Tensor
 from lockstep.config import LoraConfig, ModelConfig
 from lockstep.inference.adapter_bank import AdapterBank
 from lockstep.inference.decoder import Decoder
-from lockstep.inference.hf_generate import check_generate, hf_generate
+from lockstep.inference.hf_generate import GenerateFacts, check_generate, hf_generate
 from lockstep.inference.kv_cache import UnsupportedModelError
 from lockstep.inference.scheduler import BatchLimits, ContinuousBatch, decode_all
 from lockstep.inference.sequence import NOTHING_ELSE, SequenceOptions, TokenSequence
@@ -210,7 +210,11 @@ class LocalEngine:
             return
         unfinished = [sequence for sequence in sequences if not sequence.finished]
         # Where positions depend on the longest sequence of a batch, each is sampled alone.
-        batch_size = 1 if RotaryByLength.of(self.model).rules else self.batch_size
+        assert self._generate is not None
+        alone = RotaryByLength.of(self.model).rules or self._generate.rows_s is None
+        if any(sequence.length < self._generate.min_length for sequence in unfinished):
+            raise ValueError("transformers' generate computes something else for a prompt of one token: give it two")
+        batch_size = 1 if alone else self.batch_size
         hf_generate(self.model, unfinished, params, pad_id=self._pad_id, batch_size=batch_size, sharded=self._sharded)
 
     def stream(self, prompt: Prompt, params: SamplingParams, on_text: Callable[[str], None]) -> TextCompletion:
@@ -226,6 +230,7 @@ class LocalEngine:
         self.num_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self._decoder = None
         self._recorder = RoutingRecorder(model) if self._records_routing else None
+        self._generate: GenerateFacts | None = None
         self.decodes = True  # False once the decoder has refused the model
 
     def _check_adapter(self, name: str) -> None:
@@ -296,11 +301,13 @@ class LocalEngine:
                         f"{error}, and transformers' generate does not tell which experts it chose: set "
                         "algorithm.router_replay to false"
                     ) from error
-                seconds = check_generate(self.model, pad_id=self._pad_id, sharded=self._sharded)
+                self._generate = check_generate(
+                    self.model, pad_id=self._pad_id, sharded=self._sharded, num_rows=min(self.batch_size, 16)
+                )
                 self.decodes = False
                 self._report(
-                    f"{error}. Completions come from transformers' generate: slower ({1e3 * seconds:.0f} ms for one "
-                    "token of one row), and samples depend on their batch"
+                    f"{error}. Completions come from transformers' generate, {self._generate.slowness}; samples "
+                    "depend on their batch"
                 )
         return self._decoder
 

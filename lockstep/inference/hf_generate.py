@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
+from lockstep.inference.model_check import FloatsStayWide
 from lockstep.inference.sequence import TokenSequence
 from lockstep.model.policy import CausalLM, causal_lm
 from lockstep.types import SamplingParams
@@ -43,33 +45,94 @@ def hf_generate(
                 _hf_generate_batch(model, part, num_left, params, pad_id, sharded, inputs or {})
 
 
-@torch.inference_mode()
-def check_generate(model: Any, *, pad_id: int, sharded: bool) -> float:
-    """Seconds for a token of one row. ValueError where generate computes something else than the model's forward, which
-    is what is trained."""
+class GenerateFacts(NamedTuple):
+    """What transformers' generate can do with a model, as measured."""
+
+    row_s: float  # for a token of one row
+    rows_s: float | None  # for a token of `num_rows` rows at once; None: rows beside each other disturb each other
+    num_rows: int
+    min_length: int  # of a prompt
+
+    @property
+    def slowness(self) -> str:
+        """Beside one batch of rows of all lengths, as the decoder has them."""
+        one = f"{1e3 * self.row_s:.0f} ms for one token of one row"
+        if self.rows_s is None:
+            return f"slower: {one}, and one row after another, as rows of a batch would disturb each other"
+        factor = self.num_rows * self.row_s / self.rows_s
+        return (
+            f"slower: {one}, and prompts of different lengths one after another ({self.num_rows} of them take "
+            f"{max(factor, 1.0):.0f} times as long as one batch)"
+        )
+
+
+def check_generate(model: Any, *, pad_id: int, sharded: bool, num_rows: int) -> GenerateFacts:
+    """ValueError where generate computes something else than the model's forward, which is what is trained."""
     name, causal = type(causal_lm(model)).__name__, causal_lm(model)
-    prompt = torch.arange(3, 8, device=model.device)[None] % causal.config.get_text_config().vocab_size
+    size = causal.config.get_text_config().vocab_size
+    tokens = (torch.arange(max(num_rows, 1) * 5, device=model.device) % max(size - 3, 1) + 3).view(-1, 5) % size
+    is_narrow = model.dtype not in (torch.float32, torch.float64)
+
+    def distance(prompts: Tensor) -> tuple[float, float]:
+        """(between the logits of generate and of a forward pass, seconds for a token)"""
+        with torch.inference_mode(), _without_defaults(model):
+            if is_narrow and not sharded:
+                with contextlib.suppress(TypeError, RuntimeError), FloatsStayWide():  # not every part can be so
+                    return _generate_distance(model, prompts, pad_id, sharded)[0], _time(
+                        model, prompts, pad_id, sharded
+                    )
+            return _generate_distance(model, prompts, pad_id, sharded)
+
+    try:
+        found, row_s = distance(tokens[:1])
+    except (TypeError, ValueError, AttributeError, LookupError) as error:
+        raise ValueError(f"nothing samples from {name}: transformers' generate does not take it ({error})") from error
+    limit = 0.1 if is_narrow and sharded else 1e-3
+    if not found < limit:
+        raise ValueError(
+            f"nothing samples from {name} as it is trained: the logits of transformers' generate are {found:.1%} "
+            "off those of its own forward pass"
+        )
+    rows, rows_s = _or_infinite(lambda: distance(tokens)) if num_rows > 1 else (0.0, row_s)
+    shortest, _ = _or_infinite(lambda: distance(tokens[:1, :1]))
+    return GenerateFacts(row_s, rows_s if rows < limit else None, num_rows, 1 if shortest < limit else 2)
+
+
+def _or_infinite(measure: Callable[[], tuple[float, float]]) -> tuple[float, float]:
+    try:
+        return measure()
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, ValueError, AttributeError, LookupError, RuntimeError):
+        return math.inf, math.inf
+
+
+def _generate_distance(model: Any, prompts: Tensor, pad_id: int, sharded: bool) -> tuple[float, float]:
+    """The largest of the rows. Logits that are not finite are reported when sampling."""
+    output, seconds = _generate_few(model, prompts, pad_id, sharded)
+    worst = 0.0
+    for row, sequence in enumerate(output.sequences):
+        own = causal_lm(model)(input_ids=sequence[None, :-1], use_cache=False).logits[0, prompts.shape[1] - 1 :]
+        found = torch.stack([logits[row] for logits in output.logits]).double()
+        if bool(own.isfinite().all()):
+            worst = max(worst, float((found - own.double()).norm() / own.double().norm().clamp(min=1e-30)))
+    return worst, seconds
+
+
+def _time(model: Any, prompts: Tensor, pad_id: int, sharded: bool) -> float:
+    return _generate_few(model, prompts, pad_id, sharded)[1]
+
+
+def _generate_few(model: Any, prompts: Tensor, pad_id: int, sharded: bool) -> tuple[Any, float]:
+    """(output, seconds for a token)"""
     config = GenerationConfig(
         max_new_tokens=4, do_sample=False, pad_token_id=pad_id, output_logits=True, return_dict_in_generate=True
     )
     started = time.perf_counter()
-    try:
-        with _without_defaults(model):
-            output: Any = model.generate(
-                inputs=prompt, attention_mask=torch.ones_like(prompt), generation_config=config, synced_gpus=sharded
-            )
-    except (TypeError, ValueError, AttributeError, LookupError) as error:
-        raise ValueError(f"nothing samples from {name}: transformers' generate does not take it ({error})") from error
-    seconds = (time.perf_counter() - started) / len(output.logits)
-    own = causal(input_ids=output.sequences[:, :-1], use_cache=False).logits[0, prompt.shape[1] - 1 :].double()
-    distance = float((torch.stack(output.logits)[:, 0].double() - own).norm() / own.norm().clamp(min=1e-30))
-    rounding = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
-    if not distance < rounding and bool(own.isfinite().all()):  # otherwise sampling reports it
-        raise ValueError(
-            f"nothing samples from {name} as it is trained: the logits of transformers' generate are {distance:.1%} "
-            "off those of its own forward pass"
-        )
-    return seconds
+    output = model.generate(
+        inputs=prompts, attention_mask=torch.ones_like(prompts), generation_config=config, synced_gpus=sharded
+    )
+    return output, (time.perf_counter() - started) / len(output.logits)
 
 
 def _hf_generate_batch(

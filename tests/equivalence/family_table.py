@@ -194,7 +194,7 @@ the sweep compares it.
   (`slow` in `status.json`).
 - **prompts**: whether the answers to one prompt share its computation, in DPO and GRPO.
 - **layouts**: which the code accepts besides data parallelism, as far as it shows on one process.
-- **sampling**: `engine` is Lockstep's own; `generate` is transformers', which is slower.
+- **sampling**: `engine` is Lockstep's own; `generate` is transformers', which is slower: a run says by how much.
 
 On CUDA the same parts call the kernels that transformers finds (`mamba-ssm`, `causal-conv1d`, `fla-core`), one document
 at a time; that is not tested here.

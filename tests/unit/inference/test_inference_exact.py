@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from equivalence.families import build, in_float64
 from tiny import VOCABULARY, build_tokenizer
 
 import lockstep.inference.engine as engine_module
 from lockstep.config import LoraConfig
 from lockstep.inference.decoder import Decoder
 from lockstep.inference.engine import LocalEngine
+from lockstep.inference.hf_generate import GenerateFacts
 from lockstep.inference.kv_cache import UnsupportedModelError
 from lockstep.inference.token_sampling import random_streams, uniforms
 from lockstep.model.head import LogitTransform
@@ -352,3 +354,28 @@ def test_models_that_are_not_served_are_answered_by_transformers(config: Any, mo
                 logprobs = (logits / temperature).log_softmax(-1)
                 expected = [logprobs[i, token].item() for i, token in enumerate(answer.tokens)]
                 assert answer.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_rows_that_would_disturb_each_other_are_generated_one_by_one() -> None:
+    """transformers' RWKV computes something else for a row beside another one than for it alone."""
+    said: list[str] = []
+    with in_float64():
+        engine = LocalEngine(build("rwkv"), build_tokenizer(), batch_size=4, report=said.append)
+        params = SamplingParams(max_tokens=5, temperature=0.8, seed=1, num_samples=2, logprobs=True)
+        prompts = [[10, 20, 30], [40, 50, 60]]
+        found = engine.sample(prompts, params)
+        assert not engine.decodes
+        for prompt, answers in zip(prompts, found, strict=True):
+            for answer in answers:
+                text = torch.tensor([*prompt, *answer.tokens])
+                with torch.no_grad():
+                    logits = engine.model(input_ids=text[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
+                expected = (logits / 0.8).log_softmax(-1).gather(1, text[len(prompt) :, None])[:, 0]
+                assert answer.logprobs == pytest.approx(expected.tolist(), abs=1e-10, rel=0)
+    assert "one row after another, as rows of a batch would disturb each other" in said[0]
+
+
+def test_what_generate_costs_is_said_beside_one_batch() -> None:
+    facts = GenerateFacts(row_s=0.01, rows_s=0.02, num_rows=16, min_length=1)
+    assert "10 ms for one token of one row" in facts.slowness
+    assert "(16 of them take 8 times as long as one batch)" in facts.slowness

@@ -21,6 +21,7 @@ from lockstep.config import RunConfig
 from lockstep.model.codebooks import dynamic_table
 from lockstep.model.experts import expert_parameters
 from lockstep.model.policy import decoder_layers
+from lockstep.parallel.tensor import local as _local
 from lockstep.types import OptimStep
 
 State = dict[str, Tensor]
@@ -189,10 +190,6 @@ def _step_adamw(weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, 
     square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
     root = (square.sqrt() / math.sqrt(1 - beta2**step)).add_(group["eps"])
     weight.addcdiv_(mean, root, value=-rate / (1 - beta1**step))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lockstep.parallel.tensor import local
+
 
 class ReferenceModel(Protocol):
     def in_place(self) -> contextlib.AbstractContextManager[None]: ...
@@ -90,7 +92,7 @@ class ParameterCopy:
     @torch.no_grad()
     def mix(self, share: float) -> None:
         for name, parameter in self._parameters.items():
-            _local(self._kept[name]).lerp_(_local(parameter.detach()), share)
+            local(self._kept[name]).lerp_(local(parameter.detach()), share)
 
     def state(self) -> dict[str, Tensor]:
         return {f"reference.{name}": kept for name, kept in self._kept.items()}
@@ -101,16 +103,12 @@ class ParameterCopy:
             kept = self._kept[name]
             if isinstance(parameter, DTensor):
                 # Contents, not storage: FSDP2 gathers from its own storage.
-                ours, theirs = _local(parameter.detach()), _local(kept)
+                ours, theirs = local(parameter.detach()), local(kept)
                 before = ours.clone()
                 ours.copy_(theirs)
                 theirs.copy_(before)
             else:
                 parameter.data, self._kept[name] = kept, parameter.data
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def make_reference(kind: str, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> ReferenceModel | None:

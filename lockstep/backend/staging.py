@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lockstep.parallel.tensor import local
+
 _BLOCK_BYTES = 256 << 20
 _ALIGNED_BYTES = 64
 _HOST_SHARE = 4  # at most a fourth of the host's free memory is kept
@@ -156,10 +158,6 @@ def _power_of_two(size: int) -> int:
 def copy_now(tensors: Mapping[str, Tensor]) -> Snapshot:
     """Copies that later steps cannot touch."""
     return Snapshot({name: like(t, local(t).detach().to("cpu", copy=True)) for name, t in tensors.items()})
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def like(tensor: Tensor, copy: Tensor) -> Tensor:

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lockstep.backend.optimizers import prepare_state
-from lockstep.backend.staging import StagingArea, copy_now, local
+from lockstep.backend.staging import StagingArea, copy_now
 from lockstep.config.parallel import AXES
 from lockstep.model.checkpoint_storage import rank_file, read_index, read_tensors, write_tensors
 from lockstep.model.export import PARAMETER_PREFIX
 from lockstep.parallel import host_files
 from lockstep.parallel.group import ProcessGroup
+from lockstep.parallel.tensor import local
 from lockstep.types import SavedState
 
 

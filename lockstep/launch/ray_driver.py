@@ -42,9 +42,6 @@ class RayLauncher(LocalLauncher):
     def _environment(self, launch_id: str, resources: Resources) -> dict[str, str]:
         return {**os.environ, LAUNCH_ID_VARIABLE: launch_id, "PYTHONUNBUFFERED": "1"}
 
-    def _watched(self, handle: RunHandle) -> dict[str, tuple[int, int]]:
-        return {DRIVER: (0, handle.pid)}
-
     def _first_process(self, num_ranks: int) -> str:
         return DRIVER
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lockstep.parallel.group import ProcessGroup
+from lockstep.parallel.tensor import local
 
 
 def gradient_norm(parameters: Sequence[nn.Parameter], group: ProcessGroup) -> Tensor:
@@ -21,7 +22,7 @@ def gradient_norm(parameters: Sequence[nn.Parameter], group: ProcessGroup) -> Te
         if p.grad is not None:
             split_over = _split_over(p.grad)
             groups |= split_over
-            by_axes.setdefault(tuple(split_over), []).append(_local(p.grad))
+            by_axes.setdefault(tuple(split_over), []).append(local(p.grad))
     total = torch.zeros((), dtype=torch.float64, device=group.device)
     # In one order on every rank: which gradients a rank has may differ, the names of axes do not.
     for axes in sorted(by_axes):
@@ -37,15 +38,11 @@ def gradient_norm(parameters: Sequence[nn.Parameter], group: ProcessGroup) -> Te
 
 def clip(parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: float, *, scale: float = 1.0) -> None:
     """Multiply every gradient by `scale`, and the whole down to `max_norm`; `norm` is of the scaled gradient."""
-    gradients = [_local(p.grad) for p in parameters if p.grad is not None]
+    gradients = [local(p.grad) for p in parameters if p.grad is not None]
     if not gradients:
         return
     factor = scale * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _split_over(tensor: Tensor) -> dict[str, dist.ProcessGroup]:

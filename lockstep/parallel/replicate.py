@@ -11,6 +11,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep.parallel.tensor import local
+
 
 def replicate(module: nn.Module, device: torch.device, compression: str = "none") -> DistributedDataParallel:
     """Sums instead of DDP's average: losses are sums and their weights carry the normalisation.
@@ -103,7 +105,7 @@ class NarrowCopies:
         if self._kept is None:
             self._kept = [[torch.empty_like(wide, dtype=self._dtype) for wide in places] for places in self._units]
         for copies, places in zip(self._kept, self._units, strict=True):
-            torch._foreach_copy_([_local(copy) for copy in copies], [_local(wide) for wide in places])
+            torch._foreach_copy_([local(copy) for copy in copies], [local(wide) for wide in places])
         return self._kept
 
 
@@ -133,12 +135,8 @@ def _cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
         for t in tensors
     ]
     if cast:
-        torch._foreach_copy_([_local(t) for t in cast], [_local(t) for t in tensors])
+        torch._foreach_copy_([local(t) for t in cast], [local(t) for t in tensors])
     return cast
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 _Place = tuple[dict[str, nn.Parameter | None], str]

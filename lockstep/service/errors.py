@@ -32,12 +32,6 @@ class JobConflict(Conflict):
     """The id is taken by a job with other content, or by another owner's."""
 
 
-class TooLate(ServiceError):
-    """The sender took longer than its deadline."""
-
-    code, status = "too_slow", 408
-
-
 class TooLarge(ServiceError):
     code, status = "too_large", 413
 

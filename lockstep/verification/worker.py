@@ -26,6 +26,7 @@ from lockstep.backend.torch_backend import TorchBackend, join_group
 from lockstep.config import DpoConfig, GrpoConfig, KtoConfig, SftConfig
 from lockstep.config.parallel import AXES
 from lockstep.parallel.group import ProcessGroup
+from lockstep.parallel.tensor import local
 from lockstep.train.dpo import prepare
 from lockstep.types import Datum, LossSpec
 from lockstep.verification.checking import tensor_errors
@@ -110,7 +111,7 @@ def _build(
         backend = make_backend(job, group, kind)
         batches = [add_reference(batch, backend.forward(batch, reference=has_adapter)) for batch in batches]
     if job.reference != "none":
-        leave_reference(_local(p.detach()) for p in backend.parameters().values())
+        leave_reference(local(p.detach()) for p in backend.parameters().values())
     return backend, kind, batches
 
 
@@ -209,10 +210,6 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     if parameter.grad is None:
         return torch.zeros(parameter.shape, dtype=parameter.dtype)
     return _whole(parameter.grad)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -409,8 +409,8 @@ BACKEND = (
     Fault(
         "the reference takes the policy's share of itself",
         KEPT,
-        "lerp_(_local(parameter.detach()), share)",
-        "lerp_(_local(parameter.detach()), 1 - share)",
+        "lerp_(local(parameter.detach()), share)",
+        "lerp_(local(parameter.detach()), 1 - share)",
         (COPY, PAIRS),
         ("dpo follows", "replicate=2"),
     ),

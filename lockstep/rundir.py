@@ -274,6 +274,21 @@ class RunDir:
         for path in self.logs.glob(f"rank-{'*' if rank is None else rank}.error.json"):
             path.unlink(missing_ok=True)
 
+    def record_too_large(self, rank: int, tokens: int) -> None:
+        """Any rank: a micro-batch of so many tokens did not fit. The next start takes smaller ones."""
+        with contextlib.suppress(OSError):
+            write_atomically(self.logs / f"rank-{rank}.too-large.json", json.dumps({"tokens": tokens}))
+
+    def take_too_large(self) -> int | None:
+        """The fewest tokens that did not fit, once. The owner only."""
+        found: list[int] = []
+        for path in self.logs.glob("rank-*.too-large.json"):
+            with contextlib.suppress(OSError, ValueError):
+                tokens = read_json_object(path).get("tokens")
+                found += [tokens] if isinstance(tokens, int) and tokens > 0 else []
+            path.unlink(missing_ok=True)
+        return min(found, default=None)
+
     # --- checkpoints -----------------------------------------------------------------------------------------
 
     def begin_checkpoint(self, step: int) -> Path:

@@ -113,6 +113,10 @@ class RouterBalance:
         self.load = counts.chosen.clone() if self.load is None else self.load + counts.chosen
         return counts.flatten()
 
+    def forget(self) -> None:
+        """A batch that failed on its way: nothing of it counts."""
+        self._is_settled, self._counts = False, None
+
     def metrics(self, numbers: Sequence[float]) -> Metrics:
         """From what `take` returned, on the host. Once for each batch, in order."""
         if not numbers:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ from lockstep.backend.build import Built, build_policy, expect_traffic, settle_d
 from lockstep.backend.images import BatchImages, image_costs, refuse_layouts
 from lockstep.backend.loss_step import RankBatch, TokenLogprobs, read_later
 from lockstep.backend.optimizers import ADAMW, OptimizerSettings
+from lockstep.backend.out_of_memory import MicroBatchTooLarge, Shrunk, longest_text, retry_smaller
 from lockstep.backend.pipelined import PipelinedPasses
 from lockstep.backend.probe import check_images, check_policy, check_stages
 from lockstep.backend.reference import make_reference
@@ -62,15 +63,21 @@ from lockstep.types import (
     SavedState,
 )
 
+T = TypeVar("T")
+
 
 class TorchBackend:
     """`forward_backward` adds gradients up; `optim_step` applies and clears them."""
+
+    on_shrunk: Callable[[Shrunk], object] = staticmethod(lambda shrunk: None)
+    """Is told of micro-batches that were too large."""
 
     def __init__(
         self,
         model: nn.Module,
         *,
         micro_batch_tokens: int = 4096,
+        on_out_of_memory: str = "stop",
         parallel: ParallelConfig | None = None,
         precision: str = "auto",
         activation_checkpointing: str = "none",
@@ -95,7 +102,7 @@ class TorchBackend:
         `temperature`: of all log-probs and entropies, the reference's too: where answers are sampled, that of sampling.
         `stages_saves`: on a GPU, saved states are copied while training goes on (StagingArea). `deterministic`: there,
         sums are taken in a fixed order. `images`: of a vision-language model whose batches have some.
-        `router_replay`: experts are those of the completions' `routing`.
+        `router_replay`: experts are those of the completions' `routing`. `on_out_of_memory`: as in BatchConfig.
         """
         parallel = parallel or ParallelConfig()
         self.group = group or join_group(device, parallel, timeout_s)
@@ -103,7 +110,7 @@ class TorchBackend:
         self.precision, self.micro_batch_tokens = agree_on_precision(precision, self.group), micro_batch_tokens
         self.asked_to_stop: Callable[[], bool] = lambda: False
         """Whether this rank was; results of `forward_backward` say whether any was."""
-        self._activation_offload = activation_offload
+        self._activation_offload, self._shrinks = activation_offload, on_out_of_memory == "shrink"
         self._in_fixed_order = fixed_order if deterministic and on_gpu else contextlib.nullcontext
         self._scale = LossScale() if self.precision == "fp16" else None
         settle_dtypes(model, DTYPES[self.precision], optimizer.held_dtype(self.precision))
@@ -121,8 +128,7 @@ class TorchBackend:
         )
         self.policy, self._module, self.parts, self._routing = built.policy, built.module, built.parts, built.routing
         self._pipelined = PipelinedPasses(built, self.group, parallel.schedule) if built.stages else None
-        sharded = self.group.degrees.sharded
-        self._narrow = None if sharded else _narrow_copies(self.policy, compute_dtype)  # FSDP2 casts by itself
+        self._narrow = _narrow_copies(self.policy, None if self.group.degrees.sharded else compute_dtype)
         self._roots: list[nn.Module] = [self.policy, *built.stages.values()]
         self.slow = self._check_passes(built)
         self._images = None if images is None else self._see(images)
@@ -169,13 +175,51 @@ class TorchBackend:
         return {name: p for name, p in self.policy.model.named_parameters() if p.requires_grad}
 
     def forward(self, batch: Sequence[Datum], *, reference: bool = False) -> list[Logprobs]:
+        return self._retried(batch, lambda: self._forward(batch, reference))
+
+    def forward_backward(self, batch: Sequence[Datum], loss: LossSpec) -> LossResult:
+        whole = loss_step.find_loss(loss).needs_entropy(loss.options)
+        return self._retried(batch, lambda: self._forward_backward(batch, loss), whole=whole)
+
+    def _retried(self, batch: Sequence[Datum], attempt: Callable[[], T], *, whole: bool = False) -> T:
+        """`whole`: the completions of a datum must stay in one micro-batch."""
+        if not self._shrinks:
+            return attempt()
+        if self.group.num_ranks > 1:
+            try:
+                return attempt()
+            except torch.OutOfMemoryError as error:
+                raise MicroBatchTooLarge(str(error), self._largest(batch) // self.group.degrees.context) from error
+        had_gradients = any(p.grad is not None for p in self.parameters().values())
+
+        def shrink() -> tuple[int, int] | None:
+            before = self._largest(batch)
+            after = max(before // 2, longest_text(batch, whole=whole))
+            if had_gradients or after >= before:
+                return None
+            self.micro_batch_tokens = after
+            return before, after
+
+        return retry_smaller(attempt, self.device, shrink, self._forget, lambda shrunk: self.on_shrunk(shrunk))
+
+    def _largest(self, batch: Sequence[Datum]) -> int:
+        """Tokens of this rank's largest micro-batch."""
+        return max(sum(d.num_tokens for d in part) for part in self._plan(batch)[1].micro_batches)
+
+    def _forget(self) -> None:
+        """What a pass that failed has left."""
+        for parameter in self.parameters().values():
+            parameter.grad = None
+        self.balance.forget()
+
+    def _forward(self, batch: Sequence[Datum], reference: bool) -> list[Logprobs]:
         rank_batch = self._rank_batch(batch, LossSpec())
         with self._in_fixed_order(), self._as_reference() if reference else contextlib.nullcontext():
             outputs = self._logprobs(rank_batch)
         values = loss_step.gather_targets(rank_batch, [o.logprobs for o in outputs], self.group)
         return loss_step.scatter_to_rows(values.tolist(), rank_batch.documents, batch)
 
-    def forward_backward(self, batch: Sequence[Datum], loss: LossSpec) -> LossResult:
+    def _forward_backward(self, batch: Sequence[Datum], loss: LossSpec) -> LossResult:
         names = loss_step.metric_names(loss)
         rank_batch = self._rank_batch(batch, loss)
         if rank_batch.plan.num_targets == 0:
@@ -336,8 +380,10 @@ class TorchBackend:
         self.policy.stop_packing()  # the caller's model is as it was, also for generating
         self.group.leave()
 
-    def _rank_batch(self, batch: Sequence[Datum], loss: LossSpec) -> RankBatch:
+    def _plan(self, batch: Sequence[Datum]) -> tuple[list[Document], MicroBatchPlan]:
         budget = self.micro_batch_tokens * self.group.degrees.context
+        if self._shrinks:  # a longer text than did fit before is tried all the same
+            budget = max(budget, longest_text(batch, whole=False))
         documents = documents_for(self.policy, batch, budget)
         plan = plan_micro_batches(
             documents,
@@ -351,6 +397,10 @@ class TorchBackend:
         if self._pipelined is not None:
             missing = self._pipelined.num_micro_batches(len(plan.micro_batches)) - len(plan.micro_batches)
             plan = replace(plan, micro_batches=(*plan.micro_batches, *([()] * missing)))
+        return documents, plan
+
+    def _rank_batch(self, batch: Sequence[Datum], loss: LossSpec) -> RankBatch:
+        documents, plan = self._plan(batch)
         return RankBatch(batch, documents, plan, self._micro_batches(plan, batch, loss))
 
     def _micro_batches(self, plan: MicroBatchPlan, batch: Sequence[Datum], loss: LossSpec) -> list[MicroBatch]:
@@ -535,6 +585,7 @@ def _eagerly() -> contextlib.AbstractContextManager[None]:
 
 
 def _narrow_copies(policy: Policy, dtype: torch.dtype | None) -> NarrowCopies | None:
+    """None where there is no other dtype, or FSDP2 casts by itself."""
     return None if dtype is None else NarrowCopies(policy, decoder_layers(policy.model), dtype)
 
 

@@ -107,6 +107,10 @@ class BatchConfig(Section):
     fit_memory."""
     fit_memory: bool = False
     """On CUDA, take the largest micro_batch_tokens that fits by the run's plan when it starts, and say which."""
+    on_out_of_memory: Literal["stop", "shrink"] = "stop"
+    """When a GPU runs out of memory in a step. shrink: on one rank the step is computed again in smaller micro-batches,
+    with the same numbers; several ranks end, and start again with smaller ones from the last checkpoint
+    (launch.max_restarts). Not for DeepSpeed."""
 
     @model_validator(mode="after")
     def _samples_or_tokens(self) -> BatchConfig:
@@ -243,6 +247,8 @@ class RunConfig(Section):
                 raise ValueError(
                     f"evaluation.{key} needs validation data: set data.validation or data.validation_fraction"
                 )
+        if self.batch.on_out_of_memory == "shrink" and self.parallel.backend == "deepspeed":
+            raise ValueError("batch.on_out_of_memory shrink is not for parallel.backend deepspeed: use backend torch")
         _check_routers(self)
         _check_adapters(self)
         _check_optimizer(self)

@@ -31,7 +31,8 @@ _MAX_PAUSE_S = 60.0
 # Runs go on there without the process that started them, and are started again there, not here.
 _CLUSTERS = frozenset({"kubernetes", "slurm"})
 _SUPERVISOR_FILE, _SUPERVISOR_LOCK = "supervisor.json", ".supervisor.lock"
-_MAY_CHANGE = ("parallel.", "launch.", "cluster", "batch.micro_batch_tokens", "batch.fit_memory", "rollouts.")
+_MEMORY = ("batch.micro_batch_tokens", "batch.fit_memory", "batch.on_out_of_memory")
+_MAY_CHANGE = ("parallel.", "launch.", "cluster", *_MEMORY, "rollouts.")
 # The settings there that change the numbers, or how old samples may be.
 _MAY_NOT = ("parallel.compression", "rollouts.endpoint", "rollouts.kind", "rollouts.max_staleness")
 

@@ -72,6 +72,7 @@ def _machine(config: RunConfig) -> GpuCluster:
 def foresee(config: RunConfig, group: ProcessGroup, run: RunDir, rows: Sequence[Datum]) -> RunConfig:
     """The configuration, with the micro-batch that fits where it asks for that. On CUDA alone: of a CPU's memory too
     little is known. Raises ConfigError for what cannot fit. All ranks."""
+    config = shrink_after_failure(config, group, run)
     if group.device.type != "cuda" or config.parallel.backend == "deepspeed":
         return config
     found = group.broadcast_object(_look(config, run, rows) if run.owner else None)
@@ -79,6 +80,32 @@ def foresee(config: RunConfig, group: ProcessGroup, run: RunDir, rows: Sequence[
         raise ConfigError(found["refused"])
     batch = config.batch.model_copy(update={"micro_batch_tokens": found["budget"]})
     return config.model_copy(update={"batch": batch})
+
+
+def shrink_after_failure(config: RunConfig, group: ProcessGroup, run: RunDir) -> RunConfig:
+    """With micro-batches of half the size that was too large before this start, if there was one. All ranks."""
+    if config.batch.on_out_of_memory != "shrink":
+        return config
+    tokens = group.broadcast_object(run.take_too_large() if run.owner else None)
+    if tokens is None or tokens // 2 >= config.batch.micro_batch_tokens:
+        return config
+    return record_shrunk(config, run, tokens, tokens // 2, "a rank ran out of memory")
+
+
+def record_shrunk(config: RunConfig, run: RunDir, before: int, after: int, reason: str) -> RunConfig:
+    """The configuration with smaller micro-batches, which the run directory keeps; the longest row fits into one."""
+    least = -(-config.data.max_length // config.parallel.context)
+    batch = config.batch.model_copy(update={"micro_batch_tokens": max(after, least), "fit_memory": False})
+    run.log_event(
+        "warning",
+        kind="shrunk",
+        message=f"out of memory in micro-batches of {before:,} tokens: {after:,} from now on, which changes no numbers "
+        f"({reason})",
+    )
+    run.write_status(micro_batch_tokens=after)
+    shrunk = config.model_copy(update={"batch": batch})
+    run.add_config(shrunk)
+    return shrunk
 
 
 def _look(config: RunConfig, run: RunDir, rows: Sequence[Datum]) -> dict[str, Any]:

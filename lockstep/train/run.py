@@ -46,7 +46,7 @@ from lockstep.rundir import Checkpoint, PhaseClock, RunDir
 from lockstep.train import dpo, grpo, sft
 from lockstep.train.checkpoints import Checkpoints, Progress
 from lockstep.train.describe import check_positions, describe_cost
-from lockstep.train.foresee import foresee, settle_layout
+from lockstep.train.foresee import foresee, record_shrunk, settle_layout
 from lockstep.train.preference_data import (
     RowsToLearn,
 )
@@ -101,6 +101,8 @@ def run(run_dir: Path, asked_to_stop: Callable[[], bool] = lambda: False) -> Non
     with CompileWatch(run, enabled=compiles) as watch:
         backend, rows = build(config, group, run, rows, reference, images)
         backend.asked_to_stop = asked_to_stop
+        if isinstance(backend, TorchBackend):
+            backend.on_shrunk = lambda now: record_shrunk(config, run, now.before, now.after, now.reason)
         check_positions(config, backend, rows)
         for message in describe_cost(config, backend, rows):
             run.log_event("warning", message=message)
@@ -286,6 +288,7 @@ def _choose_backend(
             optimizer=OptimizerSettings.of(config),
             stages_saves=config.checkpoint.asynchronous,
             deterministic=config.deterministic,
+            on_out_of_memory=config.batch.on_out_of_memory,
             images=images,
             router_replay=config.router_replay,
             **options,

@@ -106,9 +106,13 @@ def _prepare(run: RunDir, config: RunConfig) -> bool:
 
 
 def is_of(kept: RunConfig, asked: RunConfig) -> bool:
-    """Whether a run has this configuration. Of `parallel: auto` it has the layout that was chosen."""
+    """Whether a run has this configuration. Of `parallel: auto` it has the layout that was chosen, and after it ran out
+    of memory smaller micro-batches, where that is allowed."""
     if kept.parallel.auto and asked.parallel.auto:
         kept = kept.model_copy(update={"parallel": asked.parallel})
+    if kept.batch.on_out_of_memory == asked.batch.on_out_of_memory == "shrink":
+        sizes = {key: getattr(asked.batch, key) for key in ("micro_batch_tokens", "fit_memory")}
+        kept = kept.model_copy(update={"batch": kept.batch.model_copy(update=sizes)})
     return kept == asked
 
 
@@ -121,7 +125,13 @@ def report_failure(run: RunDir, rank: int, error: BaseException, terminal: TextI
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         run.sweep()  # space for the status below
         message += "; " + run.describe_last_checkpoint()
-    if type(error).__name__ == "OutOfMemoryError":  # torch's, by name: the message must not wait for an import
+    tokens = getattr(error, "micro_batch_tokens", None)  # of one that was too large, where smaller ones are allowed
+    if tokens is not None:
+        run.record_too_large(rank, tokens)
+        message += (
+            f"; a micro-batch of {tokens:,} tokens was too large: from the last checkpoint on, half of that is tried"
+        )
+    elif type(error).__name__ == "OutOfMemoryError":  # torch's, by name: the message must not wait for an import
         message += _explain_out_of_memory(run)
     if waited_s is not None:
         message = f"rank {rank} waited {waited_s:.0f} s on the other ranks"
@@ -147,8 +157,8 @@ def _explain_out_of_memory(run: RunDir) -> str:
         else ""
     )
     return (
-        f"{expected}. Lower batch.micro_batch_tokens, which does not change the numbers, or see what 'lockstep plan' "
-        "advises; --resume goes on from the last checkpoint"
+        f"{expected}. Lower batch.micro_batch_tokens, which does not change the numbers (batch.on_out_of_memory shrink "
+        "does it by itself), or see what 'lockstep plan' advises; --resume goes on from the last checkpoint"
     )
 
 

@@ -41,7 +41,7 @@ check: $(STAMP)
 # last run: docs/testing.md. tests/test_architecture.py checks that every test file belongs to exactly one part.
 SWEEP_equivalence := $(filter-out %/test_zero.py,$(wildcard tests/equivalence/test_*.py))
 SWEEP_verify := $(wildcard tests/distributed/test_verify*.py)
-SWEEP_faults := $(addprefix tests/distributed/test_,fault_matrix.py engines.py grpo_async.py restarts.py)
+SWEEP_faults := $(addprefix tests/distributed/test_,fault_matrix.py engines.py grpo_async.py grpo_hybrids.py restarts.py)
 SWEEP_resume := $(addprefix tests/distributed/test_,resume.py elastic.py grpo_resume.py preference_resume.py \
 	interrupted.py export_layouts.py answers_in_training.py vision_run.py)
 SWEEP_processes := $(addprefix tests/distributed/test_,workers.py ray_workers.py ray_launch.py training_service.py \

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -28,11 +28,29 @@ class UnsupportedModelError(Exception):
     """Why a model cannot be decoded with this cache."""
 
 
+class Scores(NamedTuple):
+    """What becomes of scores before they are weights: bounded by `softcap`, beside sinks [heads] that take a part."""
+
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def are_plain(self) -> bool:
+        return self.softcap is None and self.sinks is None
+
+
 class AttentionPass(Protocol):
     """What the attention layers do in one pass; gives [batch, tokens, heads, head_dim]."""
 
     def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float | None,
+        window: int | None,
+        scores: Scores,
     ) -> Tensor: ...
 
 
@@ -51,31 +69,34 @@ def cached_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     cached_pass: AttentionPass | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention signature."""
     name = type(module).__name__
-    for feature in ("softcap", "s_aux", "position_bias"):
-        if kwargs.get(feature) is not None:
-            raise UnsupportedModelError(f"{name} uses {feature} in its attention")
+    if kwargs.get("position_bias") is not None:
+        raise UnsupportedModelError(f"{name} adds a bias to its scores")
     if attention_mask is not None:
         raise UnsupportedModelError(f"{name} builds an attention mask of its own")
     if not getattr(module, "is_causal", True):
         raise UnsupportedModelError(f"{name} is not causal")
     if cached_pass is None:
         raise UnsupportedModelError(f"{name} does not get the arguments that its model was called with")
-    return cached_pass.attend(module, query, key, value, scaling, sliding_window), None
+    scores = Scores(softcap, s_aux)
+    return cached_pass.attend(module, query, key, value, scaling, sliding_window, scores), None
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Keys and values of one token in one attention layer."""
+    """Keys and values of one token in one attention layer. `plain`: no kernel is needed that knows other scores."""
 
     num_heads: int
     key_dim: int
     value_dim: int
     dtype: torch.dtype
+    plain: bool = True
 
     @property
     def num_bytes(self) -> int:
@@ -85,12 +106,12 @@ class LayerShape:
     def suits_kernel(self) -> bool:
         """Whether the kernel for one new token takes it, on a GPU."""
         narrow = self.dtype in (torch.bfloat16, torch.float16, torch.float32)
-        return narrow and self.key_dim == self.value_dim <= 256 and find_spec("triton") is not None
+        return self.plain and narrow and self.key_dim == self.value_dim <= 256 and find_spec("triton") is not None
 
     def fuses_prefill(self, device: torch.device) -> bool:
         """Whether one kernel attends within all prompts of a pass."""
         fused = variable_length_problem(device, self.dtype, self.key_dim) is None
-        return fused and self.key_dim == self.value_dim
+        return self.plain and fused and self.key_dim == self.value_dim
 
 
 class KeyValueCache:
@@ -284,7 +305,14 @@ class DecodePass:
         self._masks: dict[int | None, Tensor] = {}  # by window; one serves all layers
 
     def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float | None,
+        window: int | None,
+        scores: Scores,
     ) -> Tensor:
         attached = getattr(module, _ATTACHED, None)
         keys, values = self._cache.layer(module) if attached is None else attached
@@ -297,13 +325,12 @@ class DecodePass:
         values[self._slots, :, self._positions] = value[:, :, 0]
         num_slots, num_heads = query.shape[:2]
         # Query heads that share keys take the dimension of tokens: keys are not copied for each of them.
-        attended = F.scaled_dot_product_attention(
-            query[:, :, 0].unflatten(1, (keys.shape[1], -1)),
-            keys[:num_slots, :, : self._length],
-            values[:num_slots, :, : self._length],
-            attn_mask=self._mask(window, query.dtype),
-            scale=scaling,
-        )
+        grouped, mask = query[:, :, 0].unflatten(1, (keys.shape[1], -1)), self._mask(window, query.dtype)
+        keys, values = keys[:num_slots, :, : self._length], values[:num_slots, :, : self._length]
+        if scores.are_plain:
+            attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scaling)
+        else:
+            attended = _attend_with(scores, grouped, keys, values, mask, scaling)
         return attended.reshape(num_slots, 1, num_heads, -1)
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
@@ -318,3 +345,23 @@ class DecodePass:
             mask = torch.zeros_like(distance, dtype=dtype).masked_fill_(~seen, -torch.inf)
             self._masks[window] = mask[:, None, None]
         return self._masks[window]
+
+
+def _attend_with(
+    scores: Scores,
+    query: Tensor,  # [rows, key heads, query heads of each, dim]
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    scaling: float | None,
+) -> Tensor:
+    """As SDPA, with the scores in memory."""
+    found = query @ keys.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if scores.softcap is not None:
+        found = scores.softcap * torch.tanh(found / scores.softcap)
+    found = found + mask
+    if scores.sinks is not None:
+        sinks = scores.sinks.to(found.dtype).view(1, *query.shape[1:3], 1).expand(len(query), -1, -1, 1)
+        found = torch.cat([found, sinks], dim=-1)
+    weights = torch.softmax(found, dim=-1, dtype=torch.promote_types(query.dtype, torch.float32)).to(query.dtype)
+    return weights[..., : keys.shape[2]] @ values

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from lockstep.inference.cuda_graphs import first_line
-from lockstep.inference.kv_cache import AttentionPass, LayerShape, UnsupportedModelError
+from lockstep.inference.kv_cache import AttentionPass, LayerShape, Scores, UnsupportedModelError
 from lockstep.inference.model_call import ModelCall
 from lockstep.model.attention import PackedLayout, packed_attention
 from lockstep.model.policy import CausalLM, causal_lm
@@ -33,13 +33,29 @@ class ShapePass:
         self._layout = PackedLayout((length,))
 
     def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float | None,
+        window: int | None,
+        scores: Scores,
     ) -> Tensor:
         if module in self.shapes:
             raise UnsupportedModelError(f"{type(module).__name__} is used twice for one token")
-        self.shapes[module] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1], key.dtype)
+        self.shapes[module] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1], key.dtype, scores.are_plain)
+        changed: dict[str, Any] = {"softcap": scores.softcap, "s_aux": scores.sinks}
         return packed_attention(
-            module, query, key, value, None, scaling=scaling, sliding_window=window, packed_layout=self._layout
+            module,
+            query,
+            key,
+            value,
+            None,
+            scaling=scaling,
+            sliding_window=window,
+            packed_layout=self._layout,
+            **changed,
         )[0]
 
 
@@ -47,7 +63,14 @@ class MutePass:
     """Attention that gives nothing: what still goes from one token to the next is no key and no value."""
 
     def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float | None,
+        window: int | None,
+        scores: Scores,
     ) -> Tensor:
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
 

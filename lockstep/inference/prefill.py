@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.inference.kv_cache import KeyValueCache
+from lockstep.inference.kv_cache import KeyValueCache, Scores
 from lockstep.model.attention import PackedLayout, packed_attention, variable_length_problem
 
 Prompts = Sequence[tuple[int, Sequence[int]]]
@@ -49,13 +49,20 @@ class PrefillPass:
         self._slots, self.positions, self._boundaries = slots, positions, boundaries
 
     def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float | None,
+        window: int | None,
+        scores: Scores,
     ) -> Tensor:
         keys, values = self._cache.layer(module)
         keys[self._slots, :, self.positions] = key[0].transpose(0, 1)
         values[self._slots, :, self.positions] = value[0].transpose(0, 1)
-        layout: dict[str, Any] = {"packed_layout": self._layout}
-        if is_fused(query, value):
+        layout: dict[str, Any] = {"packed_layout": self._layout, "softcap": scores.softcap, "s_aux": scores.sinks}
+        if scores.are_plain and is_fused(query, value):
             layout = {"packed_boundaries": self._boundaries, "packed_max_length": self._max_length}
         return packed_attention(module, query, key, value, None, scaling=scaling, sliding_window=window, **layout)[0]
 

@@ -31,9 +31,8 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """`](docs/x.md)` of the README and `](../README.md)` of docs/ as the site has them."""
-
     if page.file.src_uri.startswith("examples/"):
-        return markdown
+        return markdown.replace("](../docs/", "](../")
     return re.sub(r"\]\(([^)#:\s]+)(#[^)]*)?\)", _rewrite, markdown)
 
 

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lockstep.backend.batching import MicroBatch
 from lockstep.backend.build import Built, find_tied
 from lockstep.model.policy import causal_lm
 from lockstep.parallel.group import ProcessGroup
 from lockstep.parallel.pipeline import Pipeline
+from lockstep.parallel.tensor import local
 
 Finish = Callable[[int, Tensor], Tensor]
 
@@ -64,8 +64,7 @@ class PipelinedPasses:
         for parameter in self._tied:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            gradient = parameter.grad
-            mine = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            mine = local(parameter.grad)
             theirs = torch.empty_like(mine)
             ways = ((dist.isend, mine.contiguous()), (dist.irecv, theirs))
             exchange = [dist.P2POp(way, tensor, other, group=self._axis) for way, tensor in ways]

@@ -287,6 +287,7 @@ class Scheduler:
         return False
 
     def _finish(self, job: Job, run: RunDir, outcome: RunState) -> bool:
+        self._launch_after.pop(job.number, None)
         reason = outcome.reason
         if outcome.state == "interrupted":
             if job.requested_action:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.config import ConfigError, RunConfig
-from lockstep.data.dataset import CompileProgress, compile_data
+from lockstep.data.dataset import CompiledData, CompileProgress, compile_data
 from lockstep.data.order import Batches
 from lockstep.data.packing import partition
 from lockstep.model.load import (
@@ -70,9 +70,14 @@ def describe(config: RunConfig, on_progress: Callable[[CompileProgress], None] |
         images=load_processor(config.model, tokenizer),
     )
     check_data(config, data, num_ranks)
+    return about | _describe_rows(config, data)
+
+
+def _describe_rows(config: RunConfig, data: CompiledData) -> dict[str, Any]:
+    """The layout, the first batch in it, and all rows."""
     rows = rows_to_learn(config, data)
     config, layout = _layout_of(config, rows.train, has_images=data.has_images)
-    degrees = config.parallel.degrees(num_ranks)
+    degrees = config.parallel.degrees(config.launch.procs)
     batches = Batches(rows.train, config.batch, seed=config.seed, shuffle=config.data.shuffle)
     batch, _ = batches.batch_at(0)
     lengths = computed_lengths(batch, config.batch.micro_batch_tokens)
@@ -81,7 +86,7 @@ def describe(config: RunConfig, on_progress: Callable[[CompileProgress], None] |
     if config.algorithm.kind != "sft":
         saved = 1 - sum(lengths) / count_padded_tokens(batch)
         preference = {"reference": str(plan_reference(config, rows.train)), "padding_saved": f"{saved:.0%}"}
-    return (about | layout) | {
+    return layout | {
         "steps": num_steps(config, batches),
         "samples": len(batch),
         "tokens": sum(lengths),

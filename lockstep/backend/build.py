@@ -38,7 +38,7 @@ from lockstep.model.replay import RoutingRows, replay_choices
 from lockstep.model.stages import PassThrough, Stage, check_divisible, keep_layers, layer_costs
 from lockstep.parallel import expert, pipeline, tensor
 from lockstep.parallel.context import HeadExchange
-from lockstep.parallel.expected_traffic import ExpectedTraffic, measure_sizes
+from lockstep.parallel.expected_traffic import DividedExperts, ExpectedTraffic, measure_sizes
 from lockstep.parallel.group import ProcessGroup
 from lockstep.parallel.replicate import replicate
 from lockstep.parallel.shard import shard
@@ -263,7 +263,7 @@ def expect_traffic(
         group.degrees,
         compute_bytes=compute_bytes,
         gradient_bytes={"bf16": 2, "fp16": 2}.get(parallel.compression, _sum_bytes(built.policy, group)),
-        expert_sends=_expert_sends(built.policy) if group.degrees.expert > 1 else 0,
+        divided=_divided_experts(built.policy),
         tied=find_tied(causal, built.stages, built.num_stages),
         ends=(0 in built.stages, built.num_stages - 1 in built.stages) if built.stages else (True, True),
     )
@@ -285,11 +285,12 @@ def find_tied(causal: Any, stages: Collection[int], num_stages: int) -> list[nn.
     return [p for p in causal.get_input_embeddings().parameters() if p.requires_grad]
 
 
-def _expert_sends(policy: Policy) -> int:
-    """Widths per token: hidden states to each chosen expert and back, and their gradients."""
-    config = causal_lm(policy.model).config.get_text_config()
-    num_layers = sum(is_divided(module) for module in policy.modules() if expert_parameters(module))
-    return num_layers * 4 * policy.routers.top_k * config.hidden_size
+def _divided_experts(policy: Policy) -> DividedExperts:
+    experts = [module for module in policy.modules() if expert_parameters(module) and is_divided(module)]
+    layers: list[Any] = [module for module in policy.modules() if hasattr(module, "lora_A")]
+    around = [layer for layer in layers if layer.get_base_layer() in experts]
+    trained = [p for m in around for half in (m.lora_A, m.lora_B) for p in half.parameters() if p.requires_grad]
+    return DividedExperts(len(experts), policy.routers.top_k, sum(p.numel() for p in trained))
 
 
 def _sum_bytes(policy: Policy, group: ProcessGroup) -> int:

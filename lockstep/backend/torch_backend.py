@@ -380,14 +380,15 @@ class TorchBackend:
         self.policy.stop_packing()  # the caller's model is as it was, also for generating
         self.group.leave()
 
-    def _plan(self, batch: Sequence[Datum]) -> tuple[list[Document], MicroBatchPlan]:
+    def _plan(self, batch: Sequence[Datum], data_rank: int | None = None) -> tuple[list[Document], MicroBatchPlan]:
+        """Of this rank's part of a batch, or of another one's."""
         budget = self.micro_batch_tokens * self.group.degrees.context
         if self._shrinks:  # a longer text than did fit before is tried all the same
             budget = max(budget, longest_text(batch, whole=False))
         documents = documents_for(self.policy, batch, budget)
         plan = plan_micro_batches(
             documents,
-            rank=self.group.data_rank,
+            rank=self.group.data_rank if data_rank is None else data_rank,
             num_ranks=self.group.degrees.data,
             budget_tokens=budget,
             max_documents=None if self.policy.packs else 1,
@@ -403,14 +404,17 @@ class TorchBackend:
         documents, plan = self._plan(batch)
         return RankBatch(batch, documents, plan, self._micro_batches(plan, batch, loss))
 
-    def _micro_batches(self, plan: MicroBatchPlan, batch: Sequence[Datum], loss: LossSpec) -> list[MicroBatch]:
-        dtype = torch.float64 if self.precision == "fp64" else torch.float32
-        multiple_of = self._tile_tokens if self.policy.packs else 1
-        context = (self.group.place("context"), self.group.degrees.context)
-        multiple_of *= context[1]
+    def _multiple_of(self, plan: MicroBatchPlan) -> int:
+        """What the tokens of each micro-batch are filled up to."""
+        multiple = (self._tile_tokens if self.policy.packs else 1) * self.group.degrees.context
         if self._pipelined is not None:  # hidden states between stages must have one size
             longest = max(sum(d.num_tokens for d in part) for part in plan.micro_batches)
-            multiple_of *= -(-max(longest, 2) // multiple_of)
+            multiple *= -(-max(longest, 2) // multiple)
+        return multiple
+
+    def _micro_batches(self, plan: MicroBatchPlan, batch: Sequence[Datum], loss: LossSpec) -> list[MicroBatch]:
+        dtype = torch.float64 if self.precision == "fp64" else torch.float32
+        context, multiple_of = (self.group.place("context"), self.group.degrees.context), self._multiple_of(plan)
 
         def make(part: tuple[Document, ...]) -> MicroBatch:
             return to_micro_batch(part, batch, loss, self.device, dtype, multiple_of, context, self._routing)

@@ -56,11 +56,21 @@ def plan(
     ranks: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="With --simulate: how many. Default: launch.procs.")
     ] = None,
+    simulate_ranks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST", help="With --simulate: these and their partners, such as 0,17,300-310, or all of them."
+        ),
+    ] = None,
+    expert_imbalance: Annotated[
+        float,
+        typer.Option(min=1.0, help="With --simulate: how many times its share of tokens the busiest expert gets."),
+    ] = 1.0,
     as_json: Json = False,
 ) -> None:
     """What a run will cost before it starts: memory, time and traffic of each rank, and how sure that is."""
     if simulate:
-        raise typer.Exit(_simulate(config, overrides, ranks, as_json=as_json))
+        raise typer.Exit(_simulate(config, overrides, (ranks, simulate_ranks), expert_imbalance, as_json=as_json))
     if calibrate:
         _calibrate()
         if config is None and not Path("lockstep.yaml").is_file():
@@ -81,11 +91,20 @@ def plan(
     raise typer.Exit(0 if chosen.fits != "no" else 1)
 
 
-def _simulate(config: str | None, overrides: list[str] | None, ranks: int | None, *, as_json: bool) -> int:
+def _simulate(
+    config: str | None,
+    overrides: list[str] | None,
+    ranks: tuple[int | None, str | None],
+    expert_imbalance: float,
+    *,
+    as_json: bool,
+) -> int:
+    """`ranks`: how many, and which."""
     from lockstep.cli.simulation import simulate_and_show
 
     settings = load_settings(config, overrides, starts=False)
-    return simulate_and_show(settings, ranks or settings.launch.procs, as_json=as_json)
+    count, only = ranks[0] or settings.launch.procs, ranks[1]
+    return simulate_and_show(settings, count, only=only, expert_imbalance=expert_imbalance, as_json=as_json)
 
 
 def _calibrate() -> None:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from lockstep.cli.display import LITERAL, borderless_table, make_console, quieten_libraries
 from lockstep.cli.options import settle_layout
+from lockstep.config import ConfigError
 
 if TYPE_CHECKING:
     from lockstep.config import RunConfig
@@ -20,8 +21,11 @@ if TYPE_CHECKING:
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
-def simulate_and_show(config: RunConfig, num_ranks: int, *, as_json: bool) -> int:
-    """The exit code: 0 if the ranks agree, otherwise 1."""
+def simulate_and_show(
+    config: RunConfig, num_ranks: int, *, only: str | None = None, expert_imbalance: float = 1.0, as_json: bool
+) -> int:
+    """The exit code: 0 if the ranks agree, otherwise 1. `only`: which ranks, as they are written."""
+    chosen = None if only is None else parse_ranks(only, num_ranks)
     config = settle_layout(config, num_ranks)
     errors = make_console(stderr=True)
     with errors.status("loading") as status:
@@ -35,11 +39,30 @@ def simulate_and_show(config: RunConfig, num_ranks: int, *, as_json: bool) -> in
             if not errors.is_terminal:
                 errors.print(text, highlight=False)
 
-        simulation = simulate(config, num_ranks, on_progress=show)
+        simulation = simulate(config, num_ranks, ranks=chosen, expert_imbalance=expert_imbalance, on_progress=show)
     if as_json:
         print(json.dumps(as_plain(simulation)))
     _show(make_console(stderr=as_json), simulation)
     return 0 if simulation.passed else 1
+
+
+def parse_ranks(text: str, num_ranks: int) -> list[int]:
+    """Of `all`, or of numbers and ranges: 0,17,300-310."""
+    if text.strip() == "all":
+        return list(range(num_ranks))
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.strip().partition("-")
+        if not first.isdecimal() or not (last or first).isdecimal():
+            raise ConfigError(f"--simulate-ranks {text}: {part.strip()!r} is no rank: write all, or 0,17,300-310")
+        wanted = range(int(first), int(last or first) + 1)
+        if not wanted or wanted[-1] >= num_ranks:
+            raise ConfigError(
+                f"--simulate-ranks {text}: {part.strip()} is not among the {num_ranks:,} ranks, which are 0 to "
+                f"{num_ranks - 1:,}"
+            )
+        found += wanted
+    return found
 
 
 def as_plain(simulation: Simulation) -> dict[str, Any]:

@@ -6,6 +6,8 @@ For simulated ranks (verification/simulation.py): every call of a process group 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -56,11 +58,13 @@ class Call:
     dtype: str
     where: str
     peer: int | None = None
+    parts: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    """Of an all_to_all of unequal parts: bytes to each rank, and from each."""
 
     @property
-    def content(self) -> tuple[str, int, str]:
+    def content(self) -> tuple[str, int | None, str]:
         """What the ranks of a group must have in common."""
-        return self.kind, self.num_bytes, self.dtype
+        return self.kind, self.num_bytes if self.parts is None else None, self.dtype
 
     def __str__(self) -> str:
         return f"{self.kind} of {self.num_bytes:,} bytes ({self.dtype}) at {self.where}"
@@ -73,6 +77,10 @@ class Record:
     rank: int
     groups: list[Members] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
+
+    def share(self, known: dict[Call, Call]) -> None:
+        """Calls that were made before, by whichever rank, are kept once: those of a thousand ranks are mostly alike."""
+        self.calls = [known.setdefault(call, call) for call in self.calls]
 
     def traffic(self) -> dict[tuple[str, str], tuple[int, float, int]]:
         """(axis, kind) -> (calls, bytes that this rank sends in rings, bytes exchanged in the largest call)."""
@@ -99,6 +107,8 @@ class Recorder:
         self.record = Record(group.rank)
         self._axes = AxisNames(group)
         self._members: dict[tuple[str, str], Members] = {}
+        self.arriving: Callable[[Members, Tensor], None] = lambda members, numbers: None
+        """Writes what arrives where ranks tell each other numbers (all_to_all)."""
 
     def end_step(self) -> Record:
         ended, self.record = self.record, Record(self._group.rank)
@@ -122,23 +132,32 @@ class Recorder:
         def call(process_group: dist.ProcessGroup, *arguments: Any, **_options: object) -> dist.Work:
             exchanged = arguments[exchanged_at] if kind != "barrier" else ()
             peer = arguments[1] if kind in ("send", "recv") and len(arguments) > 1 else None
-            self.note(kind, exchanged, process_group, peer)
+            self.note(kind, exchanged, process_group, peer, _parts(arguments) if kind == "all_to_all" else None)
             if kind == "recv":
                 _receive(exchanged)
+            if kind == "all_to_all" and isinstance(exchanged, Tensor) and not exchanged.is_floating_point():
+                self.arriving(self._members_of(kind, process_group), arguments[0])
             done = torch.futures.Future[Any]()
             done.set_result(arguments[0] if arguments else None)
             return _finished(done)
 
         return call
 
-    def note(self, kind: str, exchanged: Any, process_group: dist.ProcessGroup, peer: int | None = None) -> None:
+    def note(
+        self,
+        kind: str,
+        exchanged: Any,
+        process_group: dist.ProcessGroup,
+        peer: int | None = None,
+        parts: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
+    ) -> None:
         """`peer` as the process group counts its ranks."""
         members = self._members_of(kind, process_group)
         if members not in self.record.groups:
             self.record.groups.append(members)
         other = members.ranks[peer] if peer is not None else None
         number = self.record.groups.index(members)
-        call = Call(kind, number, num_bytes(exchanged), _dtype_of(exchanged), _find_caller(), other)
+        call = Call(kind, number, num_bytes(exchanged), _dtype_of(exchanged), _find_caller(), other, parts)
         self.record.calls.append(call)
 
     def _members_of(self, kind: str, process_group: dist.ProcessGroup) -> Members:
@@ -147,6 +166,15 @@ class Recorder:
             axis = self._axes.of(kind, process_group) or "background"
             self._members[key] = Members(axis, tuple(dist.get_process_group_ranks(process_group)))
         return self._members[key]
+
+
+def _parts(arguments: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Bytes to and from each rank, of all_to_all(output, input, sizes of output, sizes of input, ...) with sizes."""
+    if len(arguments) < 4 or not isinstance(arguments[1], Tensor) or not arguments[3]:
+        return None
+    row_bytes = arguments[1].itemsize * math.prod(arguments[1].shape[1:])
+    received, sent = (tuple(size * row_bytes for size in sizes) for sizes in (arguments[2], arguments[3]))
+    return sent, received
 
 
 def _finished(future: torch.futures.Future[Any]) -> dist.Work:
@@ -237,12 +265,27 @@ def find_mismatches(records: Sequence[Record]) -> list[Mismatch]:
 def _compare_group(members: Members, said: dict[int, list[Call]]) -> Mismatch | None:
     contents = {rank: tuple(call.content for call in calls) for rank, calls in sorted(said.items())}
     if len(set(contents.values())) <= 1:
-        return None
+        return _compare_parts(members, said)
     # What most ranks say is taken for right; of two, what the first says.
     (usual, _), *_ = Counter(contents.values()).most_common(1)
     right = next(rank for rank, content in contents.items() if content == usual)
     wrong = next(rank for rank, content in contents.items() if content != usual)
     return _explain(members, (wrong, said[wrong]), (right, said[right]))
+
+
+def _compare_parts(members: Members, said: dict[int, list[Call]]) -> Mismatch | None:
+    """What one rank sends to another, of calls that all make: as much as that one expects."""
+    for number, calls in enumerate(zip(*said.values(), strict=True), start=1):
+        if calls[0].parts is None:
+            continue
+        parts = {rank: call.parts for rank, call in zip(said, calls, strict=True) if call.parts is not None}
+        for (i, sender), (j, receiver) in itertools.permutations([(members.ranks.index(r), r) for r in parts], 2):
+            sent, expected = parts[sender][0][j], parts[receiver][1][i]
+            if sent != expected:
+                call = str(said[sender][number - 1])
+                problem = f"rank {sender} sends {sent:,} bytes to rank {receiver}, which expects {expected:,}: {call}"
+                return Mismatch(sender, receiver, members, number, call, problem)
+    return None
 
 
 def _explain(members: Members, odd: tuple[int, list[Call]], usual: tuple[int, list[Call]]) -> Mismatch:

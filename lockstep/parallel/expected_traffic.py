@@ -55,6 +55,8 @@ class Sizes:
     """Trained parameters that every rank of the tensor axis has, each with a part of the gradient."""
     experts: Unit = Unit(0, 0)
     """Of the experts that are divided over ranks, those of this one."""
+    routed: int = 0
+    """Numbers of experts that each token chooses, over the layers whose experts are divided."""
     expert_sends: int = 0
     """Widths sent over the expert axis per token, to experts and back, in both directions together."""
     compute_bytes: int = 4
@@ -78,6 +80,31 @@ class RankWork:
     """As `tokens`, where norms compute a part of them: each micro-batch is filled up to equal parts."""
     summed_numbers: int = 0
     """What all ranks sum: losses, metrics, and facts of each rank."""
+    weight_bytes: int | None = None
+    """Of the weight of a chosen expert, where routers give it in another dtype than that of the computation."""
+
+
+@dataclass(frozen=True)
+class DividedExperts:
+    """In how many layers of a rank experts are divided, how many a token chooses, and the parameters of adapters on
+    them, which every rank has."""
+
+    num_layers: int
+    top_k: int
+    adapters: int
+
+
+NOT_DIVIDED = DividedExperts(0, 0, 0)
+
+
+@dataclass(frozen=True)
+class ExpertTrips:
+    """Of one layer in a step: rows that this rank sends to experts, and those of others that it sends back. `numbers`
+    say before how many rows there are for each."""
+
+    rows: int
+    numbers: int
+    num_layers: int
 
 
 def least_traffic(sizes: Sizes, degrees: Degrees, work: RankWork, *, keep_parameters: bool = False) -> Bytes:
@@ -88,7 +115,8 @@ def least_traffic(sizes: Sizes, degrees: Degrees, work: RankWork, *, keep_parame
     elif degrees.replicate > 1:
         traffic["replicate", "all_reduce"] = _twice(degrees.replicate) * _trained(sizes) * sizes.gradient_bytes
     if degrees.expert > 1:
-        traffic |= _divided(sizes, degrees, work, keep_parameters)
+        for flow, count in _divided(sizes, degrees, work, keep_parameters).items():
+            traffic[flow] = traffic.get(flow, 0.0) + count  # replicas sum what is divided and what is not
     if degrees.tensor > 1:
         numbers = work.tokens * (sizes.forward_sums + sizes.backward_sums) + work.targets * sizes.head_sums
         numbers += work.micro_batches * sizes.summed_parameters
@@ -105,14 +133,28 @@ def least_traffic(sizes: Sizes, degrees: Degrees, work: RankWork, *, keep_parame
     return traffic
 
 
-def exact_traffic(sizes: Sizes, degrees: Degrees, work: RankWork, *, keep_parameters: bool = False) -> Bytes:
+def exact_traffic(
+    sizes: Sizes,
+    degrees: Degrees,
+    work: RankWork,
+    *,
+    keep_parameters: bool = False,
+    trips: ExpertTrips | None = None,
+) -> Bytes:
     """To the byte, of a loss that each micro-batch computes by itself, from the second step on: before it, stages and
-    DDP agree on shapes. With divided experts: as if all were chosen equally often."""
+    DDP agree on shapes. Without `trips`, rows go to divided experts as if all were chosen equally often."""
     filled = replace(sizes, layers=tuple(unit.filled() for unit in sizes.layers), rest=sizes.rest.filled())
     traffic = defaultdict(float, least_traffic(filled, degrees, work, keep_parameters=keep_parameters))
     if degrees.tensor > 1 and sizes.gathers and work.gathered_tokens is not None:
         added = (work.gathered_tokens - work.tokens) * sizes.gathers * sizes.compute_bytes
         traffic["tensor", "all_gather"] += _once(degrees.tensor) * added
+    if degrees.tensor > 1:
+        wider = max(_NARROWEST_SUM - sizes.compute_bytes, 0) * _HEAD_NUMBERS * work.targets * (sizes.head_sums > 0)
+        wider += work.tokens * sizes.routed * ((work.weight_bytes or sizes.compute_bytes) - sizes.compute_bytes)
+        traffic["tensor", "all_reduce"] += _twice(degrees.tensor) * wider
+    if degrees.expert > 1 and trips is not None:
+        sent = 2 * trips.rows * sizes.hidden * sizes.compute_bytes + trips.numbers * _WIDE  # gradients go the same ways
+        traffic["expert", "all_to_all"] = _once(degrees.expert) * sent * trips.num_layers
     for axis, count in _small_sums(sizes, degrees, work):
         num_ranks = _num_ranks(degrees, axis)
         traffic[axis, "all_reduce"] += _twice(num_ranks) * count * _WIDE
@@ -122,6 +164,50 @@ def exact_traffic(sizes: Sizes, degrees: Degrees, work: RankWork, *, keep_parame
 
 
 _WIDE = 8  # bytes of a number in sums over ranks
+_NARROWEST_SUM = 4  # bytes of a number of the head's, in whatever dtype it computes
+_HEAD_NUMBERS = 3  # of each target: the largest logit, the sum of all, the target's
+
+
+# --- experts that are chosen as somebody says ------------------------------------------------------------------------
+
+
+def favouring_tokens(num_tokens: int, top_k: int, num_experts: int, imbalance: float) -> int:
+    """Of so many tokens, those that choose the first experts, so that these get `imbalance` times their share."""
+    if top_k == num_experts:
+        return 0
+    return round(num_tokens * (imbalance - 1) / (num_experts / top_k - 1))
+
+
+def assumed_counts(num_tokens: int, top_k: int, num_experts: int, imbalance: float = 1.0) -> list[int]:
+    """How many tokens choose each expert, where all but the favouring ones take turns."""
+    favouring = favouring_tokens(num_tokens, top_k, num_experts, imbalance)
+    turns, left = divmod((num_tokens - favouring) * top_k, num_experts)
+    return [turns + (e < left) + favouring * (e < top_k) for e in range(num_experts)]
+
+
+def count_trips(
+    num_tokens: Sequence[Sequence[int]],
+    place: int,
+    column: int,
+    degrees: Degrees,
+    experts: tuple[int, int],
+    num_layers: int,
+    imbalance: float = 1.0,
+) -> ExpertTrips:
+    """`num_tokens` of each micro-batch, of each rank that shares the experts with this one, which is the one at `place`
+    and at `column` of the tensor axis. `experts`: how many there are, and how many a token chooses."""
+    num_experts, top_k = experts
+    share = num_experts // (degrees.expert * degrees.tensor)
+    mine = (place * degrees.tensor + column) * share
+    rows = 0
+    for of_ranks in num_tokens:
+        chosen = [assumed_counts(count, top_k, num_experts, imbalance) for count in of_ranks]
+        rows += sum(count for e, count in enumerate(chosen[place]) if e // share % degrees.tensor == column)
+        rows += sum(sum(counts[mine : mine + share]) for counts in chosen)
+    return ExpertTrips(rows, len(num_tokens) * share * degrees.expert, num_layers)
+
+
+# --- small sums ------------------------------------------------------------------------------------------------------
 
 
 def _small_sums(sizes: Sizes, degrees: Degrees, work: RankWork) -> Iterator[tuple[str, int]]:
@@ -131,9 +217,18 @@ def _small_sums(sizes: Sizes, degrees: Degrees, work: RankWork) -> Iterator[tupl
     yield "_".join(large) if is_shards else "world", work.summed_numbers
     for axes in sizes.norm_axes:
         for axis in axes:
-            yield "context" if axis == "shard_context" and degrees.shard == 1 else axis, 1
+            yield _group_name(degrees, axis), 1
     if degrees.pipeline > 1:
         yield "pipeline", 1
+
+
+def _group_name(degrees: Degrees, axis: str) -> str:
+    """As AxisNames of parallel/traffic.py calls the group: torch has one where two axes have all ranks."""
+    if axis == "expert" and degrees.expert == degrees.num_ranks:
+        return degrees.expert_axis
+    is_context = axis == "shard_context" and degrees.shard == 1
+    is_context |= axis == "expert_shard_context" and degrees.shard == degrees.expert
+    return "context" if is_context else axis
 
 
 def _num_ranks(degrees: Degrees, axis: str) -> int:
@@ -168,12 +263,19 @@ class ExpectedTraffic:
         least = least_traffic(self._sizes, self._degrees, work, keep_parameters=self._keep_parameters)
         return {f"traffic_least/{axis}/{kind}": count for (axis, kind), count in sorted(least.items())}
 
-    def exact(self, tokens: Sequence[int], targets: int, summed_numbers: int) -> Bytes:
-        """`tokens` of each micro-batch, as this rank computes them."""
+    def exact(
+        self,
+        tokens: Sequence[int],
+        targets: int,
+        summed_numbers: int,
+        trips: ExpertTrips | None = None,
+        weight_bytes: int | None = None,
+    ) -> Bytes:
+        """`tokens` of each micro-batch, as this rank computes them. See `RankWork` for the others."""
         parts = self._degrees.tensor
         gathered = sum(-(-count // parts) * parts for count in tokens)
-        work = RankWork(sum(tokens), targets, len(tokens), self._stage_sends, gathered, summed_numbers)
-        return exact_traffic(self._sizes, self._degrees, work, keep_parameters=self._keep_parameters)
+        work = RankWork(sum(tokens), targets, len(tokens), self._stage_sends, gathered, summed_numbers, weight_bytes)
+        return exact_traffic(self._sizes, self._degrees, work, keep_parameters=self._keep_parameters, trips=trips)
 
 
 def _sharded(sizes: Sizes, degrees: Degrees, work: RankWork, keep_parameters: bool) -> Bytes:
@@ -248,7 +350,7 @@ def measure_sizes(
     *,
     compute_bytes: int,
     gradient_bytes: int,
-    expert_sends: int = 0,
+    divided: DividedExperts = NOT_DIVIDED,
     tied: Iterable[nn.Parameter] = (),
     ends: tuple[bool, bool] = (True, True),
 ) -> Sizes:
@@ -256,12 +358,14 @@ def measure_sizes(
     matrices are not split. `tied`: what this rank's stage shares with another. `ends`: whether it embeds tokens, and
     whether it has the head."""
     config = causal.config.get_text_config()
-    divided = [p for p in policy.parameters() if _num_parts(p, "expert") > 1]
-    layers = [[p for p in layer.parameters() if p not in set(divided)] for layer in _layers(causal)]
-    in_layers = {p for parameters in [divided, *layers] for p in parameters}
+    apart = [p for p in policy.parameters() if _num_parts(p, "expert") > 1]
+    layers = [[p for p in layer.parameters() if p not in set(apart)] for layer in _layers(causal)]
+    in_layers = {p for parameters in [apart, *layers] for p in parameters}
     rest = [p for p in policy.parameters() if p not in in_layers]
     heads, keys = _heads(config, degrees)
-    sums = _sums(tensor_plan, causal, config.hidden_size, *ends) if degrees.tensor > 1 else {}
+    sums = _sums(tensor_plan, causal, config.hidden_size, divided, *ends) if degrees.tensor > 1 else {}
+    # Hidden states to each chosen expert and back, and their gradients.
+    sends = 4 * divided.num_layers * divided.top_k * config.hidden_size if degrees.expert > 1 else 0
     num_shards = degrees.shard * degrees.context if degrees.sharded else 1
     return Sizes(
         tuple(_unit(parameters, compute_bytes, num_shards) for parameters in layers if parameters),
@@ -270,8 +374,9 @@ def measure_sizes(
         heads * head_dim,
         keys * head_dim,
         **sums,
-        experts=_unit(divided, compute_bytes),
-        expert_sends=expert_sends,
+        experts=_unit(apart, compute_bytes),
+        routed=divided.num_layers * divided.top_k,
+        expert_sends=sends,
         compute_bytes=compute_bytes,
         gradient_bytes=gradient_bytes,
         norm_axes=tuple(sorted({_split_axes(p) for p in policy.parameters() if p.requires_grad})),
@@ -356,7 +461,12 @@ def _num_parts(parameter: Any, axis: str) -> int:
 
 
 def _sums(
-    plan: Mapping[str, tuple[nn.Module, str]], causal: Any, hidden: int, embeds: bool, has_head: bool
+    plan: Mapping[str, tuple[nn.Module, str]],
+    causal: Any,
+    hidden: int,
+    divided: DividedExperts,
+    embeds: bool,
+    has_head: bool,
 ) -> dict[str, int]:
     """Where the model's own plan makes ranks communicate. Matrices that read the same input need one sum together."""
     head, embedding = causal.get_output_embeddings(), causal.get_input_embeddings()
@@ -377,12 +487,16 @@ def _sums(
             # The output; backward, the gradient of the input, if it is needed.
             gathers += hidden * (1 if frozen and not gathers else 2)
     backward += hidden * len(readers)
+    # Experts are divided over the tensor axis too: what they get, with the weights of a token's choice, what they give.
+    forward += hidden * divided.num_layers
+    backward += (hidden + divided.top_k) * divided.num_layers
+    parameters += divided.adapters
     if frozen and readers:
         backward -= hidden  # the gradient of the first layer's input is not needed
     return {
         "forward_sums": forward,
         "backward_sums": backward,
-        "head_sums": (hidden + 3) * has_head,  # hidden's gradient; the largest logit, the sum of all, the target's
+        "head_sums": (hidden + _HEAD_NUMBERS) * has_head,  # with hidden's gradient
         "gathers": gathers,
         "summed_parameters": parameters,
     }

@@ -17,15 +17,19 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from lockstep.algorithms.losses import lacks_reference
+from lockstep.backend.batching import MicroBatchPlan
 from lockstep.backend.build import Built
-from lockstep.backend.loss_step import RankBatch, metric_names
+from lockstep.backend.loss_step import RankBatch, is_direct, metric_names
+from lockstep.backend.optimizers import ADAMW, OptimizerSettings
 from lockstep.backend.router_balance import RouterLosses
 from lockstep.backend.torch_backend import TorchBackend
 from lockstep.config import ConfigError, DpoConfig, GrpoConfig, KtoConfig, RunConfig, SftConfig
 from lockstep.config.parallel import AXES, Degrees
 from lockstep.model.load import build_model, load_hf_config
 from lockstep.model.policy import Policy
-from lockstep.parallel.collectives import Mismatch, Record, find_mismatches
+from lockstep.model.vision import sees
+from lockstep.parallel.collectives import Call, Mismatch, Record, find_mismatches
 from lockstep.parallel.expected_traffic import Bytes
 from lockstep.parallel.group import ProcessGroup
 from lockstep.processes.pool import WorkerPool
@@ -35,8 +39,9 @@ from lockstep.train.dpo import prepare
 from lockstep.train.grpo import learn
 from lockstep.train.reference import REFERENCE, choose_reference
 from lockstep.train.steps import optim_step
-from lockstep.types import Completion, Datum, LossResult, LossSpec, OptimResult, OptimStep
-from lockstep.verification.fake_rank import CPU, FakeRank, Memory, fake_rank
+from lockstep.types import Completion, Datum, Logprobs, LossResult, LossSpec, OptimResult, OptimStep
+from lockstep.verification.assumed_routing import AssumedTrades, assume_choices, sharing_experts
+from lockstep.verification.fake_rank import CPU, FakeRank, fake_rank
 from lockstep.verification.reduced import build_reduced, choose_reduction
 from lockstep.verification.sample import as_groups, total_weight
 
@@ -57,11 +62,17 @@ class Findings:
     gives_positions: bool
     shares_prompts: bool
     loops: bool
+    routes: bool
+    """Whether it has routers of experts."""
 
     @classmethod
     def of(cls, policy: Policy) -> Findings:
         names = ("packs", "attends_packed", "enters_head", "gives_positions", "shares_prompts")
-        return cls(**{name: getattr(policy, name) for name in names}, loops=bool(policy.mixers.parts))
+        return cls(
+            **{name: getattr(policy, name) for name in names},
+            loops=bool(policy.mixers.parts),
+            routes=bool(policy.routers),
+        )
 
     def apply(self, policy: Policy) -> None:
         while (policy.packs, policy.attends_packed) != (self.packs, self.attends_packed):
@@ -75,12 +86,26 @@ class SimulatedBackend(TorchBackend):
     """Inside of `fake_rank`. It says what its tensors are for; checks that need numbers are made before."""
 
     def __init__(
-        self, model: Any, memory: Memory, findings: Findings | None = None, *, tile_tokens: int = 1, **settings: Any
+        self,
+        model: Any,
+        fake: FakeRank,
+        findings: Findings | None = None,
+        *,
+        tile_tokens: int = 1,
+        imbalance: float = 1.0,
+        **settings: Any,
     ) -> None:
-        self._memory, self._findings, self._tile = memory, findings, tile_tokens
+        """`imbalance`: of experts, see `assume_choices`."""
+        self._memory, self._findings, self._tile = fake.memory, findings, tile_tokens
         self.expected: Bytes = {}
-        """What the formula says that the last pass and its step send."""
-        super().__init__(model, compile=False, **settings)
+        """What the formula says that the last step sends; nothing, where it does not know."""
+        self._is_plain = settings.get("activation_checkpointing", "none") == "none"
+        self._is_plain &= settings.get("optimizer", ADAMW).kind == "adamw"
+        self._passes_taken: list[str] = []
+        assume_choices(model, imbalance)
+        super().__init__(model, compile=False, group=fake.group, **settings)
+        self._trades = AssumedTrades(self.policy, self.group, imbalance)
+        fake.recorder.arriving = self._trades.answer
 
     @property
     def _tile_tokens(self) -> int:
@@ -91,19 +116,51 @@ class SimulatedBackend(TorchBackend):
             self._findings.apply(self.policy)
         return []
 
+    def start_step(self) -> None:
+        self.expected, self._passes_taken = {}, []
+
+    def forward(self, batch: Sequence[Datum], *, reference: bool = False) -> list[Logprobs]:
+        self._passes_taken.append("forward")
+        return super().forward(batch, reference=reference)
+
     def forward_backward(self, batch: Sequence[Datum], loss: LossSpec) -> LossResult:
         self._memory.kind = "activations"
-        self._num_summed = 1 + len(metric_names(loss)) + len(self.traffic.facts())
+        self._loss = loss
+        self._passes_taken.append("reference" if lacks_reference(loss, batch) else "backward")
+        routed = self.policy.routers.empty_counts(CPU).flatten() if self.policy.routers else ()
+        self._num_summed = 1 + len(metric_names(loss)) + len(self.traffic.facts()) + len(routed)
         result = super().forward_backward(batch, loss)
         self._memory.name_gradients([p.grad for p in self.parameters().values() if p.grad is not None])
         return result
 
+    def _rank_batch(self, batch: Sequence[Datum], loss: LossSpec) -> RankBatch:
+        mine = super()._rank_batch(batch, loss)
+        if self.group.degrees.expert > 1:
+            sharing = sharing_experts(self.group.data_rank, self.group.degrees)
+            everybody = [self._num_tokens(self._plan(batch, rank)[1]) for rank in sharing]
+            read = [m.packed.counts for m in mine.micro_batches]
+            self._trades.prepare(read, list(zip(*everybody, strict=True)))
+        return mine
+
+    def _num_tokens(self, plan: MicroBatchPlan) -> list[int]:
+        """Of each micro-batch of some data rank, as `to_micro_batch` fills it up; where there is no row, two."""
+        multiple = self._multiple_of(plan)
+        sizes = [sum(document.num_tokens for document in part) or 2 for part in plan.micro_batches]
+        return [-(-size // multiple) * multiple // self.group.degrees.context for size in sizes]
+
     def _describe_traffic(self, rank_batch: RankBatch) -> Callable[[Sequence[float]], dict[str, float]]:
         packs = [m.packed for m in rank_batch.micro_batches]
         num_tokens, num_targets = [len(p.tokens) for p in packs], sum(len(p.targets) for p in packs)
-        if self._expected is not None:
-            self.expected = self._expected.exact(num_tokens, num_targets, self._num_summed)
+        self.expected = {}
+        if self._expected is not None and self._formula_holds(rank_batch):
+            routed = self._trades.count(), self._trades.weight_bytes
+            self.expected = self._expected.exact(num_tokens, num_targets, self._num_summed, *routed)
         return super()._describe_traffic(rank_batch)
+
+    def _formula_holds(self, rank_batch: RankBatch) -> bool:
+        """One pass for each micro-batch and nothing else."""
+        passes = is_direct(self._loss, rank_batch, self.group.degrees.context) and self._passes_taken == ["backward"]
+        return self._is_plain and passes and not self._counts_first(rank_batch, self._loss, self.group.degrees.context)
 
     def optim_step(self, step: OptimStep) -> OptimResult:
         self._memory.kind = "optimizer"
@@ -157,6 +214,7 @@ class SimulatedStep:
     findings: Findings
     reference: str
     tile_tokens: int
+    expert_imbalance: float = 1.0
 
     def prepare(self) -> Callable[[Item], SimulatedRank]:
         torch.set_num_threads(1)
@@ -183,7 +241,7 @@ class SimulatedStep:
         model = build_model(config.model, config.lora, self.precision, with_weights=False)
         return SimulatedBackend(
             model,
-            fake.memory,
+            fake,
             self.findings,
             micro_batch_tokens=config.batch.micro_batch_tokens,
             precision=self.precision,
@@ -195,12 +253,15 @@ class SimulatedStep:
             router_losses=RouterLosses.of(config.model),
             temperature=getattr(config.algorithm, "temperature", 1.0),
             seed=config.seed,
-            group=fake.group,
+            optimizer=OptimizerSettings.of(config),
+            router_replay=config.router_replay,
             tile_tokens=self.tile_tokens,
+            imbalance=self.expert_imbalance,
         )
 
     def _take(self, backend: SimulatedBackend) -> None:
         """As the loop of the algorithm does."""
+        backend.start_step()
         config, algorithm = self.config, self.config.algorithm
         rows = make_rows(config, with_reference=self.reference == "precomputed")
         batch: Sequence[Datum] = rows
@@ -233,23 +294,26 @@ def simulate(
     num_ranks: int,
     *,
     ranks: Sequence[int] | None = None,
+    expert_imbalance: float = 1.0,
     num_processes: int = 2,
     on_progress: OnProgress = lambda done, total: None,
 ) -> Simulation:
-    """`ranks`: those to simulate besides rank 0; default: `choose_ranks`. Raises ConfigError for what cannot be.
+    """`ranks`: those to simulate, with some that they talk to; default: `choose_ranks`. `expert_imbalance`: how many
+    times its share of tokens an expert gets that many choose. Raises ConfigError for what cannot be.
 
     `num_processes` 0: in this one.
     """
     started = time.monotonic()
-    step = plan_step(config, num_ranks)
-    wanted = sorted({0, *(choose_ranks(step.degrees) if ranks is None else ranks)})
-    if wanted[0] < 0 or wanted[-1] >= num_ranks:
-        raise ConfigError(f"there is no rank {wanted[0] if wanted[0] < 0 else wanted[-1]} of {num_ranks}")
+    step = plan_step(config, num_ranks, expert_imbalance)
+    chosen = choose_ranks(step.degrees) if ranks is None else add_partners(step.degrees, ranks)
+    wanted = sorted({0, *chosen})
     found: list[SimulatedRank] = []
+    said: dict[Call, Call] = {}
     with _explaining(), _started(step, num_processes) as run:
         heard: tuple[Any, ...] = ()
         for batch in (wanted[:1], wanted[1:]):  # what rank 0 says to all, the others hear
             for result in run((rank, heard) for rank in batch):
+                result.record.share(said)
                 found.append(result)
                 on_progress(len(found), len(wanted))
             heard = found[0].heard
@@ -288,10 +352,15 @@ def _explaining() -> Iterator[None]:
         raise
 
 
-def plan_step(config: RunConfig, num_ranks: int) -> SimulatedStep:
+def plan_step(config: RunConfig, num_ranks: int, expert_imbalance: float = 1.0) -> SimulatedStep:
     """What the ranks must know before, found with numbers on a small copy of the model."""
     if config.parallel.backend != "torch":
         raise ConfigError("a simulation is of parallel.backend torch: DeepSpeed's ranks cannot be simulated")
+    if sees(load_hf_config(config.model), config.model.vision):
+        raise ConfigError(
+            "a model that sees images is not simulated: what its rows show is not known. A simulation of its language "
+            "model alone takes that model's own configuration as model.path"
+        )
     degrees = config.parallel.degrees(num_ranks, _ranks_per_machine(config, num_ranks))
     num_rows = len(make_rows(config))
     if num_rows < degrees.data:
@@ -304,7 +373,8 @@ def plan_step(config: RunConfig, num_ranks: int) -> SimulatedStep:
     if precision == "auto":
         precision = "bf16" if on_gpu else "fp32"
     choice = choose_reference(config, num_rows=num_rows, num_seen=num_rows)
-    return SimulatedStep(config, degrees, precision, probe(config), choice.kind, 128 if on_gpu else 1)
+    tile = 128 if on_gpu else 1
+    return SimulatedStep(config, degrees, precision, probe(config), choice.kind, tile, expert_imbalance)
 
 
 def _ranks_per_machine(config: RunConfig, num_ranks: int) -> int:
@@ -317,11 +387,6 @@ def probe(config: RunConfig) -> Findings:
     reduction = choose_reduction(config, list(range(_PROBE_TOKENS)), _PROBE_LAYERS)
     model = build_reduced(config, reduction)
     backend = TorchBackend(model, precision="fp64", group=ProcessGroup(0, 1, CPU), compile=False)
-    if backend.policy.routers:
-        raise ConfigError(
-            "a mixture of experts cannot be simulated yet: which experts its tokens choose depends on values, which a "
-            "simulation does not have. Use 'lockstep verify', which computes a small copy"
-        )
     return Findings.of(backend.policy)
 
 
@@ -332,6 +397,31 @@ def choose_ranks(degrees: Degrees) -> list[int]:
     for stage in {0, degrees.pipeline - 1}:
         chosen |= {_rank_at(degrees, {"pipeline": stage, axis: getattr(degrees, axis) - 1}) for axis in others}
     return sorted(chosen)
+
+
+def add_partners(degrees: Degrees, ranks: Iterable[int]) -> list[int]:
+    """With ranks that each of these talks to: two of every axis, where it has as many, so that of three that do not all
+    say the same the odd one is known; of stages, the ones before and after."""
+    found: set[int] = set()
+    for rank in ranks:
+        if not 0 <= rank < degrees.num_ranks:
+            raise ConfigError(f"there is no rank {rank} of {degrees.num_ranks:,}: they are counted from 0")
+        place = _place_of(degrees, rank)
+        found.add(rank)
+        for axis, own in place.items():
+            others = [i for i in (0, own - 1, own + 1, getattr(degrees, axis) - 1) if i != own]
+            if axis == "pipeline":
+                others = [own - 1, own + 1]
+            near = [i for i in dict.fromkeys(others) if 0 <= i < getattr(degrees, axis)][:2]
+            found |= {_rank_at(degrees, place | {axis: i}) for i in near}
+    return sorted(found)
+
+
+def _place_of(degrees: Degrees, rank: int) -> dict[str, int]:
+    place = {}
+    for axis in reversed(AXES):
+        rank, place[axis] = divmod(rank, getattr(degrees, axis))
+    return place
 
 
 def _rank_at(degrees: Degrees, place: dict[str, int]) -> int:
@@ -345,6 +435,9 @@ def _notes(config: RunConfig, step: SimulatedStep) -> Iterator[str]:
     longest = config.data.max_length
     yield f"rows are made up: {longest // 4:,} to {longest:,} tokens, of which a third is prompt"
     yield "layers are not compiled and attention is the CPU's: a GPU's own workspaces are not counted"
+    if step.findings.routes:
+        most = f", but the first few {step.expert_imbalance:g} times their share" if step.expert_imbalance > 1 else ""
+        yield f"tokens are taken to choose all experts equally often{most}: what they would choose is not known"
     if step.findings.loops:
         yield "parts of this model compute documents one after another, here all at once: activations may differ"
     if step.reference == "precomputed":

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from equivalence.layouts import batches, spawn
 from equivalence.plain import STEP, make_model, scale_of
-from equivalence.simulated import simulate_ranks
+from equivalence.simulated import Case, simulate_ranks
 from tiny import run_lockstep, write_config, write_model
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -181,7 +181,7 @@ def test_a_step_sends_what_theory_says(ranks: dict[str, list[Any]], layout: str,
 @pytest.mark.parametrize("layout", ["hybrid", "tensor"])
 def test_a_simulated_rank_sends_what_a_real_one_does(ranks: dict[str, list[Any]], layout: str) -> None:
     num_ranks, parallel = LAYOUTS[layout]
-    (said,) = simulate_ranks(("qwen3", True, 96), num_ranks, parallel, ranks=(0,))
+    (said,) = simulate_ranks(Case("qwen3", lora=True, budget=96), num_ranks, parallel, ranks=(0,))
     found = ranks[layout][0]["qwen3"]
     assert {f"{axis}/{kind}": sent for (axis, kind), sent in said.sent.items()} == flows(found["metrics"], "traffic/")
     assert said.calls == found["calls"]

@@ -254,8 +254,8 @@ BACKEND = (
     Fault(
         "tensor ranks take different rows",
         TORCH,
-        "rank=self.group.data_rank,",
-        "rank=self.group.rank % self.group.degrees.data,",
+        "rank=self.group.data_rank if",
+        "rank=self.group.rank % self.group.degrees.data if",
         (RANKS, f"{LAYOUT} -k shard-2-tensor-2"),
         ("sft", "replicate=2,tensor=2"),
     ),

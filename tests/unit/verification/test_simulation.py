@@ -12,16 +12,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from equivalence.plain import make_model
-from equivalence.simulated import simulate_ranks
+from equivalence.simulated import Case, simulate_ranks
 from tiny import write_config, write_model
 
-from lockstep.config import ParallelConfig, load_config
-from lockstep.parallel.collectives import find_mismatches
-from lockstep.verification.simulation import choose_ranks, simulate
+from lockstep.cli.simulation import parse_ranks
+from lockstep.config import ConfigError, ParallelConfig, load_config
+from lockstep.parallel.collectives import Call, Members, Record, find_mismatches
+from lockstep.verification.simulation import add_partners, choose_ranks, simulate
 
 
 def test_memory_of_one_rank_is_counted_to_the_byte() -> None:
-    (said,) = simulate_ranks(("llama", False, 96), 1, ParallelConfig())
+    (said,) = simulate_ranks(Case("llama", lora=False, budget=96), 1, ParallelConfig())
     peak = said.peak_bytes
     size = sum(p.nbytes for p in make_model("llama", lora=False).parameters())
     assert peak["optimizer"] == 2 * size
@@ -45,7 +46,9 @@ def skip_on(rank: int, number: int, own: Callable[..., Any]) -> Callable[..., An
 
 def test_a_rank_that_skips_a_collective_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "all_reduce", skip_on(1, 20, dist.all_reduce))
-    ranks = simulate_ranks(("llama", False, 512), 2, ParallelConfig(tensor=2))  # one micro-batch: 15 calls a step
+    ranks = simulate_ranks(
+        Case("llama", lora=False, budget=512), 2, ParallelConfig(tensor=2)
+    )  # one micro-batch: 15 calls a step
     (found,) = find_mismatches([said.record for said in ranks])
     assert found.rank == 1
     assert found.group.axis == "tensor"
@@ -53,8 +56,30 @@ def test_a_rank_that_skips_a_collective_is_named_with_its_line(monkeypatch: pyte
     assert re.search(r"at lockstep/parallel/tensor.py:\d+, called at lockstep/parallel/tensor.py:\d+", found.call)
 
 
+def test_a_rank_that_sends_more_rows_than_another_expects_is_named() -> None:
+    members, at = Members("expert", (4, 6)), "lockstep/parallel/expert.py:1"
+
+    def record(rank: int, sent: tuple[int, int], received: tuple[int, int]) -> Record:
+        call = Call("all_to_all", 0, sum(sent), "float64", at, parts=(sent, received))
+        return Record(rank, [members], [call])
+
+    assert find_mismatches([record(4, (8, 16), (8, 24)), record(6, (24, 0), (16, 0))]) == []
+    (found,) = find_mismatches([record(4, (8, 16), (8, 24)), record(6, (24, 0), (24, 0))])
+    assert "rank 4 sends 16 bytes to rank 6, which expects 24: all_to_all of 24 bytes" in str(found)
+
+
+def test_calls_that_ranks_make_alike_are_kept_once() -> None:
+    known: dict[Call, Call] = {}
+    records = [Record(rank, [], [Call("barrier", 0, 0, "nothing", "".join(["here"]))]) for rank in range(2)]
+    for record in records:
+        record.share(known)
+    assert records[0].calls[0] is records[1].calls[0]
+
+
 def test_a_stage_that_does_not_send_is_named() -> None:
-    found = [said.record for said in simulate_ranks(("llama", False, 96), 2, ParallelConfig(pipeline=2))]
+    found = [
+        said.record for said in simulate_ranks(Case("llama", lora=False, budget=96), 2, ParallelConfig(pipeline=2))
+    ]
     assert find_mismatches(found) == []
     first = found[0]
     place = next(i for i, call in enumerate(first.calls) if call.kind == "send")
@@ -68,6 +93,24 @@ def test_every_stage_and_both_ends_of_each_axis_are_chosen() -> None:
     degrees = ParallelConfig(replicate=2, shard=4, tensor=2, pipeline=3).degrees(48)
     assert choose_ranks(degrees) == [0, 1, 6, 8, 16, 32, 33, 38, 40]
     assert choose_ranks(ParallelConfig().degrees(1)) == [0]
+
+
+def test_ranks_are_simulated_with_those_they_talk_to() -> None:
+    degrees = ParallelConfig(replicate=4, shard=8, tensor=8, pipeline=4).degrees(1024)
+    # Rank 300: stage 1, replica 0, shard 5, tensor 4.
+    assert add_partners(degrees, [300]) == [44, 260, 292, 296, 299, 300, 364, 492, 556]
+    two = ParallelConfig(tensor=2).degrees(2)
+    assert add_partners(two, [1]) == add_partners(two, [0]) == [0, 1]
+    with pytest.raises(ConfigError, match="there is no rank 1024 of 1,024"):
+        add_partners(degrees, [1024])
+
+
+def test_ranks_are_written_as_numbers_and_ranges() -> None:
+    assert parse_ranks("0, 17,30-32", 64) == [0, 17, 30, 31, 32]
+    assert parse_ranks("all", 3) == [0, 1, 2]
+    for wrong in ("", "1,", "a", "-1", "5-3", "64", "60-64", "1.5"):
+        with pytest.raises(ConfigError, match="--simulate-ranks"):
+            parse_ranks(wrong, 64)
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +133,32 @@ def test_a_configuration_is_simulated_without_weights(config_file: Path) -> None
         sent = {flow: count for flow, (_, count, _) in traffic.items() if count}
         assert sent == pytest.approx(one.expected, rel=1e-12)
         assert one.peak_bytes["optimizer"] == pytest.approx(2 * one.peak_bytes["weights"], rel=0.05)
+
+
+@pytest.mark.slow
+def test_any_of_a_thousand_ranks_that_skips_a_collective_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": 4}
+    file = write_config(tmp_path, write_model(tmp_path / "model", **sizes), batch={"samples": 32})
+    layout = ["parallel.replicate=4", "parallel.shard=8", "parallel.tensor=8", "parallel.pipeline=4"]
+    counts: Counter[int] = Counter()
+    own = dist.all_reduce
+
+    def all_reduce(*arguments: Any, **options: Any) -> Any:
+        rank, members = dist.get_rank(), dist.get_process_group_ranks(options.get("group"))
+        counts[rank] += members == list(range(members[0], members[0] + 8))  # over the tensor axis
+        # Rank 299 makes the same calls, and was simulated before: this one is in the second step.
+        is_skipped = rank == 300 and counts[300] == counts[299] - 5
+        counts[300] += is_skipped
+        return None if is_skipped else own(*arguments, **options)
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    found = simulate(load_config(file, layout), 1024, ranks=[300], num_processes=0)
+    (mismatch,) = found.mismatches
+    assert (mismatch.rank, mismatch.group) == (300, Members("tensor", tuple(range(296, 304))))
+    assert "rank 300 leaves out a call that rank 296 makes: all_reduce of " in str(mismatch)
+    assert re.search(r"at lockstep/parallel/\w+.py:\d+", mismatch.call)
 
 
 @pytest.mark.slow

@@ -152,6 +152,11 @@ def _describe(
         )
     if policy.why_not_fused and device.type == "cuda":
         yield f"packed documents attend one after another, slower than in one fused kernel: {policy.why_not_fused}"
+    elif policy.why_not_tiles:
+        yield (
+            f"packed documents attend in torch's variable-length kernel, not in our own, which {policy.why_not_tiles}: "
+            "about half as fast over short ones"
+        )
 
 
 def _ask_for_input_gradients(policy: Policy) -> None:

@@ -96,6 +96,13 @@ def set_step(optimizer: torch.optim.Optimizer, step: OptimStep) -> None:
         group["weight_decay"] = step.weight_decay if group["decays"] else 0.0
 
 
+def step_on_device(optimizer: torch.optim.Optimizer, norm: Tensor, max_norm: float | None) -> None:
+    """Clip and step in one pass of torch's fused kernel, which also leaves out a gradient that is not finite."""
+    scale = None if max_norm is None else torch.clamp((norm + 1e-6) / max_norm, min=1.0).float()
+    optimizer.grad_scale, optimizer.found_inf = scale, (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
+    optimizer.step()
+
+
 def prepare_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> State:
     """What the first step of a parameter would create, to read a checkpoint into."""
     if isinstance(optimizer, OwnOptimizer):

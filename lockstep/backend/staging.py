@@ -6,9 +6,12 @@ device then waits, not the host. The memory is pinned, and kept from one checkpo
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +23,7 @@ from lockstep.parallel.tensor import local
 
 _BLOCK_BYTES = 256 << 20
 _ALIGNED_BYTES = 64
+_TOUCH_THREADS = 4
 _HOST_SHARE = 4  # at most a fourth of the host's free memory is kept
 
 
@@ -101,17 +105,41 @@ class StagingArea:
         if wanted > free_host_bytes() // _HOST_SHARE:
             return None
         torch.cuda.set_device(self._device)  # of this thread
-        self._blocks = PinnedBlocks()  # freed before more is taken
+        self._blocks.free()  # before more is taken
         try:
-            pinned = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in plan_blocks(sizes)]
+            for size in plan_blocks(sizes):
+                self._blocks.add(pin_block(size))
         except RuntimeError:  # the system does not pin as much
+            self._blocks.free()
             return None
-        self._blocks = PinnedBlocks(pinned)
         return self._blocks.divide(sizes)
 
 
+def pin_block(size: int) -> Tensor:
+    """The driver, which lets no other call in meanwhile, pins memory that is there: to get it first takes seconds.
+
+    Whole pages that are nobody else's; `PinnedBlocks` gives them back.
+    """
+    memory = mmap.mmap(-1, size)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a system without large pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    block = torch.frombuffer(memory, dtype=torch.uint8)
+    touch_pages(block)
+    if problem := int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), size, 0)):
+        raise RuntimeError(f"memory was not pinned: CUDA error {problem}")
+    return block
+
+
+def touch_pages(block: Tensor) -> None:
+    """Writes to every page, in several threads: the system clears each when it is first written to."""
+    with ThreadPoolExecutor(_TOUCH_THREADS) as pool:
+        for _ in pool.map(Tensor.zero_, block.chunk(_TOUCH_THREADS)):
+            pass
+
+
 class PinnedBlocks:
-    """Pieces of memory, of powers of two, as torch rounds pinned memory up to: one for each tensor would waste half."""
+    """Pieces of memory, of powers of two: few, since to pin one more takes the driver some time."""
 
     def __init__(self, blocks: Sequence[Tensor] = ()) -> None:
         self._blocks = list(blocks)
@@ -119,6 +147,18 @@ class PinnedBlocks:
     @property
     def num_bytes(self) -> int:
         return sum(block.nbytes for block in self._blocks)
+
+    def add(self, block: Tensor) -> None:
+        self._blocks.append(block)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # an interpreter that ends has taken torch away
+            self.free()
+
+    def free(self) -> None:
+        for block in self._blocks:
+            torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
+        self._blocks.clear()
 
     def divide(self, sizes: Sequence[int]) -> list[Tensor] | None:
         """A part of the memory for each size, in their order; None if they do not fit."""

@@ -275,14 +275,13 @@ class TorchBackend:
             norm = gradient_norm(counted, self.group) / self._loss_scale
         self.traffic.end_step()
         numbers = read_later(norm.reshape(1))
-        if step.max_grad_norm is not None or self._loss_scale != 1.0:
+        if not self._skips_on_device and (step.max_grad_norm is not None or self._loss_scale != 1.0):
             clip(parameters, norm, step.max_grad_norm or math.inf, scale=1 / self._loss_scale)
         optimizers.set_step(self._optimizer, step)
         self._before_change()
         if self._skips_on_device:
-            # The fused kernel itself skips a gradient that is not finite: the host need not wait for the norm.
-            self._optimizer.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
-            self._optimizer.step()
+            # The fused kernel itself clips, and skips a gradient that is not finite: the host waits for no norm.
+            optimizers.step_on_device(self._optimizer, norm, step.max_grad_norm)
         elif math.isfinite(numbers.result()[0]):
             self._optimizer.step()
         self.balance.end_step(norm)

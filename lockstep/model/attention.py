@@ -375,9 +375,9 @@ KERNELS = (
 def tiles_problem(head_dim: int) -> str | None:
     """Why the kernel of our own cannot be used where the fused one can, or None."""
     if find_spec("triton") is None:
-        return "it needs Triton"
+        return "needs Triton"
     if head_dim not in (16, 32, 64, 128):
-        return f"it needs a head size of 16, 32, 64 or 128, not {head_dim}"
+        return f"needs heads of 16, 32, 64 or 128, not {head_dim}"
     return None
 
 

@@ -89,6 +89,7 @@ class Policy(nn.Module):
         self.variable_length = False  # whether the fused kernel is used, which takes boundaries as a tensor
         self.why_not_fused: str | None = None
         self.attends_in_tiles = False  # whether that is the kernel of our own, where a layer has no window
+        self.why_not_tiles: str | None = None
         self.has_windows = has_windows(causal)
         self.shares_prompts = True
         self.split_tokens: attention.SplitTokens | None = None
@@ -125,7 +126,8 @@ class Policy(nn.Module):
             size = head_dim(causal_lm(self.model))
             self.why_not_fused = attention.variable_length_problem(device, dtype, size)
             self.variable_length = self.why_not_fused is None
-            self.attends_in_tiles = self.variable_length and attention.tiles_problem(size) is None
+            self.why_not_tiles = attention.tiles_problem(size) if self.variable_length else None
+            self.attends_in_tiles = self.variable_length and self.why_not_tiles is None
 
     @contextlib.contextmanager
     def probing(self) -> Iterator[None]:
@@ -157,6 +159,7 @@ class Policy(nn.Module):
         self.mixers.clear()
         if self.attends_in_tiles:
             self.attends_in_tiles = False
+            self.why_not_tiles = "did not keep the documents of this model apart"
         elif self.variable_length:
             self.variable_length = False
             self.why_not_fused = self.why_not_packed or "documents would not be kept apart"

@@ -16,7 +16,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lockstep.backend.optimizers import OptimizerSettings, build_optimizer, hidden_matrices, set_step, state_bytes
+from lockstep.backend.optimizers import (
+    OptimizerSettings,
+    build_optimizer,
+    hidden_matrices,
+    set_step,
+    state_bytes,
+    step_on_device,
+)
 from lockstep.backend.stochastic_rounding import first_place, round_into, salt_of
 from lockstep.config import ConfigError, load_config
 from lockstep.config.loading import resolve_config
@@ -250,3 +257,26 @@ def test_small_steps_add_up_in_bf16(kind: str) -> None:
 def test_other_precisions_refuse_it() -> None:
     with pytest.raises(ValueError, match=r"set model\.precision to bf16"):
         OptimizerSettings(stochastic_rounding=True).held_dtype("fp32")
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5, 1e6])
+def test_the_fused_kernel_clips_as_a_pass_before_it_would(max_norm):
+    """And leaves out what is not finite, its count of steps too."""
+    torch.manual_seed(0)
+    start, gradients = torch.randn(40), [torch.randn(40) for _ in range(3)]
+    found = []
+    for fused in (True, False):
+        weight = nn.Parameter(start.clone())
+        optimizer = torch.optim.AdamW([weight], lr=0.1, fused=fused)
+        for gradient in (*gradients, torch.full((40,), torch.nan)):
+            weight.grad = gradient.clone()
+            norm = gradient.double().norm()
+            if fused:
+                step_on_device(optimizer, norm, max_norm)
+            elif bool(torch.isfinite(norm)):
+                weight.grad.mul_(1.0 if max_norm is None else min(1.0, max_norm / (float(norm) + 1e-6)))
+                optimizer.step()
+        found.append((weight.detach(), optimizer.state[weight]))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-5, atol=1e-6)
+    for name in ("step", "exp_avg", "exp_avg_sq"):
+        torch.testing.assert_close(found[0][1][name], found[1][1][name], rtol=1e-5, atol=1e-7)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +11,12 @@ from hypothesis import strategies as st
 
 from lockstep.backend import staging
 from lockstep.backend.staging import PinnedBlocks, copy_now, free_host_bytes, plan_blocks
+
+
+@pytest.fixture(autouse=True)
+def without_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of these tests are plain memory: there is nothing to give back."""
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostUnregister=lambda _address: 0))
 
 
 def allocate(sizes: list[int]) -> PinnedBlocks:
@@ -51,6 +59,33 @@ def test_copies_stay_when_the_originals_change():
     copy.wait()
     assert copy.tensors["a"].tolist() == [0.0, 1.0, 2.0, 3.0]
     copy.release()
+
+
+def test_every_page_is_written_to_before_it_is_pinned(monkeypatch):
+    """Memory is pinned by the driver, with its address and all of its bytes; what cannot be is given back."""
+    calls: list[tuple[str, int]] = []
+
+    class Runtime:
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+            calls.append(("pinned", size))
+            return 2 if sum(name == "pinned" for name, _ in calls) == 3 else 0
+
+        def cudaHostUnregister(self, address: int) -> int:
+            calls.append(("given back", address))
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    blocks = PinnedBlocks()
+    for size in (4096, 10_001):
+        block = staging.pin_block(size)
+        assert block.nbytes == size
+        assert not block.any()
+        blocks.add(block)
+    with pytest.raises(RuntimeError, match="memory was not pinned: CUDA error 2"):
+        staging.pin_block(4096)
+    blocks.free()
+    assert [name for name, _ in calls] == ["pinned"] * 3 + ["given back"] * 2
+    assert blocks.num_bytes == 0
 
 
 def test_free_memory_is_some_of_what_there_is():

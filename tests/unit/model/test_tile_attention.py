@@ -119,6 +119,15 @@ def test_dropout_is_refused_and_a_window_takes_the_other_kernel() -> None:
         packed_attention(nn.Identity(), *tensors, None, sliding_window=3, packed_visible=visible)
 
 
+@pytest.mark.parametrize(("size", "problem"), [(64, None), (80, "needs heads of"), (256, "not 256"), (128, None)])
+def test_what_the_kernel_does_not_take_is_named(monkeypatch, size: int, problem: str | None) -> None:
+    monkeypatch.setattr(attention, "find_spec", lambda _name: object())
+    found = attention.tiles_problem(size)
+    assert found is None if problem is None else problem in str(found)
+    monkeypatch.setattr(attention, "find_spec", lambda _name: None)
+    assert attention.tiles_problem(size) == "needs Triton"
+
+
 def test_attention_is_not_computed_again_where_products_are_kept(monkeypatch) -> None:
     layout = LAYOUTS["many"]
     visible = torch.from_numpy(layout.visible_keys())

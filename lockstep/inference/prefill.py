@@ -22,6 +22,8 @@ Prompts = Sequence[tuple[int, Sequence[int]]]
 
 MAX_TOKENS = 8192  # packed into one pass, at most; a longer prompt has a pass of its own
 _TILE = 128
+_MIN_LONGEST = 512  # the kernel skips what a shorter prompt has not
+_FEW_TOKENS = 2048  # fewer are padded more: that costs less than capturing more graphs
 _MAX_GRAPHS = 24
 
 
@@ -85,13 +87,13 @@ class PrefillShape:
     @classmethod
     def of(cls, prompts: Prompts) -> PrefillShape:
         lengths = [len(tokens) for _, tokens in prompts]
-        longest = _power_of_two(max(lengths), _TILE)
+        longest = _power_of_two(max(lengths), _MIN_LONGEST)
         return cls(_rounded(sum(lengths)), _power_of_two(len(prompts), 64), longest)
 
     @property
     def num_boundaries(self) -> int:
-        """Padding is at most a fourth of all tokens, in documents of at most `_TILE`."""
-        return 1 + self.num_prompts + -(-self.num_tokens // (4 * _TILE)) + 1
+        """Padding is at most half of all tokens, or of the smallest size all, in documents of at most `_TILE`."""
+        return 1 + self.num_prompts + -(-self.num_tokens // (2 * _TILE)) + 1
 
 
 class PrefillBuffers:
@@ -159,6 +161,7 @@ def _power_of_two(count: int, least: int) -> int:
 
 
 def _rounded(count: int) -> int:
-    """Up to one of four sizes between powers of two, in whole tiles."""
-    step = max(_power_of_two(count, 1) // 8, _TILE)
-    return -(-count // step) * step
+    """Up to one of two sizes between powers of two, or beyond `_FEW_TOKENS` of four."""
+    whole = _power_of_two(count, 2 * _TILE)
+    step = whole // (4 if whole <= _FEW_TOKENS else 8)
+    return max(-(-count // step) * step, 2 * _TILE)

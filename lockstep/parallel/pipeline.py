@@ -124,7 +124,9 @@ class Pipeline:
         is_first, is_last = index == 0, index == self._num_stages - 1
         example = hidden.detach().requires_grad_()
         argument = torch.zeros(1, 1, device=self._device) if is_first else example
-        loss = torch.zeros((), dtype=hidden.dtype, device=self._device, requires_grad=True)
+        # Losses are computed in float32 or wider; torch 2.11 compares what a stage gives with this.
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        loss = torch.zeros((), dtype=wide, device=self._device, requires_grad=True)
         return PipelineStage(
             self._stages[index],
             index,

@@ -34,7 +34,7 @@ from lockstep.service.placement import MAX_JOBS, SLOTS, JobPlacement
 from lockstep.service.records import Records
 from lockstep.service.run_files import last_metrics
 from lockstep.service.scheduler import RESTART_DELAY_S, Scheduler, Slots, find_slots
-from lockstep.service.schemas import FINISHED, JobMetrics, JobRequest, JobState, JobView, RunProgress
+from lockstep.service.schemas import FINISHED, Compilations, JobMetrics, JobRequest, JobState, JobView, RunProgress
 from lockstep.service.store import ACTIVE, Job, Store
 
 __all__ = ["JobConflict", "JobManager", "NotFound", "ServiceError"]
@@ -325,6 +325,8 @@ def view_job(job: Job, run: RunDir, slots: Slots, queue_position: int | None) ->
         queue_position=queue_position,
         progress=progress_of(status, metrics, job.state),
         metrics=metrics,
+        seconds=numbers_of(status.get("seconds")),
+        compilations=Compilations(**_counted(numbers_of(status.get("compilations")))),
     )
 
 
@@ -342,6 +344,16 @@ def progress_of(status: dict[str, Any], metrics: JobMetrics, state: str) -> RunP
     return RunProgress(
         phase=phase if isinstance(phase, str) else None, step=step, total_steps=total, fraction=fraction, eta_s=eta_s
     )
+
+
+def numbers_of(value: object) -> dict[str, float]:
+    """What a run has written may be anything."""
+    pairs = value.items() if isinstance(value, dict) else ()
+    return {str(name): float(n) for name, n in pairs if isinstance(n, (int, float)) and math.isfinite(n)}
+
+
+def _counted(found: dict[str, float]) -> dict[str, Any]:
+    return {"count": int(found.get("count", 0)), "seconds": found.get("seconds", 0.0)}
 
 
 def _whole(value: object) -> int | None:

@@ -51,6 +51,13 @@ class JobMetrics(Wire):
     validation: dict[str, Any] | None = None
 
 
+class Compilations(Wire):
+    """Of layers and kernels, on a GPU. Their time is part of what they were for."""
+
+    count: int = 0
+    seconds: float = 0.0
+
+
 class JobView(Wire):
     id: str
     name: str
@@ -86,6 +93,9 @@ class JobView(Wire):
     """1 is next. None unless queued."""
     progress: RunProgress = RunProgress()
     metrics: JobMetrics = JobMetrics()
+    seconds: dict[str, float] = {}
+    """Where the time of its last start went so far: start, sampling, training, evaluating, checkpoints, export, ..."""
+    compilations: Compilations = Compilations()
 
 
 class JobList(Wire):

@@ -173,6 +173,8 @@ def test_a_completed_job_has_curves_files_checkpoints_and_samples(browser: Brows
     link = browser.find("a[href$='export/adapter/adapter_config.json']")
     fetched = browser.run("return fetch(arguments[0].href).then(r => r.json())", link)
     assert fetched == {"r": 16}
+    spent = "training 3 min 10 s, checkpoints 17 s, start 8 s, of these 42 s compiling, 3 times"
+    assert spent in browser.text("main")
     assert "20" in browser.text(".pair table")
     assert "Air scatters blue light most." in browser.text(".sample")
     browser.named("summary", "Configuration").click()

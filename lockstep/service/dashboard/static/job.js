@@ -159,10 +159,24 @@ function describeJob(job) {
     ["Started", moment(job.started_at)],
     ["Finished", moment(job.finished_at)],
     ["Took", began && ended ? duration(ended - began) : ""],
+    ["Time went to", whereTimeWent(job)],
     ["Owner", job.owner],
     ["Priority", job.priority ? String(job.priority) : ""],
     ["Restarts", job.max_restarts ? `${job.restarts} of ${job.max_restarts}` : ""],
   ]);
+}
+
+/** What took a second or more, longest first. */
+function whereTimeWent(job) {
+  const parts = Object.entries(job.seconds ?? {})
+    .filter(([, seconds]) => seconds >= 1)
+    .sort(([, a], [, b]) => b - a)
+    .map(([name, seconds]) => `${name} ${duration(seconds)}`);
+  const { count = 0, seconds: compiling = 0 } = job.compilations ?? {};
+  if (parts.length && compiling >= 1) {
+    parts.push(`of these ${duration(compiling)} compiling, ${count === 1 ? "once" : `${count} times`}`);
+  }
+  return parts.join(", ");
 }
 
 async function deleteJob(job) {

@@ -235,6 +235,18 @@ def _is_inside(path: str, folder: str) -> bool:
 _SlurmName = Annotated[str, Field(pattern=r"^[\w.,:@%+-]+$")]
 _SlurmOption = Annotated[str, Field(pattern=r"^--[a-z][^\n\r]*$")]
 _SLURM_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<clock>\d+(?::\d+){0,2})")
+# What the patterns of this file ask for, in words; the words of others are made of the pattern itself.
+FORMS = {
+    r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$": "should be of lower-case letters, digits, - and .",
+    r"^\d+(\.\d+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$": "should be a quantity of Kubernetes, such as 500m, 4 or 16Gi",
+    r"^/[^:]*[^/:]$": "should be an absolute folder, such as /data",
+    r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$": "should be a resource of Kubernetes, such as nvidia.com/gpu",
+    r"^[a-z][a-z0-9+.-]*://.+[^/]$": "should be an address without a slash at its end, such as s3://bucket/runs",
+    r"^[\w.,:@%+-]+$": "should be a name of Slurm: letters, digits and .,:@%+-",
+    r"^--[a-z][^\n\r]*$": "should be one option of sbatch, such as --constraint=a100",
+    rf"^{_SLURM_TIME.pattern}$": "should be minutes, h:mm:ss or d-hh:mm:ss, such as 4:00:00",
+    r"^[^\r\n]+$": "should be one line",
+}
 # Options of sbatch that the other settings decide, or that would break what the launcher relies on.
 _OWN_SBATCH_OPTIONS = (
     *("nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "mem", "time", "signal", "requeue"),

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from lockstep.config.algorithm import KINDS, SHORT_KINDS, expand_algorithm
 from lockstep.config.data import PARTS, is_local
-from lockstep.config.launch import LAUNCH_KINDS, expand_launch
+from lockstep.config.launch import FORMS, LAUNCH_KINDS, expand_launch
 from lockstep.config.parallel import Degrees, expand_parallel
 from lockstep.config.renames import RENAMED_KEYS, rename_keys
 from lockstep.config.schema import ConfigError
@@ -226,6 +226,8 @@ def _explain(error: ValidationError, source: str, places: Mapping[str, str]) -> 
             seen.setdefault(missing, f"{_place_of(source, places, dotted)}: {missing} is missing")
             continue
         message = problem["msg"].removeprefix("Value error, ")
+        if problem["type"] == "string_pattern_mismatch":
+            message = FORMS.get(problem["ctx"]["pattern"], message)
         given = problem.get("input")
         given = _shorten(given) if isinstance(given, str) else given
         shown = f" (given: {given!r})" if isinstance(given, (str, int, float, bool)) else ""

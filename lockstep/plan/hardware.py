@@ -184,8 +184,9 @@ def parse_cluster(text: str, own: Mapping[str, Any] | None = None) -> GpuCluster
     name, per_node, nodes, network = found.groups()
     if name not in devices:
         close = difflib.get_close_matches(name, devices, n=1, cutoff=0.5)
-        hint = f": did you mean {close[0]}?" if close else ""
-        raise ConfigError(f"unknown GPU {name!r}{hint} Known are {', '.join(sorted(devices))}; give your own in YAML")
+        hint = f"did you mean {close[0]}? " if close else ""
+        known = ", ".join(sorted(devices))
+        raise ConfigError(f"unknown GPU {name!r}: {hint}known are {known}; give your own in YAML")
     if network is not None and network not in networks:
         raise ConfigError(f"unknown network {network!r}: known are {', '.join(sorted(networks))}")
     counts = (int(per_node or 1), int(nodes or 1))

@@ -48,6 +48,7 @@ def describe(config: RunConfig, on_progress: Callable[[CompileProgress], None] |
     num_ranks = config.launch.procs
     check_trainable(config.model)
     architecture = load_hf_config(config.model)
+    _check_layout(config, architecture.get_text_config())
     tokenizer = load_run_tokenizer(config)
     check_reference_model(config, tokenizer)
     about = {
@@ -103,6 +104,18 @@ def _describe_rows(config: RunConfig, data: CompiledData) -> dict[str, Any]:
         "answers_cut": data.report.totals.answers_cut,
         "warnings": [*data.report.warnings(), *row_warnings(config, data)],
     }
+
+
+def _check_layout(config: RunConfig, text: Any) -> None:
+    """What a run would refuse once its model is built, from the model's own configuration alone."""
+    degrees = config.parallel.degrees(config.launch.procs)
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(text, key, None)
+        if isinstance(heads, int) and heads % degrees.tensor:
+            raise ConfigError(f"parallel.tensor {degrees.tensor} does not divide the model's {key} {heads}")
+    num_layers = getattr(text, "num_hidden_layers", None)
+    if isinstance(num_layers, int) and degrees.pipeline > num_layers:
+        raise ConfigError(f"parallel.pipeline {degrees.pipeline} is more than the model's {num_layers} layers")
 
 
 def _layout_of(

@@ -25,7 +25,7 @@ from lockstep.config import (
     validate_config,
 )
 from lockstep.config.algorithm import KINDS
-from lockstep.config.launch import LAUNCH_KINDS
+from lockstep.config.launch import FORMS, LAUNCH_KINDS
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 MINIMAL = "model: org/model\ndata: {train: train.jsonl}\n"
@@ -409,3 +409,18 @@ def test_a_launch_section_as_version_0_1_wrote_it_is_read() -> None:
         "launch: {kind: local, procs: 2, address: null, placement_timeout_s: 120.0, heartbeat_s: 30.0, min_procs: null}"
     )
     assert parse_config(MINIMAL + old).launch == LocalLaunch(procs=2)
+
+
+def patterns_of(schema: Any) -> set[str]:
+    if isinstance(schema, list):
+        return set().union(*map(patterns_of, schema))
+    if not isinstance(schema, dict):
+        return set()
+    own = {schema["pattern"]} if isinstance(schema.get("pattern"), str) else set()
+    return own.union(*map(patterns_of, schema.values()))
+
+
+def test_no_regular_expression_is_shown_to_a_person() -> None:
+    patterns = patterns_of(RunConfig.model_json_schema())
+    assert patterns
+    assert patterns <= FORMS.keys()

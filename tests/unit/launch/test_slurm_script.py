@@ -194,6 +194,10 @@ def test_nodes_for_engines_need_engines_for_each(engines: int, nodes: int) -> No
         ({"setup": ["a\nb"]}, "launch.setup"),
         ({"notice_s": 0}, "launch.notice_s"),
         ({"requeue": "often"}, "launch.requeue"),
+        (
+            {"time": "soon"},
+            r"launch\.time: should be minutes, h:mm:ss or d-hh:mm:ss, such as 4:00:00 \(given: 'soon'\)",
+        ),
         ({"container": 3}, "launch.container"),
         ({"engines": {"nodes": 0}}, "launch.engines.nodes"),
         ({"engines": {"partition": "x;y"}}, "launch.engines.partition"),

@@ -294,6 +294,26 @@ def test_the_command_says_that_the_disk_is_full(tmp_path: Path, tiny_model: Path
     assert f"lockstep train --resume {disk}/run" in out
 
 
+@pytest.mark.parametrize(
+    ("parallel", "procs", "sentence"),
+    [
+        ({"tensor": 3}, 3, "parallel.tensor 3 does not divide the model's num_attention_heads 4"),
+        ({"pipeline": 5}, 5, "parallel.pipeline 5 is more than the model's 2 layers"),
+    ],
+)
+def test_a_dry_run_refuses_a_layout_that_the_model_cannot_have(
+    tmp_path: Path,
+    tiny_model: Path,
+    parallel: dict[str, int],
+    procs: int,
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = tiny.write_config(tmp_path, tiny_model, parallel=parallel)
+    assert refuse(["train", config, "--dry-run", "--procs", procs], monkeypatch, capsys) == sentence
+
+
 # --- nothing waits forever ------------------------------------------------------------------------------------------
 
 

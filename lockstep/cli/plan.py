@@ -81,7 +81,7 @@ def plan(
     with make_console(stderr=True).status("describing the model"):
         quieten_libraries()
         cluster = named or _here(settings)
-        task = _task(settings, cluster, price, reads_data=not no_data)
+        task = make_task(settings, cluster, price, reads_data=not no_data)
     if search:
         found = _search(task, search)
         chosen: RunPlan = found[0]
@@ -133,7 +133,7 @@ def _here(config: RunConfig) -> GpuCluster:
     return this_machine(config)
 
 
-def _task(config: RunConfig, cluster: GpuCluster, price: float | None, *, reads_data: bool) -> PlanTask:
+def make_task(config: RunConfig, cluster: GpuCluster, price: float | None, *, reads_data: bool) -> PlanTask:
     from lockstep.plan.from_config import assumed_rows, task_of
 
     rows = _read_rows(config) if reads_data and config.algorithm.kind != "grpo" else None

@@ -79,18 +79,9 @@ def _measured(run: RunDir, status: Mapping[str, Any]) -> dict[str, float | None]
 
 
 def _beside_plan(row: Mapping[str, Any]) -> str:
-    planned, measured = row["planned"], row["measured"]
-    if not planned:
-        return ""
-    shown = []
-    for name, key, unit, error in (
-        ("memory", "memory_gib", "GiB", "memory_error"),
-        ("step", "step_s", "s", "time_error"),
-    ):
-        found = measured[key]
-        beside = f", measured {found:.3g} ({found / planned[key] - 1:+.1%})" if found else ""
-        shown.append(f"{name} planned {planned[key]:.3g} {unit} ± {planned[error]:.0%}{beside}")
-    return "; ".join(shown)
+    from lockstep.plan.beside import beside_plan
+
+    return beside_plan(row["planned"], row["measured"] or {})
 
 
 @app.command()
@@ -161,9 +152,13 @@ def plot(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where to write the PNG and HTML files.")] = Path("plots"),
 ) -> None:
     """Draw the curves of one or several runs into a PNG and a self-contained HTML page."""
+    from lockstep.plan.beside import beside_plan
     from lockstep.reports.curves import plot_runs
+    from lockstep.rundir import RunDir
 
-    for path in plot_runs(run_dirs, out):
+    runs = [RunDir(path) for path in run_dirs]
+    beside = [beside_plan(run.status().get("planned"), _measured(run, run.status())) for run in runs]
+    for path in plot_runs(run_dirs, out, beside):
         echo(path)
 
 

@@ -90,8 +90,24 @@ def measure(settings: RunConfig, sizes: Sequence[int], steps: int, out: Path) ->
         train(_short_run(settings, procs, steps), run_dir=folder)
         run = RunDir(folder)
         shutil.rmtree(run.path / "checkpoints", ignore_errors=True)  # every run leaves one at its end
-        results.append(read_size(procs, _layout(run.config(), procs), run.metrics(), results[0] if results else None))
+        settled = run.config()
+        smallest = results[0] if results else None
+        results.append(read_size(procs, _layout(settled, procs), run.metrics(), smallest, _planned(settled, procs)))
     return results
+
+
+def _planned(config: RunConfig, procs: int) -> tuple[float, float] | None:
+    """(tokens in a second by the plan of this size here, the error of its time); None for what has no plan."""
+    from lockstep.cli.plan import make_task
+    from lockstep.plan.from_config import layout_of, this_machine
+
+    cluster = this_machine(config, procs)
+    try:
+        plan = make_task(config, cluster, None, reads_data=True).plan(layout_of(config, cluster))
+    except Exception as error:  # what was measured is shown all the same
+        echo(f"no plan for {procs} processes: {' '.join(str(error).split())[:200]}", err=True)
+        return None
+    return plan.time.tokens_per_s, plan.errors.time
 
 
 def _short_run(settings: RunConfig, procs: int, steps: int) -> RunConfig:

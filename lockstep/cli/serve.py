@@ -42,6 +42,10 @@ Launch = Annotated[
     Path | None,
     _option(_JOBS, "A launch section of kind slurm: jobs run there, not on this machine.", metavar="FILE"),
 ]
+Gpu = Annotated[
+    str | None,
+    _option(_JOBS, "The GPU of the cluster's nodes, such as h100: what cannot fit is refused.", metavar="NAME"),
+]
 MaxHelpers = Annotated[
     int | None, _option(_JOBS, "Reward or tokenising processes of a job. Default: two per core.", min=1)
 ]
@@ -89,6 +93,7 @@ def serve(
     procs: Procs = None,
     max_jobs: MaxJobs = None,
     launch: Launch = None,
+    gpu: Gpu = None,
     max_helpers: MaxHelpers = None,
     restart_delay: RestartDelay = 5.0,
     allow_path: AllowPath = None,
@@ -123,6 +128,7 @@ def serve(
             procs=procs,
             max_jobs=max_jobs,
             cluster=JobPlacement.read(launch) if launch is not None else None,
+            gpu=gpu,
             token_file=token_file,
             allowed=allowed,
             job_env=tuple(job_env or ()),

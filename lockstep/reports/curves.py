@@ -91,8 +91,9 @@ class Curves:
         return [int(m["step"]) for m in rows], [float(m[panel.key]) for m in rows]
 
 
-def plot_runs(run_dirs: Sequence[Path], out: Path) -> list[Path]:
-    """Write the files and return their paths. A run without metrics is an error that names it."""
+def plot_runs(run_dirs: Sequence[Path], out: Path, beside_plan: Sequence[str] = ()) -> list[Path]:
+    """Write the files and return their paths. A run without metrics is an error that names it. `beside_plan`: of each
+    run, what was planned and measured, in words."""
     runs = read_runs(run_dirs)
     name = runs[0].label if len(runs) == 1 else "comparison"
     title = name if len(runs) == 1 else f"{len(runs)} runs"
@@ -104,7 +105,7 @@ def plot_runs(run_dirs: Sequence[Path], out: Path) -> list[Path]:
         try:
             out.mkdir(parents=True, exist_ok=True)
             figure.savefig(picture, dpi=150)
-            document.write_text(_page(title, runs, svg.getvalue()), encoding="utf-8")
+            document.write_text(_page(title, runs, svg.getvalue(), beside_plan), encoding="utf-8")
         except OSError as error:
             raise ValueError(f"cannot write into {out}: {error.strerror or error}") from error
         finally:
@@ -210,11 +211,13 @@ th:first-child, td:first-child, th:nth-child(2), td:nth-child(2) { text-align: l
 _COLUMNS = ("run", "state", "steps", "loss", "validation loss", "best validation loss", "tokens", "tokens/s", "time")
 
 
-def _page(title: str, runs: Sequence[Curves], svg: str) -> str:
+def _page(title: str, runs: Sequence[Curves], svg: str, beside_plan: Sequence[str] = ()) -> str:
     head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
     rows = "\n".join(_row(run) for run in runs)
     table = f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody></table></div>'
-    return page(title, f"{inline_svg(svg)}\n{table}", _STYLE)
+    said = [f"{run.label}: {text}" for run, text in zip(runs, beside_plan) if text]
+    plans = "".join(f'<p class="quiet">{escape(text)}</p>' for text in said)
+    return page(title, f"{inline_svg(svg)}\n{table}\n{plans}", _STYLE)
 
 
 def _row(run: Curves) -> str:

@@ -26,7 +26,19 @@ UNIT = (
     "(n - 1) / n of what is gathered, scattered or sent all-to-all. They are counted where torch hands them to the "
     "network; the least is computed from the sizes of the parameters and of the batch."
 )
-COLUMNS = ("procs", "layout", "tokens/s", "efficiency", "step", "waiting", "sent", "least", "memory", "balance")
+COLUMNS = (
+    "procs",
+    "layout",
+    "tokens/s",
+    "efficiency",
+    "planned",
+    "step",
+    "waiting",
+    "sent",
+    "least",
+    "memory",
+    "balance",
+)
 FLOW_COLUMNS = ("procs", "axis", "collective", "sent", "least", "above it")
 
 
@@ -57,14 +69,26 @@ class Size:
     """Tokens of the fullest rank, over the mean."""
     straggler: int | None
     flows: tuple[Flow, ...]
+    planned_tokens_per_s: float | None = None
+    """By the plan of this size; None where there is none."""
+    planned_error: float = 0.0
+    """Within which share of it the step's time is expected."""
+    planned_efficiency: float | None = None
 
     @property
     def sent_bytes(self) -> float:
         return sum(flow.sent_bytes for flow in self.flows)
 
 
-def read_size(procs: int, layout: str, metrics: Sequence[MetricRecord], smallest: Size | None) -> Size:
-    """Means over a run's records; the first step is left out unless it is the only one."""
+def read_size(
+    procs: int,
+    layout: str,
+    metrics: Sequence[MetricRecord],
+    smallest: Size | None,
+    planned: tuple[float, float] | None = None,
+) -> Size:
+    """Means over a run's records; the first step is left out unless it is the only one. `planned`: tokens in a second,
+    and the error of that."""
     records = [record for record in metrics if record.get("split") == "train"]
     records = records[1:] or records
     if not records:
@@ -82,7 +106,20 @@ def read_size(procs: int, layout: str, metrics: Sequence[MetricRecord], smallest
         _mean(records, "token_balance"),
         find_straggler(records),
         read_flows(records),
+        *_planned(procs, planned, smallest),
     )
+
+
+def _planned(
+    procs: int, planned: tuple[float, float] | None, smallest: Size | None
+) -> tuple[float | None, float, float | None]:
+    if planned is None:
+        return None, 0.0, None
+    speed, error = planned
+    if smallest is None:
+        return speed, error, 1.0
+    base = smallest.planned_tokens_per_s
+    return speed, error, None if base is None else speed / base * smallest.procs / procs
 
 
 def read_flows(records: Sequence[MetricRecord]) -> tuple[Flow, ...]:
@@ -119,6 +156,7 @@ def size_row(size: Size) -> list[str]:
         size.layout,
         format_count(size.tokens_per_s),
         f"{size.efficiency:.0%}",
+        "-" if size.planned_efficiency is None else f"{size.planned_efficiency:.0%}",
         f"{size.step_time_s:.3g} s",
         "-" if size.wait_s is None else f"{size.wait_s / size.step_time_s:.0%}",
         format_bytes(size.sent_bytes) if size.flows else "-",
@@ -191,6 +229,13 @@ def _draw_speed(axis: Axes, sizes: Sequence[Size]) -> None:
     procs, speeds = [size.procs for size in sizes], [size.tokens_per_s for size in sizes]
     axis.plot(procs, [speeds[0] * p / procs[0] for p in procs], color="#999999", linestyle="--", label="in proportion")
     axis.plot(procs, speeds, color=COLOURS[0], marker="o", label="measured")
+    planned = [(size.procs, size.planned_tokens_per_s) for size in sizes if size.planned_tokens_per_s is not None]
+    if planned:
+        error = max(size.planned_error for size in sizes)
+        label = f"planned ± {error:.0%}"
+        axis.plot(
+            *zip(*planned, strict=True), color="#444444", marker="s", markerfacecolor="none", linestyle=":", label=label
+        )
     axis.set_title("Tokens per second")
     axis.set_xticks(procs)
     axis.set_xlabel("processes")
@@ -201,7 +246,24 @@ def _draw_speed(axis: Axes, sizes: Sequence[Size]) -> None:
 
 
 def _draw_efficiency(axis: Axes, sizes: Sequence[Size]) -> None:
-    _draw_bars(axis, sizes, "Efficiency (%)", [100 * size.efficiency for size in sizes])
+    """Measured, and in outline beside it what the plan says."""
+    measured = [100 * size.efficiency for size in sizes]
+    planned = [None if size.planned_efficiency is None else 100 * size.planned_efficiency for size in sizes]
+    if all(height is None for height in planned):
+        _draw_bars(axis, sizes, "Efficiency (%)", measured)
+        return
+    places = range(len(sizes))
+    bars = axis.bar([i - 0.2 for i in places], measured, 0.36, color=COLOURS[0], label="measured")
+    axis.bar_label(bars, fmt="%.3g", padding=2)
+    known = {i + 0.2: height for i, height in enumerate(planned) if height is not None}
+    outlines = axis.bar(list(known), list(known.values()), 0.36, fill=False, edgecolor="#444444", label="planned")
+    axis.bar_label(outlines, fmt="%.3g", padding=2)
+    axis.set_xticks(places, [str(size.procs) for size in sizes])
+    axis.set_title("Efficiency (%)")
+    axis.set_xlabel("processes")
+    axis.set_ylim(top=1.32 * max(*measured, *known.values()))  # room for numbers and legend
+    axis.legend(frameon=False, loc="upper right", ncols=2)
+    _rule_behind(axis)
 
 
 def _draw_memory(axis: Axes, sizes: Sequence[Size]) -> None:

@@ -87,6 +87,7 @@ def make_manager(settings: ServiceSettings, launcher: Launcher | None = None) ->
         user_limits=settings.user_limits,
         restart_delay_s=settings.restart_delay_s,
         rebuild=settings.rebuild,
+        gpu=settings.gpu,
     )
 
 

@@ -17,12 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from lockstep.config import RunConfig
+from lockstep.config import RunConfig, parse_config
 from lockstep.config.text import find_invisible
 from lockstep.launch import Launcher, LocalLauncher
 from lockstep.launch.local import read_handle
 from lockstep.launch.slurm import SlurmLauncher
 from lockstep.launch.slurm_queue import check_slurm
+from lockstep.plan.beside import beside_plan
 from lockstep.rundir import RunDir
 from lockstep.service.admission import NOTHING_MORE, Admission, Admitted, Allowed, digest_of
 from lockstep.service.data_dir import DataDir
@@ -30,6 +31,7 @@ from lockstep.service.datasets import DatasetStore
 from lockstep.service.errors import Conflict, JobConflict, NotFound, ServiceError
 from lockstep.service.job_environment import job_environment
 from lockstep.service.limits import DEFAULT_LIMITS, UserLimits, check_user, count_slots
+from lockstep.service.memory_door import MemoryDoor
 from lockstep.service.placement import MAX_JOBS, SLOTS, JobPlacement
 from lockstep.service.records import Records
 from lockstep.service.run_files import last_metrics
@@ -64,9 +66,10 @@ class JobManager:
         user_limits: UserLimits = DEFAULT_LIMITS,
         restart_delay_s: float = RESTART_DELAY_S,
         rebuild: bool = False,
+        gpu: str | None = None,
     ) -> None:
-        """`rebuild`: add the jobs and data sets to the database that it has lost. `cluster`: jobs run there, and the
-        data directory must be on a file system that its nodes share."""
+        """`gpu`: the device of jobs, for plans. `rebuild`: add the jobs and data sets to the database that it has lost.
+        `cluster`: jobs run there, and the data directory must be on a file system that its nodes share."""
         if cluster is not None:
             check_slurm()
         self.data_dir = DataDir(data_dir)
@@ -97,24 +100,29 @@ class JobManager:
             self.data_dir.close()
             raise
         self.environment = job_environment(job_env)
-        if cluster is not None:
-            launcher = launcher or SlurmLauncher(self.environment, self.data_dir.empty)
-            max_jobs = max_jobs or MAX_JOBS
-        launcher = launcher or LocalLauncher(
-            grace_s=_GRACE_S, working_dir=self.data_dir.empty, environment=self.environment
+        self.door = MemoryDoor(
+            gpu,
+            here=cluster is None and bool(self.slots.devices),
+            environment=self.environment,
+            folder=self.data_dir.empty,
         )
         self._scheduler = Scheduler(
             self.store,
             self.data_dir,
-            launcher,
+            launcher or self._make_launcher(),
             self.slots,
-            max_jobs,
+            max_jobs if cluster is None else max_jobs or MAX_JOBS,
             self._check_again,
             place=cluster.place if cluster is not None else lambda config: config,
             max_running_each=user_limits.max_running,
             restart_delay_s=restart_delay_s,
             forget=self._records.drop_job,
         )
+
+    def _make_launcher(self) -> Launcher:
+        if self._cluster is not None:
+            return SlurmLauncher(self.environment, self.data_dir.empty)
+        return LocalLauncher(grace_s=_GRACE_S, working_dir=self.data_dir.empty, environment=self.environment)
 
     def _prepare(self, store: Store, *, rebuild: bool) -> None:
         """An empty database beside job folders is a lost one, not that of a new service."""
@@ -170,10 +178,10 @@ class JobManager:
             admitted = self.admit(request.config, owner=owner, admin=admin)
             _check_name(request.name or admitted.config.name)
             num_slots = count_slots(admitted.config, self.slots, self._max_helpers)
-            if self._cluster is not None:
-                self._cluster.place(admitted.config)  # what would not fit is refused now
+            placed = self._place(admitted.config)  # what would not fit is refused now
             if owner and not admin:
                 check_user(request, owner, self._limits, self.store)
+            self.door.check(placed)
             job_id = request.id or f"{admitted.config.algorithm.kind}-{secrets.token_hex(5)}"
             model = self.admission.places.hide_text(admitted.config.model.path)  # lists are also searched by it
             row = _row(request, admitted, job_id, owner, digest) | {"model": model, "num_slots": num_slots}
@@ -186,6 +194,9 @@ class JobManager:
         if present.digest != digest or present.owner != owner:
             raise JobConflict(f"there is already a job {present.id} with another content: choose another id")
         return self.view(present)
+
+    def _place(self, config: RunConfig) -> RunConfig:
+        return config if self._cluster is None else self._cluster.place(config)
 
     def admit(self, config: dict[str, Any] | str, *, owner: str = "", admin: bool = False) -> Admitted:
         """A configuration that this owner may run here, or an error that says why not."""
@@ -278,7 +289,14 @@ class JobManager:
     def view(self, job: Job, place: int | None = None) -> JobView:
         if job.state == "queued" and place is None:
             place = self.store.queue_position(job)
-        return view_job(job, RunDir(self.data_dir.jobs / job.id), self.slots, place)
+        view = view_job(job, RunDir(self.data_dir.jobs / job.id), self.slots, place)
+        return view if view.plan else view.model_copy(update={"plan": self._warning_of(job)})
+
+    def _warning_of(self, job: Job) -> str:
+        """What was said at the door, as long as this service remembers."""
+        if job.state != "queued" or not self.door.remembers:
+            return ""
+        return self.door.known(self._place(parse_config(job.config, directory=self.data_dir.empty))).said
 
 
 def _check_name(name: str) -> None:
@@ -327,7 +345,14 @@ def view_job(job: Job, run: RunDir, slots: Slots, queue_position: int | None) ->
         metrics=metrics,
         seconds=numbers_of(status.get("seconds")),
         compilations=Compilations(**_counted(numbers_of(status.get("compilations")))),
+        layout=str(status.get("layout") or "")[:200],
+        plan=beside_plan(status.get("planned"), _measured(metrics)),
     )
+
+
+def _measured(metrics: JobMetrics) -> dict[str, object]:
+    record = metrics.train or {}
+    return {"memory_gib": record.get("memory_gib_max", record.get("memory_gib")), "step_s": record.get("step_time_s")}
 
 
 def progress_of(status: dict[str, Any], metrics: JobMetrics, state: str) -> RunProgress:

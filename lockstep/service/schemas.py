@@ -96,6 +96,11 @@ class JobView(Wire):
     seconds: dict[str, float] = {}
     """Where the time of its last start went so far: start, sampling, training, evaluating, checkpoints, export, ..."""
     compilations: Compilations = Compilations()
+    layout: str = ""
+    """How its ranks share the work, where `parallel: auto` has chosen it."""
+    plan: str = ""
+    """On GPUs: memory and time of a step as planned, beside those of its last step. Before it starts: what its plan
+    warns of."""
 
 
 class JobList(Wire):

@@ -29,6 +29,8 @@ class ServiceSettings:
     max_jobs: int | None = None
     cluster: JobPlacement | None = None
     """Where jobs run instead of on this machine."""
+    gpu: str | None = None
+    """What device jobs have, by its name in `lockstep plan --on`; None: what is found here."""
     token_file: Path | None = None
     allowed: Allowed = NOTHING_MORE
     job_env: tuple[str, ...] = ()

@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.cli.scale import measure, parse_sizes
 from lockstep.config import ConfigError, ParallelConfig
-from lockstep.reports.scaling import Flow, find_straggler, flow_row, read_size, write_report
+from lockstep.reports.scaling import Flow, find_straggler, flow_row, read_size, size_row, write_report
 
 
 def record(step: int, **changes: Any) -> dict[str, Any]:
@@ -31,6 +31,18 @@ def test_the_first_step_warms_up_and_efficiency_is_against_the_smallest():
     assert four.efficiency == pytest.approx(500 / 200 / 4)
     two = read_size(2, "shard 2", [record(1), record(2)], None)
     assert read_size(4, "shard 4", many, two).efficiency == pytest.approx(500 / 200 / 2)
+
+
+def test_what_was_planned_stands_beside_what_was_measured(tmp_path):
+    one = read_size(1, "one rank", [record(1), record(2)], None, (250.0, 0.6))
+    assert (one.planned_tokens_per_s, one.planned_error, one.planned_efficiency) == (250.0, 0.6, 1.0)
+    two = read_size(2, "shard 2", [record(1), record(2)], one, (400.0, 0.6))
+    assert (two.efficiency, two.planned_efficiency) == (0.5, pytest.approx(0.8))
+    four = read_size(4, "shard 4", [record(1), record(2)], one)  # no plan for this one
+    assert four.planned_efficiency is None
+    assert [size_row(size)[3:5] for size in (one, two, four)] == [["100%", "100%"], ["50%", "80%"], ["25%", "-"]]
+    _, document = write_report([one, two, four], "planned", tmp_path)
+    assert document.read_text().count("planned") > 3
 
 
 def test_traffic_is_shown_beside_the_least():

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from lockstep.cli import app
 from lockstep.config import ConfigError, Degrees, RunConfig, resolve_config
+from lockstep.plan.beside import beside_plan
 from lockstep.plan.description import ModelDescription, ParameterShape, chunk, read_description
 from lockstep.plan.estimate import with_recomputation
 from lockstep.plan.from_config import TextLengths, assumed_rows, described, layout_of, measured_rows, task_of
@@ -297,6 +298,9 @@ def test_runs_show_what_was_planned(folder: Path, tmp_path: Path) -> None:
     (row,) = json.loads(CliRunner().invoke(app, ["runs", str(tmp_path / "runs"), "--json"]).stdout)
     assert row["planned"] == planned
     assert row["measured"] == {"memory_gib": 31.5, "step_s": 0.6}
+    drawn = CliRunner().invoke(app, ["plot", str(run.path), "--out", str(tmp_path)])
+    assert "one: memory planned 30 GiB ± 4%, measured 31.5 (+5.0%); step" in (tmp_path / "one.html").read_text(), drawn
+    assert beside_plan({"memory_gib": "30", "step_s": None}, {}) == beside_plan(None, {"step_s": 1.0}) == ""
 
 
 def test_out_of_memory_says_what_was_planned(folder: Path, tmp_path: Path) -> None:

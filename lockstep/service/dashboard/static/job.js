@@ -155,6 +155,8 @@ function describeJob(job) {
     ["Kind", job.kind],
     ["Loss", loss.filter(Boolean).join(", ")],
     ["Processes", job.devices.length ? `${job.procs} (GPU ${job.devices.join(", ")})` : String(job.procs)],
+    ["Layout", job.layout],
+    ["Plan", job.plan],
     ["Submitted", moment(job.created_at)],
     ["Started", moment(job.started_at)],
     ["Finished", moment(job.finished_at)],

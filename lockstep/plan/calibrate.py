@@ -1,4 +1,4 @@
-"""Times what a step is made of on this machine: products, attention, memory, the optimizer, launches, disk.
+"""Times what a step is made of on this machine: products, attention, memory, optimizer, launches, disk, collectives.
 
 In under a minute. Rates go into a `Calibration`, which later plans read instead of the table of devices.
 """
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lockstep.model.attention import PackedLayout, packed_attention, variable_length_problem
+from lockstep.plan.collective_rates import measure_collectives
 from lockstep.plan.hardware import AttentionTime, Calibration, Calibrations, ProductTime
 from lockstep.plan.trace import count_moved
 
@@ -33,8 +34,9 @@ _GPU_ATTENTION = [(16, 8, 128, length, 16384 // length) for length in (512, 2048
 _CPU_ATTENTION = [(4, 2, 32, 128, 2), (4, 2, 32, 256, 1)]
 
 
-def calibrate(device: str, *, seconds: float = 40.0) -> Calibration:
-    """Each thing is timed at least three times; `seconds` bounds the whole."""
+def calibrate(device: str, *, seconds: float = 40.0, collectives: bool = True) -> Calibration:
+    """Each thing is timed at least three times; `seconds` bounds what one process does. `collectives`: also between
+    processes that are started for it."""
     place = torch.device(device)
     on_gpu = place.type == "cuda"
     deadline = time.monotonic() + seconds
@@ -52,6 +54,7 @@ def calibrate(device: str, *, seconds: float = 40.0) -> Calibration:
         optimizer_bytes_per_s=_optimizer_rate(place),
         launch_s=_launch_time(place),
         disk_bytes_per_s=_disk_rate(),
+        collectives=measure_collectives(place) if collectives else {},
     )
 
 

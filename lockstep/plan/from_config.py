@@ -170,7 +170,8 @@ def _sampled_rows(config: RunConfig, algorithm: GrpoConfig) -> StepRows:
         reference_passes=int(kept),
         sampling=sampling,
         steps=config.optim.max_steps,
-        assumed=f"prompts of {prompt} tokens, answers of all {algorithm.max_tokens}",
+        assumed=f"prompts of {prompt} tokens, answers of all {algorithm.max_tokens}"
+        + ("; engines beside the ranks, their memory and their time are not in it" if has_own_sampler else ""),
     )
 
 

@@ -259,7 +259,24 @@ def spans_machines(axis: str, layout: RankLayout, cluster: GpuCluster) -> bool:
 def _rate(axis: str, layout: RankLayout, cluster: GpuCluster) -> float:
     if spans_machines(axis, layout, cluster):
         return cluster.network.bytes_per_s * NETWORK_SHARE * _shared_network(axis, layout, cluster)
-    return cluster.device.link_bytes_per_s * LINK_SHARE
+    return _measured_rate(axis, cluster) or cluster.device.link_bytes_per_s * LINK_SHARE
+
+
+# What most of an axis's bytes are sent by.
+_KINDS = {
+    "replicate": ("all_reduce",),
+    "tensor": ("all_reduce",),
+    "context": ("all_to_all",),
+    "shard": ("all_gather", "reduce_scatter"),
+    "shard_context": ("all_gather", "reduce_scatter"),
+}
+
+
+def _measured_rate(axis: str, cluster: GpuCluster) -> float | None:
+    """Inside this machine, where its collectives were timed; of several kinds the mean time of a byte."""
+    measured = cluster.calibration.collectives if cluster.calibration is not None else {}
+    rates = [measured[kind] for kind in _KINDS.get(axis, ("all_to_all",)) if measured.get(kind)]
+    return len(rates) / sum(1 / rate for rate in rates) if rates else None
 
 
 def _shared_network(axis: str, layout: RankLayout, cluster: GpuCluster) -> float:

@@ -70,7 +70,8 @@ def describe_model(config: RunConfig, precision: str, *, compiled: bool) -> Mode
     head = causal.get_output_embeddings()
     recompute = config.model.activation_checkpointing
     for parameter in model.parameters():  # they are computed with in this dtype: as copies, or gathered
-        parameter.data = parameter.data.to(compute)
+        if parameter.is_floating_point():  # what is quantised stays as it is held
+            parameter.data = parameter.data.to(compute)
     policy = Policy(model)
     policy.variable_length = policy.attends_packed
     calls, rest_saved, rest_operations = _trace_rest(policy, layers)

@@ -18,7 +18,17 @@ from lockstep.plan.beside import beside_plan
 from lockstep.plan.description import ModelDescription, ParameterShape, chunk, read_description
 from lockstep.plan.estimate import with_recomputation
 from lockstep.plan.from_config import TextLengths, assumed_rows, described, layout_of, measured_rows, task_of
-from lockstep.plan.hardware import DEVICES, Calibrations, fit_two, parse_cluster, rates_of, read_hardware
+from lockstep.plan.hardware import (
+    DEVICES,
+    AttentionTime,
+    Calibration,
+    Calibrations,
+    ProductTime,
+    fit_two,
+    parse_cluster,
+    rates_of,
+    read_hardware,
+)
 from lockstep.plan.memory import persistent_bytes, plan_memory
 from lockstep.plan.search import PlanTask, advise, best_budget, search
 from lockstep.plan.time import plan_time
@@ -378,7 +388,7 @@ def test_two_rates_are_found_again() -> None:
 def test_a_calibration_is_kept(tmp_path: Path) -> None:
     from lockstep.plan.calibrate import calibrate
 
-    found = calibrate("cpu", seconds=1)
+    found = calibrate("cpu", seconds=1, collectives=False)
     kept = Calibrations(tmp_path)
     kept.write(found)
     assert kept.read("cpu") == found
@@ -386,6 +396,43 @@ def test_a_calibration_is_kept(tmp_path: Path) -> None:
     rates = rates_of(replace(parse_cluster("h100"), calibration=found))
     assert rates.calibrated
     assert 1e8 < rates.product_flops < 1e14
+
+
+def test_a_plan_takes_the_rates_that_collectives_have_here(task: PlanTask) -> None:
+    """Inside a machine; between machines it is the network's."""
+    measured = {"all_reduce": 1e9, "all_gather": 2e9, "reduce_scatter": 4e9, "all_to_all": 8e9}
+    timed = Calibration("cpu", 1.0, 0.0, (ProductTime(512, 512, 512, 1.0),), (), 1e15, 1e15, 1e-9, 1e9)
+    attention = (AttentionTime(4, 32, 128, 2, 1e-9, 1e-9), AttentionTime(4, 32, 256, 1, 1e-9, 1e-9))
+
+    def seconds(degrees: Degrees, cluster: str, axis: str) -> tuple[float, float]:
+        """(how much less it takes at twice the rate: latency stays; bytes)."""
+        layout, spent = RankLayout(degrees, ranks_per_node=parse_cluster(cluster).per_node), []
+        for times in (1, 2):
+            rates = {kind: times * rate for kind, rate in measured.items()}
+            calibration = replace(timed, collectives=rates, attention=attention)
+            time = replace(task, cluster=replace(parse_cluster(cluster), calibration=calibration)).plan(layout).time
+            spent.append(time.parts.get(f"communication: {axis}", 0.0) + time.hidden.get(axis, 0.0))
+        return spent[0] - spent[1], time.traffic[axis]
+
+    for degrees, axis, rate in (
+        (Degrees(replicate=2), "replicate", 1e9),
+        (Degrees(tensor=2), "tensor", 1e9),
+        (Degrees(shard=2), "shard", 2 / (1 / 2e9 + 1 / 4e9)),
+    ):
+        saved, sent = seconds(degrees, "h100:2", axis)
+        assert saved == pytest.approx(sent / rate / 2, rel=1e-6)
+    assert seconds(Degrees(replicate=2), "h100:1x2", "replicate")[0] == 0
+
+
+@pytest.mark.slow
+def test_collectives_are_timed_between_real_processes() -> None:
+    import torch
+
+    from lockstep.plan.collective_rates import measure_collectives
+
+    found = measure_collectives(torch.device("cpu"), timeout_s=240.0)
+    assert found.keys() == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}
+    assert all(1e5 < rate < 1e12 for rate in found.values()), found
 
 
 def test_the_command_plans_without_weights_and_rows(folder: Path, tmp_path: Path) -> None:
@@ -431,9 +478,40 @@ def test_a_quantised_base_and_other_optimizers_hold_less(folder: Path, model: Mo
     }
     outside = sum(p.numel for p in model.rest if p.trained) / model.trained
     assert held == pytest.approx({"adamw": 8, "adamw_8bit": 2.08, "muon": 4 + 4 * outside, "adafactor": 0.08})
-    bytes_of = {}
-    for quantization in ("none", "nf4"):
-        settings = config_of(folder, lora={"rank": 4}, model={"quantization": quantization})
-        described = describe_model(settings, "bf16", compiled=False)
-        bytes_of[quantization] = plan_memory(described, ONE, work, Options()).parts["weights"]
-    assert bytes_of["nf4"] < 0.8 * bytes_of["none"]
+
+
+@pytest.mark.parametrize("held", [{"quantization": "nf4"}, {"precision": "fp8_base"}])
+def test_a_quantised_base_holds_what_the_real_one_does(tmp_path: Path, held: dict[str, str]) -> None:
+    import torch
+    import transformers
+
+    from lockstep.backend.build import settle_dtypes
+    from lockstep.model.load import build_model
+
+    shaped = write_folder(tmp_path / "model")
+    transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(shaped)).save_pretrained(
+        shaped
+    )
+    settings = config_of(shaped, lora={"rank": 4}, model=held)
+    real = build_model(settings.model, settings.lora, "bf16", with_weights=True)
+    settle_dtypes(real, torch.bfloat16)
+    counted = sum(t.nbytes for t in [*real.parameters(), *real.buffers()])
+    described = describe_model(settings, "bf16", compiled=False)
+    assert persistent_bytes(described, ONE)["weights"] + described.buffers == counted
+    assert described.refuses["tensor"] == "quantised matrices are not split over ranks"
+
+
+def test_families_without_a_plan_are_a_sentence(tmp_path: Path) -> None:
+    """Scores that are bounded and dropout of attention are computed in another way than is counted here."""
+    gemma = {
+        "attn_logit_softcapping": 50.0,
+        "head_dim": 16,
+        "sliding_window": 64,
+        "architectures": ["Gemma2ForCausalLM"],
+    }
+    for folder, reason in (
+        (write_folder(tmp_path / "gemma", model_type="gemma2", **gemma), "bounds its scores"),
+        (write_folder(tmp_path / "dropout", attention_dropout=0.1), "attention dropout is not available"),
+    ):
+        with pytest.raises(ConfigError, match=f"no plan for .*{reason}"):
+            describe_model(config_of(folder), "bf16", compiled=False)

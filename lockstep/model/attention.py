@@ -302,6 +302,8 @@ def _variable_length(
 
 def _in_tiles(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, visible: Tensor) -> Tensor:
     """[1, tokens, heads, head_dim], by the kernel of our own."""
+    if query.shape[-1] != value.shape[-1]:
+        raise ValueError(f"keys of {query.shape[-1]} and values of {value.shape[-1]} in one head")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
     return tile_attention(q, k, v, visible, scale)[0][None]
@@ -372,12 +374,21 @@ KERNELS = (
 )
 
 
-def tiles_problem(head_dim: int) -> str | None:
-    """Why the kernel of our own cannot be used where the fused one can, or None."""
+def tiles_problem(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why the kernel of our own cannot be used where the fused one can, or None. It is tried once, both ways."""
     if find_spec("triton") is None:
         return "needs Triton"
     if head_dim not in (16, 32, 64, 128):
         return f"needs heads of 16, 32, 64 or 128, not {head_dim}"
+    try:
+        visible = torch.from_numpy(PackedLayout((128,)).visible_keys()).to(device)
+        query = torch.zeros(128, 4, head_dim, dtype=dtype, device=device, requires_grad=True)
+        with torch.enable_grad():
+            tile_attention(query, query[:, :2], query[:, :2], visible, 1.0)[0].sum().backward()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # Triton's have no class in common: a GPU too old or too small, no compiler
+        return f"fails on this GPU ({type(error).__name__}: {str(error).strip().splitlines()[0][:100]})"
     return None
 
 

@@ -37,6 +37,7 @@ FORWARD, D_QUERY, D_KEY = Tiles(64, 32, 4, 3), Tiles(64, 64, 4, 2), Tiles(64, 64
 def forward(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """[T, heads, D] and [T, kv_heads, D] -> (attended [T, heads, D], log2 of each row's sum of weights [heads, T])."""
     tokens, heads, size = query.shape
+    query, key, value = map(_readable, (query, key, value))
     attended = torch.empty_like(query, memory_format=torch.contiguous_format)
     norms = torch.empty(heads, tokens, dtype=torch.float32, device=query.device)
     together = _heads_together(heads // key.shape[1], FORWARD.rows)
@@ -62,6 +63,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, laid out as [T, heads, D]."""
     tokens, heads, size = query.shape
+    grad, query, key, value = map(_readable, (grad, query, key, value))
     num_keys, group = key.shape[1], heads // key.shape[1]
     d_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     d_key, d_value = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (key, value))
@@ -89,8 +91,13 @@ def _heads_together(group: int, rows: int) -> int:
     return min(group & -group, rows // 16)
 
 
+def _readable(tensor: Tensor) -> Tensor:
+    """Each head of a token in one piece, and heads no further apart than 32 bits count."""
+    is_so = tensor.stride(2) == 1 and tensor.stride(1) * tensor.shape[1] < 2**31
+    return tensor if is_so else tensor.contiguous()
+
+
 def _strides(tensor: Tensor) -> tuple[int, int]:
-    assert tensor.stride(2) == 1
     return tensor.stride(0), tensor.stride(1)
 
 

@@ -126,7 +126,7 @@ class Policy(nn.Module):
             size = head_dim(causal_lm(self.model))
             self.why_not_fused = attention.variable_length_problem(device, dtype, size)
             self.variable_length = self.why_not_fused is None
-            self.why_not_tiles = attention.tiles_problem(size) if self.variable_length else None
+            self.why_not_tiles = attention.tiles_problem(device, dtype, size) if self.variable_length else None
             self.attends_in_tiles = self.variable_length and self.why_not_tiles is None
 
     @contextlib.contextmanager

@@ -121,6 +121,15 @@ def test_no_text_sees_another(layout) -> None:
         assert not torch.equal(a[:start], b[:start])
 
 
+def test_gradients_of_any_layout_are_read() -> None:
+    layout = LAYOUTS["many"]
+    query, key, value, _ = draw(layout, SHAPES["16 of 8"])
+    expanded = torch.ones((), dtype=query.dtype, device="cuda").expand(query.shape)
+    found = tile_results([query, key, value, expanded], layout, 0.2)
+    for own, other in zip(found, tile_results([query, key, value, expanded.contiguous()], layout, 0.2), strict=True):
+        assert torch.equal(own, other)
+
+
 # --- a step ---------------------------------------------------------------------------------------------------------
 
 

@@ -119,13 +119,24 @@ def test_dropout_is_refused_and_a_window_takes_the_other_kernel() -> None:
         packed_attention(nn.Identity(), *tensors, None, sliding_window=3, packed_visible=visible)
 
 
-@pytest.mark.parametrize(("size", "problem"), [(64, None), (80, "needs heads of"), (256, "not 256"), (128, None)])
-def test_what_the_kernel_does_not_take_is_named(monkeypatch, size: int, problem: str | None) -> None:
+def test_what_the_kernel_does_not_take_and_where_it_fails_is_named(monkeypatch) -> None:
+    def problem(size: int) -> str | None:
+        return attention.tiles_problem(torch.device("cpu"), torch.float64, size)
+
     monkeypatch.setattr(attention, "find_spec", lambda _name: object())
-    found = attention.tiles_problem(size)
-    assert found is None if problem is None else problem in str(found)
+    assert problem(64) is None
+    assert "needs heads of 16, 32, 64 or 128, not 80" in str(problem(80))
+    monkeypatch.setattr(attention, "tile_attention", lambda *_: 1 / 0)
+    assert problem(64) == "fails on this GPU (ZeroDivisionError: division by zero)"
     monkeypatch.setattr(attention, "find_spec", lambda _name: None)
-    assert attention.tiles_problem(size) == "needs Triton"
+    assert problem(64) == "needs Triton"
+
+
+def test_values_of_another_size_than_keys_are_refused() -> None:
+    query, key, value = draw(9)
+    visible = torch.from_numpy(LAYOUTS["one"].visible_keys())
+    with pytest.raises(ValueError, match="keys of 8 and values of 4"):
+        packed_attention(nn.Identity(), query, key, value[..., :4], None, packed_visible=visible)
 
 
 def test_attention_is_not_computed_again_where_products_are_kept(monkeypatch) -> None:

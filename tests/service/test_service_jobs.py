@@ -12,7 +12,7 @@ import pytest
 from service_process import job, processes_of, tree, wait_for
 
 from lockstep.service.errors import Conflict, JobConflict, NotFound, ServiceError
-from lockstep.service.jobs import JobManager
+from lockstep.service.jobs import JobManager, numbers_of
 from lockstep.service.scheduler import Slots, find_slots
 from lockstep.service.schemas import FINISHED, JobRequest, JobView
 
@@ -24,6 +24,13 @@ def wait(manager: JobManager, job_id: str, *states: str) -> JobView:
 
     found: JobView = wait_for(reached)
     return found
+
+
+def test_of_what_a_run_says_about_its_time_only_numbers_are_taken() -> None:
+    assert numbers_of({"start": 8, "training": 3.5}) == {"start": 8.0, "training": 3.5}
+    assert numbers_of({"start": "8", "export": float("nan"), "x": None, "y": [1], "z": float("inf")}) == {}
+    for odd in (None, [], "training", 3, [("a", 1)]):
+        assert numbers_of(odd) == {}
 
 
 def test_a_job_from_submission_to_its_end(manager: JobManager) -> None:

@@ -90,7 +90,7 @@ def losses(run: RunDir) -> list[float]:
 def answers(run: RunDir, step: int) -> list[object]:
     """Of all samples of a step, with the prompts that they answer."""
     rows = (run.path / "samples" / f"step-{step}.jsonl").read_text().splitlines()
-    return [[row["origin"], row["sample"], row["turns"], row["tokens"]] for row in map(json.loads, rows)]
+    return [[row["prompt"], row["sample"], row["turns"], row["tokens"]] for row in map(json.loads, rows)]
 
 
 def weights(run: RunDir) -> dict[str, Tensor]:
@@ -111,8 +111,9 @@ def test_a_killed_run_goes_on_where_it_was(way, tmp_path, capsys):
     with capsys.disabled():
         print(f"\n{way}: resumed from step {resumed[0]}; losses differ by {moved:.2e}, two whole runs by {spread:.2e}")
     if way == "grpo":
-        # A process that starts anew may round differently: its code is compiled for other sizes first. Where that moves
-        # one sampled token, all later answers of the run are others. What the same weights sample shows what came back.
+        # Compiled code may round differently in a process that starts anew; with `deterministic: true` nothing does.
+        # Where that moves one sampled token, what is learned from it and all later answers are others. What the
+        # weights of the checkpoint sample first shows what came back.
         since, found, expected = resumed[0], answers(killed, resumed[0] + 1), answers(first, resumed[0] + 1)
         num_same = sum(a == b for a, b in zip(found, expected, strict=True))
         with capsys.disabled():

@@ -15,6 +15,7 @@ from tiny import build_model, build_tokenizer
 from lockstep.config import LoraConfig
 from lockstep.inference.decoder import Decoder
 from lockstep.inference.engine import ContinuousEngine, LocalEngine
+from lockstep.inference.hf_generate import GenerateFacts
 from lockstep.model.load import apply_weights
 from lockstep.model.lora import add_lora
 from lockstep.types import PartialCompletion, SamplingParams, TextCompletion
@@ -119,9 +120,14 @@ def test_partial_completions_must_fit(partial: Any, message: str) -> None:
         PartialCompletion((1, 2), (0.0,), (0, 0))
 
 
+def refuse(engine: LocalEngine) -> None:
+    """As if the decoder had refused its model, which transformers' generate takes in batches."""
+    engine.decodes, engine._generate = False, GenerateFacts(row_s=0.01, rows_s=0.02, num_rows=16, min_length=1)
+
+
 def test_a_model_that_is_not_decoded_step_by_step_goes_on_too() -> None:
     engine = LocalEngine(ENGINE.model, ENGINE.tokenizer)
-    engine.decodes = False  # as if the decoder had refused the model
+    refuse(engine)
     params = SamplingParams(max_tokens=8, logprobs=True)
     whole = engine.sample(PROMPTS, params)
     partial = [[cut(group[0], 3 if place % 2 else 0)] for place, group in enumerate(whole)]
@@ -379,7 +385,7 @@ def test_weights_that_are_no_good_fail_their_calls_and_no_others() -> None:
 
 def test_a_model_that_is_not_decoded_step_by_step_is_asked_one_call_after_the_other() -> None:
     local = LocalEngine(build_model().double(), ENGINE.tokenizer)
-    local.decodes = False  # as if the decoder had refused the model
+    refuse(local)
     params = SamplingParams(max_tokens=8, logprobs=True)
     expected = local.sample(PROMPTS[:1], params)
     engine = ContinuousEngine(local)

@@ -147,6 +147,11 @@ class Decoder:
         return max(self.bytes_per_token * self._capacity(length) + fixed, 1)
 
     @property
+    def attends(self) -> bool:
+        """Whether attention is ours: every row at its own length, and prompts packed."""
+        return self._call.attends
+
+    @property
     def keeps_states(self) -> bool:
         """Whether layers have a state that cannot go back to an earlier token."""
         return self._states is not None and self._states.has_states

@@ -59,10 +59,10 @@ class GenerateFacts(NamedTuple):
         one = f"{1e3 * self.row_s:.0f} ms for one token of one row"
         if self.rows_s is None:
             return f"slower: {one}, and one row after another, as rows of a batch would disturb each other"
-        factor = self.num_rows * self.row_s / self.rows_s
+        factor = min(max(self.num_rows * self.row_s / self.rows_s, 1.0), self.num_rows)
         return (
             f"slower: {one}, and prompts of different lengths one after another ({self.num_rows} of them take "
-            f"{max(factor, 1.0):.0f} times as long as one batch)"
+            f"{factor:.0f} times as long as one batch)"
         )
 
 
@@ -73,18 +73,19 @@ def check_generate(model: Any, *, pad_id: int, sharded: bool, num_rows: int) -> 
     tokens = (torch.arange(max(num_rows, 1) * 5, device=model.device) % max(size - 3, 1) + 3).view(-1, 5) % size
     is_narrow = model.dtype not in (torch.float32, torch.float64)
 
-    def distance(prompts: Tensor) -> tuple[float, float]:
-        """(between the logits of generate and of a forward pass, seconds for a token)"""
+    def distance(prompts: Tensor) -> float:
         with torch.inference_mode(), _without_defaults(model):
             if is_narrow and not sharded:
                 with contextlib.suppress(TypeError, RuntimeError), FloatsStayWide():  # not every part can be so
-                    return _generate_distance(model, prompts, pad_id, sharded)[0], _time(
-                        model, prompts, pad_id, sharded
-                    )
+                    return _generate_distance(model, prompts, pad_id, sharded)
             return _generate_distance(model, prompts, pad_id, sharded)
 
+    def seconds(prompts: Tensor) -> float:
+        with torch.inference_mode(), _without_defaults(model):
+            return _generate_few(model, prompts, pad_id, sharded)[1]
+
     try:
-        found, row_s = distance(tokens[:1])
+        found = distance(tokens[:1])
     except (TypeError, ValueError, AttributeError, LookupError) as error:
         raise ValueError(f"nothing samples from {name}: transformers' generate does not take it ({error})") from error
     limit = 0.1 if is_narrow and sharded else 1e-3
@@ -93,34 +94,33 @@ def check_generate(model: Any, *, pad_id: int, sharded: bool, num_rows: int) -> 
             f"nothing samples from {name} as it is trained: the logits of transformers' generate are {found:.1%} "
             "off those of its own forward pass"
         )
-    rows, rows_s = _or_infinite(lambda: distance(tokens)) if num_rows > 1 else (0.0, row_s)
-    shortest, _ = _or_infinite(lambda: distance(tokens[:1, :1]))
-    return GenerateFacts(row_s, rows_s if rows < limit else None, num_rows, 1 if shortest < limit else 2)
+    takes_rows = num_rows == 1 or _or_infinite(lambda: distance(tokens)) < limit
+    min_length = 1 if _or_infinite(lambda: distance(tokens[:1, :1])) < limit else 2
+    return GenerateFacts(seconds(tokens[:1]), seconds(tokens) if takes_rows else None, num_rows, min_length)
 
 
-def _or_infinite(measure: Callable[[], tuple[float, float]]) -> tuple[float, float]:
+def _or_infinite(measure: Callable[[], float]) -> float:
     try:
         return measure()
     except torch.OutOfMemoryError:
         raise
     except (TypeError, ValueError, AttributeError, LookupError, RuntimeError):
-        return math.inf, math.inf
+        return math.inf
 
 
-def _generate_distance(model: Any, prompts: Tensor, pad_id: int, sharded: bool) -> tuple[float, float]:
-    """The largest of the rows. Logits that are not finite are reported when sampling."""
-    output, seconds = _generate_few(model, prompts, pad_id, sharded)
+def _generate_distance(model: Any, prompts: Tensor, pad_id: int, sharded: bool) -> float:
+    """Between the logits of generate and of a forward pass, the largest of the rows.
+
+    Logits that are not finite are reported when sampling.
+    """
+    output, _ = _generate_few(model, prompts, pad_id, sharded)
     worst = 0.0
     for row, sequence in enumerate(output.sequences):
         own = causal_lm(model)(input_ids=sequence[None, :-1], use_cache=False).logits[0, prompts.shape[1] - 1 :]
         found = torch.stack([logits[row] for logits in output.logits]).double()
         if bool(own.isfinite().all()):
             worst = max(worst, float((found - own.double()).norm() / own.double().norm().clamp(min=1e-30)))
-    return worst, seconds
-
-
-def _time(model: Any, prompts: Tensor, pad_id: int, sharded: bool) -> float:
-    return _generate_few(model, prompts, pad_id, sharded)[1]
+    return worst
 
 
 def _generate_few(model: Any, prompts: Tensor, pad_id: int, sharded: bool) -> tuple[Any, float]:

@@ -85,8 +85,9 @@ class ModelCheck:
     def __init__(self, model: CausalLM, announce: Callable[[], object], exact: ModelCheck | None = None) -> None:
         self._model, self._causal, self._announce = model, causal_lm(model), announce
         size = self._causal.config.get_text_config().vocab_size
-        self.texts = [[number % size for number in numbers] for numbers in (range(1, 7), (9, 4, 11, 6))]
-        self.own = [self._own_logits(text) for text in self.texts]
+        texts = [[number % size for number in numbers] for numbers in (range(1, 7), (9, 4, 11, 6, 2, 8))]
+        self.own = list(self._own_logits(texts))
+        self.texts = [texts[0], texts[1][:4]]  # of two lengths; what follows is not seen
         self.is_wide = is_wide(self.own[0])
         self._rounding = {torch.float64: 1e-6, torch.float32: 1e-4}.get(self.own[0].dtype, 0.1)
         self._is_measured = exact is not None
@@ -120,14 +121,14 @@ class ModelCheck:
         except (TypeError, AttributeError, ValueError, LookupError, RuntimeError) as error:
             raise UnsupportedModelError(f"{self.name} {why}: {first_line(error)}") from error
 
-    def _own_logits(self, text: Sequence[int]) -> Tensor:
-        """[tokens, V]."""
+    def _own_logits(self, texts: Sequence[Sequence[int]]) -> Tensor:
+        """[texts, tokens, V]."""
         training = self._model.training
         self._model.eval()
         self._announce()
         try:
             with torch.inference_mode(), self.refusing("wants more"):
-                return self._causal(input_ids=self._row(text), use_cache=False).logits[0]
+                return self._causal(input_ids=self._rows(texts), use_cache=False).logits
         finally:
             self._model.train(training)
 
@@ -161,10 +162,10 @@ class ModelCheck:
         """[tokens, V]."""
         self._announce()
         with self.refusing("cannot be called for it"):
-            return call.logits(self._row(text), attention)[0]
+            return call.logits(self._rows([text]), attention)[0]
 
-    def _row(self, text: Sequence[int]) -> Tensor:
-        return torch.tensor([text], device=self._causal.device)
+    def _rows(self, texts: Sequence[Sequence[int]]) -> Tensor:
+        return torch.tensor(texts, device=self._causal.device)
 
 
 class FloatsStayWide(TorchFunctionMode):

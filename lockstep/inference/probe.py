@@ -50,7 +50,7 @@ def find_call(decoder: Decoder, model: CausalLM, *, fuses: bool) -> list[list[nn
 def _probe_widened(decoder: Decoder, call: ModelCall, exact: ModelCheck) -> None:
     """Where parts of the model cannot be computed in float32, the probe in its own precision has to do.
 
-    Without kernels: none has to be compiled for it, and that probe tries them.
+    Without kernels: none has to be compiled for it, and that probe tries them. Every pass widens all weights.
     """
     try:
         with FloatsStayWide():
@@ -69,7 +69,7 @@ def _probe(
     """Find the shapes of the cache; then two texts token by token must give the model's own logits."""
     if call.cache is not None:
         call.cache.shapes.clear()
-    else:
+    elif kernels:
         check.refuse_other_state(call)
     decoder.use_call(call, check.find_shapes(call), kernels=kernels)
     no_adapters = torch.zeros(len(check.texts), dtype=torch.int64, device=decoder.device)

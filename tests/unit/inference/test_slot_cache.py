@@ -22,6 +22,7 @@ from lockstep.types import PartialCompletion, SamplingParams
 
 PROMPTS = [[5, 17, 30, 8, 4, 9, 12, 33, 7, 41], [61, 3], [44], [61, 3, 9, 9]]
 QUICK = ["lfm2", "nemotron_h", "gpt_oss"]
+OURS = ("lfm2", "gpt_oss", "gemma2", "vaultgemma", "granite_swa", "mimo_v2_flash")  # attend in the fast way
 MORE = [
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2_moe", "kimi_linear", "olmo_hybrid", "granitemoehybrid"),
     *("bamba", "jamba", "falcon_h1", "mamba", "mamba2", "falcon_mamba", "zamba", "zamba2", "zaya", "bailing_hybrid"),
@@ -55,7 +56,9 @@ def test_logprobs_are_those_of_the_models_own_forward(family: str) -> None:
         engine = LocalEngine(build(family), build_tokenizer(), batch_size=3, report=said.append)
         params = SamplingParams(max_tokens=9, temperature=0.8, seed=5, num_samples=3, logprobs=True)
         found = engine.sample(PROMPTS, params)
-        assert engine.decodes, said
+        decoder = engine.find_decoder()
+        assert decoder is not None, said
+        assert decoder.attends or family not in OURS
         assert_as_the_model(engine.model, PROMPTS, found, 0.8)
         assert len({answer.tokens for answer in found[0]}) > 1
 
@@ -209,6 +212,16 @@ def test_a_schedule_with_states_forks_only_prompts_that_are_waited_for() -> None
     assert schedule.waited_prompts() == [0]
     schedule.release(0)
     assert schedule.admit().copied == [(0, 0)]  # the slot itself: from where its prompt ended
+
+
+def test_a_schedule_with_states_forgets_all_prompts_with_the_weights() -> None:
+    """A slot in use is computed anew with what it has sampled: that is not its prompt."""
+    schedule = SlotSchedule(["a", "a", "a"], 2, keeps_states=True)
+    schedule.admit()
+    schedule.waited_prompts()
+    schedule.forget_cached()
+    schedule.release(1)
+    assert schedule.admit().computed == [(1, 2)]
 
 
 def test_a_partial_sequence_gives_no_prompt_to_others() -> None:

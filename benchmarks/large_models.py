@@ -104,6 +104,7 @@ def main() -> None:
     parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES)[:6])
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=8192, help="of a step")
+    parser.add_argument("--micro", type=int, help="of a micro-batch; default all of the step")
     parser.add_argument("--prompts", type=int, default=16, help="of a step of GRPO")
     parser.add_argument("--samples", type=int, default=8, help="answers to each")
     parser.add_argument("--answer", type=int, default=128, help="tokens of each")
@@ -147,7 +148,7 @@ def measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     built_s, weights = time.monotonic() - begun, allocated(options)
     backend = TorchBackend(
         model,
-        micro_batch_tokens=options.tokens,
+        micro_batch_tokens=options.micro or options.tokens,
         precision="fp32" if options.device.type == "cpu" else "bf16",
         activation_checkpointing=options.checkpointing or case.checkpointing,
         compile=False if options.eager else "auto",

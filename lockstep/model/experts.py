@@ -3,6 +3,7 @@ in NF4 or divided over ranks; and routing without noise."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -124,10 +125,18 @@ def hold_in_nf4(experts: Any, stacks: Mapping[str, Nf4Stack]) -> None:
         for key, part in zip((name, name + _BLOCKS, name + _SCALES), stack, strict=True):
             experts.register_parameter(key, nn.Parameter(part, requires_grad=False))
 
-    def forward(hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        return compute_experts(experts, hidden, chosen, weights, {})
+    kind: Any = type(experts)
+    experts.__class__ = _kind_in_nf4(kind)
 
-    experts.forward = forward
+
+@functools.cache
+def _kind_in_nf4(kind: Any) -> Any:
+    """No function of each module: the compiler would compile every layer anew."""
+
+    def forward(self: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return compute_experts(self, hidden, chosen, weights, {})
+
+    return type(kind.__name__, (kind,), {"forward": forward, "plain_kind": kind})
 
 
 def restore_plain(experts: Any, dtype: torch.dtype) -> None:
@@ -139,7 +148,7 @@ def restore_plain(experts: Any, dtype: torch.dtype) -> None:
         experts.register_parameter(name, nn.Parameter(matrices, requires_grad=False))
         for end in (_BLOCKS, _SCALES):
             delattr(experts, name + end)
-    del experts.forward
+    experts.__class__ = experts.plain_kind
 
 
 def nf4_sizes(experts: nn.Module) -> dict[int, int]:

@@ -227,18 +227,41 @@ def _matches(target: str, names: Iterable[str]) -> bool:
 
 def _compute_narrowly(model: nn.Module) -> None:
     """Adapters on parameters as products of their narrow matrices: PEFT would add them to the whole weight in every
-    pass, for all experts, and have a gradient of that size. Same numbers, but for the order of sums."""
+    pass, for all experts, and have a gradient of that size. Same numbers, but for the order of sums.
+
+    Kinds of their own and no functions of each layer, for which the compiler would compile every layer anew.
+    """
     from peft.tuners.lora.layer import ParamWrapper
 
+    of_linear, of_experts = _narrow_kinds()
     for layer in model.modules():
         if not isinstance(layer, ParamWrapper):
             continue
         base = layer.get_base_layer()
         if type(base) is nn.Linear and layer.parameter_name == "weight":
-            layer.forward = functools.partial(_narrow_linear, layer)  # type: ignore[method-assign]
+            layer.__class__ = of_linear
         elif follows_transformers(base):
             # Of several around one module the outermost is called, and computes with all of them.
-            layer.forward = functools.partial(_narrow_experts, layer)  # type: ignore[method-assign]
+            layer.__class__ = of_experts
+
+
+@functools.cache
+def _narrow_kinds() -> tuple[type[Any], type[Any]]:
+    from peft.tuners.lora.layer import ParamWrapper
+
+    class NarrowLinear(ParamWrapper):
+        forward = _narrow_linear
+
+    class NarrowExperts(ParamWrapper):
+        forward = _narrow_experts  # type: ignore[assignment] # called like the experts themselves
+
+    return NarrowLinear, NarrowExperts
+
+
+def _peft_forward(layer: Any, *arguments: Any) -> Tensor:
+    from peft.tuners.lora.layer import ParamWrapper
+
+    return ParamWrapper.forward(layer, *arguments)
 
 
 def _active_adapter(layer: Any) -> str | None:
@@ -250,7 +273,7 @@ def _active_adapter(layer: Any) -> str | None:
 def _narrow_linear(layer: Any, x: Tensor) -> Tensor:
     adapter = _active_adapter(layer)
     if adapter is None:
-        return type(layer).forward(layer, x)
+        return _peft_forward(layer, x)
     narrow = layer.lora_A[adapter](x.to(layer.lora_A[adapter].weight.dtype))
     return layer.base_layer(x) + (layer.lora_B[adapter](narrow) * layer.scaling[adapter]).to(x.dtype)
 
@@ -259,7 +282,7 @@ def _narrow_experts(outermost: Any, hidden: Tensor, chosen: Tensor, weights: Ten
     experts, layer, found = outermost.get_base_layer(), outermost, {}
     while layer is not experts:
         if (adapter := _active_adapter(layer)) is None:
-            return type(outermost).forward(outermost, hidden, chosen, weights)
+            return _peft_forward(outermost, hidden, chosen, weights)
         found[layer.parameter_name] = _expert_adapter(layer, adapter)
         layer = layer.base_layer
     if is_divided(experts):

@@ -3,16 +3,19 @@ one forward per answer and full logits."""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lockstep.algorithms.losses import LOSSES
 from lockstep.config import GrpoConfig, RunConfig
+from lockstep.model.replay import RoutingRows
 from lockstep.train.checkpoints import Progress
 from lockstep.train.grpo import learn
 from lockstep.types import Completion, Datum, Logprobs, LossResult, LossSpec, LossValues, OptimResult, OptimStep
@@ -25,7 +28,7 @@ from lockstep.verification.plain_loop import (
 )
 from lockstep.verification.plain_preference import copy_reference, mix_into, side_values, supervised, whole_inputs
 from lockstep.verification.reduced import leave_reference
-from lockstep.verification.sample import SampleBatch, as_groups
+from lockstep.verification.sample import SampleBatch, add_routing, as_groups
 
 _MOST_UPDATES = 2  # of each kind: passes over the batch, and minibatches
 
@@ -104,6 +107,14 @@ def learn_groups(config: RunConfig, recorder: RecordingBackend, rows: Sequence[D
     return recorder.updates
 
 
+def give_routing(config: RunConfig, model: nn.Module, rows: Sequence[Datum]) -> list[Datum]:
+    """With the experts of a sampler, where the configuration replays them. `model` is a whole one."""
+    if not getattr(config.algorithm, "router_replay", False):
+        return list(rows)
+    written = RoutingRows(model)
+    return add_routing(rows, written.num_routers, written.num_experts, written.top_k)
+
+
 def supervised_logprobs(logprobs: Sequence[Logprobs], batch: Sequence[Datum]) -> list[float]:
     """Of the target tokens, row by row."""
     return [
@@ -161,7 +172,33 @@ class PlainPolicy:
         mix_into(self._reference, self._model, share)
 
     def _distributions(self, model: nn.Module, datum: Datum, completion: Completion) -> Tensor:
-        return token_distributions(model, datum, completion, self._temperature)
+        replays = completion.routing and model is self._model  # a reference chooses by itself
+        with given_experts(model, completion.routing) if replays else contextlib.nullcontext():
+            return token_distributions(model, datum, completion, self._temperature)
+
+
+@contextlib.contextmanager
+def given_experts(model: nn.Module, routing: bytes) -> Iterator[None]:
+    """Around a pass over one text: routers, which are called one after another, find these experts the likeliest."""
+    written, honest = RoutingRows(model), torch.topk
+    numbers = np.frombuffer(routing, np.uint8 if written.num_experts < 255 else np.int16)
+    every = torch.from_numpy(numbers.astype(np.int64).reshape(-1, written.num_routers, written.top_k))
+    left = list(every.unbind(1))
+
+    def topk(scores: Tensor, k: int, *arguments: Any, **options: Any) -> Any:
+        found = honest(scores, k, *arguments, **options)
+        if k != written.top_k or scores.shape != (len(every) + 1, written.num_experts):
+            return found
+        indices = torch.cat([left.pop(0), found.indices[-1:]])  # the last token has no row
+        return torch.return_types.topk((scores.gather(-1, indices), indices))
+
+    torch.topk = topk  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.topk = honest
+    if left:
+        raise ValueError(f"{len(left)} routers do not choose experts with torch.topk: set router_replay to false")
 
 
 def run_plain_policy(
@@ -173,7 +210,8 @@ def run_plain_policy(
     recorder = RecordingBackend(plain, optimizer.snapshot)
     steps: list[StepValues] = []
     for number, batch in enumerate(batches, start=1):
-        for place, update in enumerate(learn_groups(config, recorder, batch.data), start=1):
+        rows = give_routing(config, model, batch.data)
+        for place, update in enumerate(learn_groups(config, recorder, rows), start=1):
             steps.append(StepValues(batch.names, batch.cursor, where=update_name(number, place), **vars(update)))
         if number == 1 and config.algorithm.reference_sync_steps is not None:
             plain.mix_reference(config.algorithm.reference_mix)

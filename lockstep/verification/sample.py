@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from lockstep.config import ConfigError, GrpoConfig, RunConfig
 from lockstep.data import Batches, CompileProgress, compile_data
 from lockstep.data.prompts import PromptRow, Prompts
@@ -234,4 +236,20 @@ def _as_rollout(completion: Completion) -> Rollout:
         turns=("",),
         truncated=bool(values["truncated"][0]),
         outcome=Outcome.failed("made up") if reward_failed else Outcome(values["reward"][0]),
+        routing=completion.routing,
     )
+
+
+def add_routing(rows: Sequence[Datum], num_routers: int, num_experts: int, top_k: int) -> list[Datum]:
+    """With made-up choices of experts for every token but the last, the same for a prompt in all its answers."""
+
+    def choose(tokens: Sequence[int]) -> bytes:
+        places = np.arange(len(tokens) - 1)
+        first = 7 * np.asarray(tokens)[:-1, None] + 3 * places[:, None] + 5 * np.arange(num_routers)  # [T, routers]
+        chosen = (first[:, :, None] + np.arange(top_k)) % num_experts
+        return chosen.astype(np.uint8 if num_experts < 255 else np.int16).tobytes()
+
+    return [
+        replace(d, completions=[replace(c, routing=choose([*d.prompt, *c.tokens])) for c in d.completions])
+        for d in rows
+    ]

@@ -32,7 +32,13 @@ from lockstep.types import Datum, LossSpec
 from lockstep.verification.checking import tensor_errors
 from lockstep.verification.job import LayoutJob, own_rank, record_failure, tensor_name, write_result, write_tensors
 from lockstep.verification.plain_loop import step_number
-from lockstep.verification.plain_policy import RecordingBackend, learn_groups, supervised_logprobs, update_name
+from lockstep.verification.plain_policy import (
+    RecordingBackend,
+    give_routing,
+    learn_groups,
+    supervised_logprobs,
+    update_name,
+)
 from lockstep.verification.reduced import (
     build_reduced,
     drops_out,
@@ -64,7 +70,11 @@ def compute(job: LayoutJob, folder: Path) -> None:
     algorithm = job.config.algorithm
     sampled = take_batches(compile_rows(job.config), job.config)
     group = join_group("cpu", job.layout.parallel, job.timeout_s)
-    backend, kind, batches = _build(job, group, [renumber(batch.data, job.tokens) for batch in sampled])
+    batches = [renumber(batch.data, job.tokens) for batch in sampled]
+    if getattr(algorithm, "router_replay", False):
+        whole = build_reduced(job.config, job.reduction)  # ranks may have some of its layers
+        batches = [give_routing(job.config, whole, batch) for batch in batches]
+    backend, kind, batches = _build(job, group, batches)
     facts: list[dict[str, Any]] = []
     tensors: dict[str, Tensor] = {}
     for number, (part, rows) in enumerate(zip(sampled, batches, strict=True)):
@@ -142,6 +152,7 @@ def make_backend(
         compile=False,
         reference=reference,
         router_losses=NO_LOSSES if samples else replace(RouterLosses.of(job.config.model), bias_rate=0.0),
+        router_replay=getattr(job.config.algorithm, "router_replay", False),
         temperature=getattr(job.config.algorithm, "temperature", 1.0),
         seed=job.config.seed,
         group=group,

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import tiny
 import torch
+import transformers
+from equivalence.mixtures import DEEPSEEK
 from ranks import exported, newest_step, run_to_the_end, start_ranks
 from safetensors.torch import load_file
 
@@ -42,13 +44,14 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "context-2": (2, {"context": 2}),
     "pipeline-2": (2, {"pipeline": 2}),
     "interleaved-2": (2, {"pipeline": 2, "schedule": "interleaved"}),
+    "expert-2": (2, {"shard": 2, "expert": 2}),
     "hybrid-2x2": (4, {"replicate": 2, "shard": 2}),
     "shard-2-tensor-2": (4, {"shard": 2, "tensor": 2}),
     "shard-2-pipeline-2": (4, {"shard": 2, "pipeline": 2}),
     "tensor-2-pipeline-2": (4, {"tensor": 2, "pipeline": 2}),
 }
-# What is trained: an untied head, a tied one, adapters.
-TRAINED = ("full", "tied", "lora")
+# What is trained: an untied head, a tied one, adapters; experts, and with them the biases of their routers.
+TRAINED = ("full", "tied", "lora", "experts")
 PAIRS = [
     ("fsdp-2", "tensor-2", "full"),
     ("ddp-2", "pipeline-2", "tied"),
@@ -69,6 +72,9 @@ PAIRS = [
             ("shard-2-pipeline-2", "shard-2-tensor-2", "tied"),
             ("tensor-2", "tensor-2-pipeline-2", "full"),
             ("one", "shard-2-pipeline-2", "lora"),
+            ("expert-2", "one", "experts"),
+            ("fsdp-2", "expert-2", "experts"),
+            ("expert-2", "tensor-2", "experts"),
         ]
     ),
 ]
@@ -80,7 +86,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     shape = {"vocab_size": 289, "num_hidden_layers": 4}
     untied, tied = (tiny.write_model(folder / str(t), **shape, tie_word_embeddings=t) for t in (False, True))
-    return {"full": untied, "tied": tied, "lora": untied}
+    return {"full": untied, "tied": tied, "lora": untied, "experts": write_mixture(folder / "mixture")}
+
+
+def write_mixture(folder: Path) -> Path:
+    torch.manual_seed(0)
+    config = transformers.DeepseekV3Config(**{**DEEPSEEK, "vocab_size": 289, "num_hidden_layers": 3})
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tiny.build_tokenizer().save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -112,13 +126,14 @@ def make_run(folder: Path, models: dict[str, Path], layout: str, trained: str, *
         "launch": {"procs": num_ranks},
         **changes,
     }
-    config = load_config(tiny.write_config(folder, models[trained], **settings), ["model.precision=fp64"])
+    overrides = ["model.precision=fp64", *["model.router_bias_rate=0.02"] * (trained == "experts")]
+    config = load_config(tiny.write_config(folder, models[trained], **settings), overrides)
     return RunDir.create(folder / "run", config)
 
 
 def overrides_for(layout: str) -> list[str]:
     num_ranks, degrees = LAYOUTS[layout]
-    whole = dict.fromkeys(AXES, 1) | {"schedule": "1f1b"} | degrees
+    whole = dict.fromkeys((*AXES, "expert"), 1) | {"schedule": "1f1b"} | degrees
     return [f"launch.procs={num_ranks}", *(f"parallel.{key}={value}" for key, value in whole.items())]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import faulty_worker
 import pytest
 import tiny
+from mutation.cases import write_case
 
 from lockstep.config import ConfigError, RunConfig, load_config
 from lockstep.verification import verify
@@ -129,3 +130,17 @@ def test_a_fault_is_caught_and_named(
 
 def test_every_fault_has_a_case() -> None:
     assert CASES.keys() == faulty_worker.POLICY_FAULTS.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [("replay", "shard=2,expert=2"), ("hybrid", "shard=2"), ("experts in nf4", "shard=2,expert=2")],
+)
+def test_replayed_experts_hybrids_and_quantised_experts_make_the_plain_step(
+    case: str, layout: str, tmp_path: Path
+) -> None:
+    """tests/mutation puts faults into each of them, which verify names."""
+    report = verify(load_config(write_case(case, tmp_path)), layouts=layout)
+    assert report.passed, [(v.layout.name, v.problem) for v in report.verdicts]
+    assert len(report.verdicts) == 2

@@ -188,16 +188,16 @@ the sweep compares it.
 
 - **full**, **LoRA**: `exact` is a gradient within 1e-10 of the plain loop's. The share is that of the decoder
   layers' weights that `lora.targets: all-linear` adapts.
-- **documents**: `packed` computes the documents of a row together. Packed *but for* some parts: these take one
-  document after another, because they carry a state from token to token or have an attention of their own; all else is
-  packed. `one at a time`: each document is a pass of its own. A run says so before its first step, with what it costs
-  (`slow` in `status.json`).
+- **documents**: `packed` computes the documents of a row together. Packed *but for* some parts: these take each
+  document by itself, those of similar lengths as one batch where they can, because they carry a state from token to
+  token or have an attention of their own; all else is packed. `one at a time`: each document is a pass of its own. A
+  run says so before its first step, with what it costs (`slow` in `status.json`).
 - **prompts**: whether the answers to one prompt share its computation, in DPO and GRPO.
 - **layouts**: which the code accepts besides data parallelism, as far as it shows on one process.
 - **sampling**: `engine` is Lockstep's own; `generate` is transformers', which is slower: a run says by how much.
 
-On CUDA the same parts call the kernels that transformers finds (`mamba-ssm`, `causal-conv1d`, `fla-core`), one document
-at a time; that is not tested here.
+On CUDA the same parts call the kernels that transformers finds (`mamba-ssm`, `causal-conv1d`, `fla-core`), with the
+same batches of documents; that is not tested here.
 
 | family | full | LoRA | documents | prompts | layouts | sampling |
 |---|---|---|---|---|---|---|

@@ -30,6 +30,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qk norm": ("answers", {"model_type": "qwen3"}, {}),
     "window": ("answers", {"model_type": "mistral", "sliding_window": 6}, {}),
     "experts": ("answers", _EXPERTS, {"lora": _LORA, "model": {"router_aux_loss": 0.5}}),
+    "experts in nf4": ("answers", _EXPERTS, {"lora": _LORA, "model": {"quantization": "nf4"}}),
     "sft experts": ("answers", _EXPERTS, {}),
     "dropout": ("answers", {}, {"lora": {**_LORA, "dropout": 0.4}}),
     "recomputed dropout": (
@@ -58,6 +59,14 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
     ),
 }
+_GRPO = CASES["grpo"][2]
+CASES["replay"] = ("prompts", _EXPERTS, {**_GRPO, "algorithm": {**_GRPO["algorithm"], "router_replay": True}})
+# A short convolution, which carries a state from token to token, beside attention.
+CASES["hybrid"] = (
+    "answers",
+    {"model_type": "lfm2", "layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False},
+    {},
+)
 _HEADS = {"num_hidden_layers": 4, "num_key_value_heads": 2}
 
 

@@ -9,6 +9,7 @@ from mutation.faults import (
     HEAD,
     LAYOUT,
     LORA,
+    MIXERS,
     MIXTURES,
     MODEL,
     NARROW,
@@ -309,11 +310,37 @@ MODELS = (
         ("experts", "shard=2"),
     ),
     Fault(
+        "documents come back from their batches in another order",
+        "model/mixers.py",
+        "joined.append(torch.cat(parts, dim).index_select(dim, restored))",
+        "joined.append(torch.cat(parts, dim))",
+        (MIXERS,),
+        ("hybrid", "shard=2"),
+    ),
+    Fault(
+        "while it learns, a state goes on into the next document",
+        "model/mixers.py",
+        "return None if layout is None or len(layout.lengths) == 1 else _texts(layout)",
+        "return None if layout is None or len(layout.lengths) == 1 or torch.is_grad_enabled() else _texts(layout)",
+        (MIXERS,),
+        ("hybrid", "shard=2"),
+    ),
+    Fault(
+        "an expert in NF4 gives its tokens no gradient",
+        "model/grouped_product.py",
+        "d_x = nf4_grouped_product(grad.contiguous(), *ctx.saved_tensors, not ctx.turned)",
+        "d_x = nf4_grouped_product(grad.contiguous(), *ctx.saved_tensors, not ctx.turned)\n"
+        "        d_x[: int(ctx.saved_tensors[-1][0])] = 0",
+        ("tests/unit/model/test_quantised.py", f"{MIXTURES} -k nf4"),
+        ("experts in nf4", "shard=2"),
+    ),
+    Fault(
         "routing is replayed one token late",
         BATCH,
         "rows[start : start + len(found)] = found",
         "rows[start + 1 : start + 1 + len(found)] = found",
         (REPLAY,),
+        ("replay", "replicate=2"),
     ),
     Fault(
         "the answers after the first are routed by themselves",
@@ -321,6 +348,7 @@ MODELS = (
         "rows[end : end + max(len(found) - len(document.prompt), 0)] = found[len(document.prompt) :]",
         "pass",
         (REPLAY,),
+        ("replay", "replicate=2"),
     ),
     Fault(
         "the trainer's routers choose, whatever is given",
@@ -328,6 +356,7 @@ MODELS = (
         "torch.where(self._chosen < 0, result.indices, self._chosen)",
         "result.indices",
         (REPLAY,),
+        ("replay", "replicate=2"),
     ),
     Fault(
         "a prompt that is copied has no routing of its own",

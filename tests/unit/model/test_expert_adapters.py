@@ -23,6 +23,8 @@ from lockstep.model.export import merge, save_weights
 from lockstep.model.grouped_product import grouped_product
 from lockstep.model.lora import add_lora, measure_coverage
 from lockstep.model.parts import describe_parts, measure_parts
+from lockstep.model.policy import decoder_layers
+from lockstep.model.quantised import quantise_base
 
 PROBE = torch.arange(1, 30)[None]
 DECORATED = [family for family in FAMILIES if family != "llama4_text"]
@@ -65,7 +67,7 @@ def test_adapters_have_pefts_own_gradients(family: str) -> None:
     model.zero_grad(set_to_none=True)
     for module in model.modules():
         if isinstance(module, ParamWrapper):
-            del module.forward  # PEFT's own: the sum of both matrices, for all experts
+            module.__class__ = ParamWrapper  # PEFT's own: the sum of both matrices, for all experts
     for name, theirs in gradients(model).items():
         torch.testing.assert_close(ours[name], theirs, rtol=1e-10, atol=1e-10)
         assert float(ours[name].abs().max()) > 0
@@ -177,3 +179,25 @@ def test_a_compiled_grouped_product_is_the_same(trained: tuple[bool, bool]) -> N
         found.append((y, *gradients))
     for ours, plain in zip(*found, strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("held", ["plain", "nf4"])
+def test_all_layers_with_adapters_on_experts_are_one_compiled_function(held: str) -> None:
+    plain = transformers.AutoModelForCausalLM.from_config(FAMILIES["qwen3_moe"](), dtype=torch.bfloat16)
+    model: Any = add_lora(plain, LoraConfig(rank=8)).to(torch.bfloat16)
+    if held == "nf4":
+        quantise_base(model, "nf4")
+    graphs: list[Any] = []
+
+    def count(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    for layer in decoder_layers(model):
+        layer.forward = torch.compile(layer.forward, dynamic=True, backend=count)
+    with torch.no_grad():
+        model(input_ids=torch.arange(1, 30)[None], use_cache=False)
+    assert len(decoder_layers(model)) > 1
+    assert len(graphs) == 1

@@ -195,6 +195,9 @@ the sweep compares it.
 - **prompts**: whether the answers to one prompt share its computation, in DPO and GRPO.
 - **layouts**: which the code accepts besides data parallelism, as far as it shows on one process.
 - **sampling**: `engine` is Lockstep's own; `generate` is transformers', which is slower: a run says by how much.
+  The engine keeps windows whole (attention looks no further), and states of convolutions and recurrent layers once for
+  each row, forked for the samples of a prompt. Prompts of models with states are computed one by one, and on a GPU
+  their steps are no CUDA graphs.
 
 On CUDA the same parts call the kernels that transformers finds (`mamba-ssm`, `causal-conv1d`, `fla-core`), with the
 same batches of documents; that is not tested here.

@@ -35,7 +35,7 @@ def settle_layout(config: RunConfig, run: RunDir, rows: Sequence[Any], *, has_im
 def settle(config: RunConfig, run: RunDir, rows: Sequence[Any], has_images: bool) -> RunConfig:
     """Rank 0's part of `settle_layout`."""
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if config.parallel.chosen_for(num_ranks):
+    if num_ranks == 1 or config.parallel.chosen_for(num_ranks):  # one rank leaves nothing to choose
         return config
     run.write_status(phase="choosing a layout")
     try:

@@ -78,7 +78,6 @@ MODELS: dict[str, Callable[[], Any]] = {
     ("name", "passes"),
     [
         ("dropout", (2,)),
-        ("mixture", (2, 5)),
         *(pytest.param(name, passes, marks=pytest.mark.slow) for name in MODELS for passes in [(1,), (2,), (2, 5)]),
     ],
 )
@@ -99,6 +98,7 @@ def test_the_numbers_are_those_of_smaller_micro_batches(
         assert torch.equal(ours, theirs)  # bit for bit, dropout's draws and routers' counts included
 
 
+@pytest.mark.slow
 def test_preferences_with_a_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also the passes without gradient before, of the reference and of a loss of the whole batch."""
     pairs = [Datum(d.prompt, [d.completions[0], e.completions[0]]) for d, e in itertools.pairwise(BATCH)]

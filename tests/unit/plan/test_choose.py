@@ -124,6 +124,9 @@ def test_a_run_writes_down_what_it_took(folder: Path, tmp_path: Path, monkeypatc
     assert load_config(path, ["parallel=auto"]).parallel == asked.parallel  # told to choose again
     by_hand = load_config(path, ["parallel.replicate=1", "parallel.shard=2", "parallel.tensor=2"]).parallel
     assert (by_hand.auto, by_hand.shard, by_hand.tensor) == (False, 2, 2)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert foresee.settle(asked, run, [], False) == asked  # nothing to choose
+    monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setattr(foresee, "choose", lambda *_, **__: 1 / 0)
     usual = foresee.settle(asked, run, [None] * 64, False)  # no plan: the layout that is usual
     assert usual.parallel.degrees(4) == Degrees(shard=4)

@@ -95,9 +95,8 @@ def _rank_as_plain(one: SimulatedRank) -> dict[str, Any]:
 
 def _show(console: Console, simulation: Simulation) -> None:
     degrees = simulation.degrees
-    layout = " x ".join(f"{axis} {size}" for axis, size in degrees._asdict().items() if size > 1) or "one rank"
     console.print(
-        f"{simulation.model} in {simulation.precision} on {degrees.num_ranks:,} ranks ({layout}): a step of "
+        f"{simulation.model} in {simulation.precision} on {degrees.num_ranks:,} ranks ({degrees.name}): a step of "
         f"{simulation.num_rows:,} rows, {simulation.num_tokens:,} tokens",
         **LITERAL,
     )

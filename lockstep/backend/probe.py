@@ -70,12 +70,10 @@ def _describe(policy: Policy, device: torch.device | None = None) -> Iterator[st
         )
         return
     if policy.mixers.parts:
-        together, compiled = "those of similar lengths as one batch", ""
-        if policy.mixers.loops:
-            together, compiled = "one after another", "; nothing is compiled"
+        together = "one after another" if policy.mixers.loops else "those of similar lengths as one batch"
         yield (
             f"{', '.join(policy.mixers.names)} of {name} compute each document of a packed row by itself, {together}; "
-            f"all else computes them together{compiled}. Slower, the more so the shorter they are{cost}"
+            f"all else computes them together; nothing is compiled. Slower, the more so the shorter they are{cost}"
         )
     if not policy.shares_prompts:
         yield f"{name} does not let answers share a prompt: it is computed once per answer, slower"

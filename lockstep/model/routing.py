@@ -165,7 +165,8 @@ class Routers:
             known = experts < self.num_experts  # some routers may also choose none
             weights = tokens[:, None].expand_as(experts) * known
             where[place].scatter_add_(0, experts.clamp(max=self.num_experts - 1).flatten(), weights.flatten())
-        counts.probabilities[place, : logits.shape[-1]] += (probabilities.double() * tokens[:, None]).sum(0)
+        sums = (probabilities.double() * tokens[:, None]).sum(0)[: self.num_experts]  # some may also choose none
+        counts.probabilities[place, : len(sums)] += sums
         counts.log_sums[place] += (torch.logsumexp(logits.double(), dim=-1).square() * tokens).sum()
         counts.tokens[place] += tokens.sum()
 

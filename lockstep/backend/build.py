@@ -7,6 +7,7 @@ The only place where parallelism meets the model. All ranks call it together.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -363,6 +364,7 @@ def _distribute_weights(module: nn.Module, weights: dict[str, Tensor] | None, gr
     known = {name: tuple(shape) for name, shape, _ in layout}
     if any(known.get(name) != tuple(target.shape) for name, target in mine.items()):
         raise ValueError(f"rank {group.rank} built another model than rank 0: give every rank the same")
+    misplaced = list[tuple[str, int]]()
     for name, shape, dtype in layout:
         target = mine.get(name)
         if weights is not None:
@@ -372,6 +374,15 @@ def _distribute_weights(module: nn.Module, weights: dict[str, Tensor] | None, gr
         dist.broadcast(full, src=0)
         if isinstance(target, DTensor):
             part = distribute_tensor(full.to(target.dtype), target.device_mesh, target.placements, src_data_rank=None)
-            target.to_local().copy_(part.to_local())  # also where parameters are offloaded
+            if part.to_local().shape != target.to_local().shape:
+                misplaced.append((name, shape[0]))
+            else:
+                target.to_local().copy_(part.to_local())  # also where parameters are offloaded
         elif target is not None:
             target.copy_(full)
+    # FSDP2 cuts what a tensor rank holds; DTensor, and with it a checkpoint, takes other pieces where that is uneven.
+    for name, num_rows in itertools.chain.from_iterable(group.gather_objects(misplaced)):
+        raise ValueError(
+            f"the {num_rows} rows of {name} cannot be divided over tensor ranks and then shard ranks: choose "
+            "parallel.tensor and parallel.shard whose product divides them"
+        )

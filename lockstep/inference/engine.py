@@ -210,9 +210,9 @@ class LocalEngine:
             return
         unfinished = [sequence for sequence in sequences if not sequence.finished]
         # Where positions depend on the longest sequence of a batch, each is sampled alone.
-        assert self._generate is not None
-        alone = RotaryByLength.of(self.model).rules or self._generate.rows_s is None
-        if any(sequence.length < self._generate.min_length for sequence in unfinished):
+        assert self.generate_facts is not None
+        alone = RotaryByLength.of(self.model).rules or self.generate_facts.rows_s is None
+        if any(sequence.length < self.generate_facts.min_length for sequence in unfinished):
             raise ValueError("transformers' generate computes something else for a prompt of one token: give it two")
         batch_size = 1 if alone else self.batch_size
         hf_generate(self.model, unfinished, params, pad_id=self._pad_id, batch_size=batch_size, sharded=self._sharded)
@@ -230,7 +230,7 @@ class LocalEngine:
         self.num_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self._decoder = None
         self._recorder = RoutingRecorder(model) if self._records_routing else None
-        self._generate: GenerateFacts | None = None
+        self.generate_facts: GenerateFacts | None = None
         self.decodes = True  # False once the decoder has refused the model
 
     def _check_adapter(self, name: str) -> None:
@@ -301,12 +301,12 @@ class LocalEngine:
                         f"{error}, and transformers' generate does not tell which experts it chose: set "
                         "algorithm.router_replay to false"
                     ) from error
-                self._generate = check_generate(
+                self.generate_facts = check_generate(
                     self.model, pad_id=self._pad_id, sharded=self._sharded, num_rows=min(self.batch_size, 16)
                 )
                 self.decodes = False
                 self._report(
-                    f"{error}. Completions come from transformers' generate, {self._generate.slowness}; samples "
+                    f"{error}. Completions come from transformers' generate, {self.generate_facts.slowness}; samples "
                     "depend on their batch"
                 )
         return self._decoder

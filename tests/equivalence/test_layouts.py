@@ -185,7 +185,7 @@ def test_a_mask_that_leaks_between_documents_is_caught(monkeypatch: pytest.Monke
     group = ProcessGroup(0, 1, torch.device("cpu"))
     # The probe sees the leak and has attention take one document at a time: slower, and right.
     guarded = run_cell(("llama", False, 512), group)
-    assert "LlamaAttention of LlamaForCausalLM compute the documents of a packed row one after" in guarded["slow"][0]
+    assert "LlamaAttention of LlamaForCausalLM compute each document of a packed row by itself" in guarded["slow"][0]
     assert_same_step(guarded, reference("llama", False))
     monkeypatch.setattr(torch_backend, "check_policy", lambda *arguments: [])
     with pytest.raises(AssertionError):

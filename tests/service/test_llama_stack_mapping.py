@@ -322,7 +322,7 @@ def test_tokens_may_replace_samples():
 
 
 def test_a_layout_is_chosen_by_provider_config():
-    wanted = {"efficiency_config": {"fsdp_cpu_offload": True}}
+    wanted = training(efficiency_config={"fsdp_cpu_offload": True})
     parallel = settled(fine_tune(wanted, provider_config={"parallel": "auto", "launch": {"procs": 2}})).parallel
     assert (parallel.auto, parallel.offload) == (True, True)
 

@@ -122,7 +122,8 @@ def test_partial_completions_must_fit(partial: Any, message: str) -> None:
 
 def refuse(engine: LocalEngine) -> None:
     """As if the decoder had refused its model, which transformers' generate takes in batches."""
-    engine.decodes, engine._generate = False, GenerateFacts(row_s=0.01, rows_s=0.02, num_rows=16, min_length=1)
+    engine.decodes = False
+    engine.generate_facts = GenerateFacts(row_s=0.01, rows_s=0.02, num_rows=16, min_length=1)
 
 
 def test_a_model_that_is_not_decoded_step_by_step_goes_on_too() -> None:

@@ -51,7 +51,7 @@ def test_a_run_says_it_in_its_events_on_the_terminal_and_in_its_summary(
     said = [str(event["message"]) for event in events if event["event"] == "warning"]
     expected = (
         "LoRA adapts 25% of the weights in the decoder layers: query_key_value. Without an adapter: dense_h_to_4h",
-        "BloomAttention of BloomForCausalLM compute the documents of a packed row one after another",
+        "BloomAttention of BloomForCausalLM compute each document of a packed row by itself",
     )
     for sentence in expected:
         assert any(message.startswith(sentence) for message in said), sentence
@@ -133,7 +133,9 @@ def test_chunked_attention_is_computed_document_by_document() -> None:
     layers = {"layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]}
     config = transformers.Llama4TextConfig(**settings, **layers, attention_chunk_size=8, moe_layers=[])
     model = transformers.Llama4ForCausalLM(config)
-    assert "Llama4TextAttention of Llama4ForCausalLM compute the documents of a packed row one" in warnings_of(model)
+    assert "Llama4TextAttention of Llama4ForCausalLM compute each document of a packed row by itself" in warnings_of(
+        model
+    )
 
 
 def test_rows_beyond_a_table_of_positions_are_refused_before_the_first_step(tmp_path: Path) -> None:

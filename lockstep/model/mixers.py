@@ -141,7 +141,7 @@ class EachDocument:
             with self._mixers.documents(None):
                 part_args, part_kwargs = _unflatten(_slice(leaves, self._inputs, text), spec)
                 results.append(self.own(*part_args, **part_kwargs))
-        return _join(results, self._outputs, texts)
+        return _join(results, self._outputs, functools.partial(_join_texts, texts))
 
     def _call_batches(self, leaves: list[Any], spec: Any, texts: list[_Text]) -> Any:
         batches, restored = _batches(tuple(texts), _device_of(leaves))
@@ -150,7 +150,7 @@ class EachDocument:
             with self._mixers.documents(None):
                 part_args, part_kwargs = _unflatten(batch.take(leaves, self._inputs), spec)
                 results.append(self.own(*part_args, **part_kwargs))
-        return _join_batches(results, self._outputs, batches, restored)
+        return _join(results, self._outputs, functools.partial(_join_batches, batches, restored))
 
     def remove(self) -> None:
         if self._had_own:
@@ -184,7 +184,9 @@ def _slice(leaves: Sequence[Any], kinds: Sequence[Leaf | None], text: _Text) -> 
     return sliced
 
 
-def _join(results: list[Any], kinds: Sequence[Leaf | None], texts: list[_Text]) -> Any:
+def _join(
+    results: list[Any], kinds: Sequence[Leaf | None], join_tokens: Callable[[Sequence[Tensor], int], Tensor]
+) -> Any:
     """One result for the row. Of tensors over pairs of tokens, such as attention weights, there is none."""
     flat = [_flatten(result) for result in results]
     joined: list[Any] = []
@@ -194,10 +196,13 @@ def _join(results: list[Any], kinds: Sequence[Leaf | None], texts: list[_Text]) 
         elif len(kind.token_dims) > 1:
             joined.append(None)
         else:
-            (dim,) = kind.token_dims
-            own = [text.own[1] - text.own[0] for text in texts]
-            joined.append(torch.cat([t.narrow(dim, t.shape[dim] - n, n) for t, n in zip(leaves, own)], dim))
+            joined.append(join_tokens(leaves, *kind.token_dims))
     return _unflatten(joined, flat[0][1])
+
+
+def _join_texts(texts: list[_Text], leaves: Sequence[Tensor], dim: int) -> Tensor:
+    own = [text.own[1] - text.own[0] for text in texts]
+    return torch.cat([t.narrow(dim, t.shape[dim] - n, n) for t, n in zip(leaves, own)], dim)
 
 
 class _Batch(NamedTuple):
@@ -276,19 +281,9 @@ def _batch_of(texts: Sequence[_Text], device: torch.device) -> _Batch:
     return _Batch(len(texts), length, torch.tensor(tokens, device=device), torch.tensor(own, device=device))
 
 
-def _join_batches(results: list[Any], kinds: Sequence[Leaf | None], batches: list[_Batch], restored: Tensor) -> Any:
-    flat = [_flatten(result) for result in results]
-    joined: list[Any] = []
-    for leaves, kind in zip(zip(*(leaves for leaves, _ in flat), strict=True), kinds, strict=True):
-        if kind is None or not kind.token_dims:
-            joined.append(leaves[0])
-        elif len(kind.token_dims) > 1:
-            joined.append(None)
-        else:
-            (dim,) = kind.token_dims
-            parts = [batch.give(leaf, dim) for batch, leaf in zip(batches, leaves, strict=True)]
-            joined.append(torch.cat(parts, dim).index_select(dim, restored))
-    return _unflatten(joined, flat[0][1])
+def _join_batches(batches: list[_Batch], restored: Tensor, leaves: Sequence[Tensor], dim: int) -> Tensor:
+    parts = [batch.give(leaf, dim) for batch, leaf in zip(batches, leaves, strict=True)]
+    return torch.cat(parts, dim).index_select(dim, restored)
 
 
 def candidates(causal: nn.Module, layers: Sequence[nn.Module]) -> Iterator[nn.Module]:

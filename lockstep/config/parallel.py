@@ -109,6 +109,8 @@ class ParallelConfig(Section):
     def _expand_strategy(cls, section: object) -> object:
         """`shard: grad_op` is short for what it means."""
         section = expand_parallel(section)
+        if not isinstance(section, (dict, ParallelConfig)):
+            raise ValueError(_refuse_word(str(section)))
         if not isinstance(section, dict) or not isinstance(section.get("shard"), str):
             return section
         name = _OLDER_NAMES.get(section["shard"], section["shard"])
@@ -176,6 +178,12 @@ class ParallelConfig(Section):
                 "share the experts: change one of them, or launch.procs (--procs)"
             )
         return found
+
+
+def _refuse_word(word: str) -> str:
+    if _OLDER_NAMES.get(word, word) in _STRATEGIES:
+        return f"{word} is a way to shard: write parallel: {{shard: {word}}}"
+    return f"{word} is no layout: write auto, which chooses one, or settings such as {{shard: 4, tensor: 2}}"
 
 
 def expand_parallel(section: object) -> object:

@@ -56,7 +56,9 @@ def test_the_word_stands_for_a_layout_to_be_chosen(folder: Path) -> None:
         ({"auto": True, "tensor": 2}, "auto chooses the layout: leave tensor out"),
         ({"auto": True, "backend": "deepspeed"}, "auto is for backend torch"),
         ({"auto": True, "compression": "bf16"}, "compression bf16 is for replicate alone"),
-        ("automatic", "parallel"),
+        ("automatic", "parallel: automatic is no layout: write auto"),
+        (4, "parallel: 4 is no layout: write auto"),
+        ("FULL_SHARD", r"write parallel: \{shard: FULL_SHARD\}"),
     ],
 )
 def test_what_does_not_go_with_it(folder: Path, section: Any, error: str) -> None:

@@ -242,6 +242,8 @@ def _rows_table(rows: list[tuple[str, str]]) -> Table:
 
 
 def _layouts(found: list[RunPlan]) -> Table:
+    from lockstep.plan.estimate import short
+
     table = borderless_table()
     for heading in ("layout", "micro-batch", "recomputes", "step", "memory"):
         table.add_column(heading)
@@ -251,6 +253,6 @@ def _layouts(found: list[RunPlan]) -> Table:
             f"{plan.budget:,}",
             "yes" if plan.model.kinds[0].recomputed else "no",
             f"{plan.time.total:.3g} s ± {plan.errors.time:.0%}",
-            f"{plan.worst.reserved / 2**30:.3g} GiB ± {plan.errors.memory:.0%}",
+            f"{short(plan.worst.reserved / 2**30)} GiB ± {plan.errors.memory:.0%}",
         )
     return table

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pydantic import ValidationError
 
 from lockstep.config import ConfigError, RunConfig
-from lockstep.plan.estimate import RunPlan
+from lockstep.plan.estimate import RunPlan, short
 from lockstep.plan.search import PlanTask, best_budget, legal_layouts, rank_plan
 from lockstep.plan.work import RankLayout
 
@@ -88,7 +88,7 @@ def _why(best: RunPlan, found: list[RunPlan]) -> str:
     gib = best.worst.reserved / 2**30
     text = (
         f"parallel auto: {best.layout} on {best.cluster.name}, the fastest of {len(found)} by the plan: a step of "
-        f"{best.time.total:.3g} s (± {best.errors.time:.0%}), {gib:.3g} of {best.capacity / 2**30:.3g} GiB"
+        f"{best.time.total:.3g} s (± {best.errors.time:.0%}), {short(gib)} of {short(best.capacity / 2**30)} GiB"
     )
     if best.fits == "no":
         return f"{text}; none of them fits, and this one needs least"

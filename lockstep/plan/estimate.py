@@ -85,12 +85,16 @@ class RunPlan:
             return None
         return self.run_s / 3600 * self.price_per_hour * self.cluster.num_ranks
 
+    def largest_gib(self) -> dict[str, float]:
+        """What holds most of the memory at the worst moment."""
+        parts = sorted(self.worst.parts.items(), key=lambda part: -part[1])[:4]
+        return {name: size / GIB for name, size in parts}
+
     def verdict(self) -> str:
         """One sentence: 'needs 93 of 79 GiB: optimizer 60, weights 30, ...'."""
         worst = self.worst
-        parts = sorted(worst.parts.items(), key=lambda part: -part[1])[:4]
-        shown = ", ".join(f"{name} {size / GIB:.3g}" for name, size in parts)
-        needs = f"{worst.reserved / GIB:.3g} of {self.capacity / GIB:.3g} GiB"
+        shown = ", ".join(f"{name} {short(size)}" for name, size in self.largest_gib().items())
+        needs = f"{short(worst.reserved / GIB)} of {short(self.capacity / GIB)} GiB"
         words = {"yes": "fits", "close": "is close to the limit", "no": "does not fit"}[self.fits]
         return f"{words}: needs {needs} (± {self.errors.memory:.0%}) on {worst.rank}: {shown}"
 
@@ -191,6 +195,11 @@ def check_layout(model: ModelDescription, layout: RankLayout, cluster: GpuCluste
             )
     if degrees.pipeline > len(model.layers):
         raise ConfigError(f"parallel.pipeline {degrees.pipeline} is more than the model's {len(model.layers)} layers")
+
+
+def short(number: float) -> str:
+    """Three digits, and all of a large number."""
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
 
 
 # --- other ways of computing ------------------------------------------------------------------------------------------

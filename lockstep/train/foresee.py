@@ -135,7 +135,7 @@ def judge(config: RunConfig, cluster: GpuCluster, run: RunDir, rows: Sequence[Da
         "time_error": plan.errors.time,
     }
     verdict = plan.verdict()
-    run.write_status(planned=planned)
+    run.write_status(planned={**planned, "largest_gib": plan.largest_gib()})
     run.log_event("plan", message=f"this run {verdict}", **planned)
     found = {"refused": None, "budget": plan.budget}
     if plan.fits == "yes":
@@ -149,7 +149,15 @@ def judge(config: RunConfig, cluster: GpuCluster, run: RunDir, rows: Sequence[Da
 
 def _advice(task: PlanTask, plan: RunPlan) -> str:
     found = [f"{advice.change} ({advice.effect(plan)})" for advice in advise(task, plan)]
-    return f". What would help: {'; '.join(found)}" if found else ""
+    if found:
+        return f". What would help: {'; '.join(found)}"
+    if plan.fits != "no":
+        return ""
+    adapt = "train an adapter (lora) instead of all weights, " if plan.model.trained == plan.model.parameters else ""
+    return (
+        f". No other setting makes it fit: {adapt}hold the frozen base in NF4 (model.quantization), or take more GPUs "
+        "('lockstep plan --on GPU:NxM --search 5' compares layouts)"
+    )
 
 
 def _rows(config: RunConfig, rows: Sequence[Datum]) -> Any:

@@ -163,11 +163,11 @@ def report_failure(run: RunDir, rank: int, error: BaseException, terminal: TextI
 def _explain_out_of_memory(run: RunDir) -> str:
     """What a run that ended out of memory is told besides: what was expected, and what to change."""
     planned = run.status().get("planned")
-    expected = (
-        f"; the plan was {planned['memory_gib']:.3g} GiB ± {planned['memory_error']:.0%} (events.jsonl says of what)"
-        if planned
-        else ""
-    )
+    expected = ""
+    if planned:
+        held = ", ".join(f"{name} {size:.3g}" for name, size in planned.get("largest_gib", {}).items())
+        expected = f"; the plan was {planned['memory_gib']:.3g} GiB ± {planned['memory_error']:.0%}"
+        expected += f", most of it for {held}" if held else ""
     return (
         f"{expected}. Lower batch.micro_batch_tokens, which does not change the numbers (batch.on_out_of_memory shrink "
         "does it by itself), or see what 'lockstep plan' advises; --resume goes on from the last checkpoint"

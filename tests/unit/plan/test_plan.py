@@ -276,7 +276,9 @@ def test_at_the_door(folder: Path, tmp_path: Path, share: float) -> None:
         assert judge(relaxed, cluster, run, rows)["refused"] is None
     warnings = [e["message"] for e in run.events() if e["event"] == "warning"]
     assert bool(warnings) == (share < 2)
-    assert run.status()["planned"]["memory_gib"] == pytest.approx(needed.worst.allocated / 2**30)
+    planned = run.status()["planned"]
+    assert planned["memory_gib"] == pytest.approx(needed.worst.allocated / 2**30)
+    assert planned["largest_gib"] == pytest.approx(needed.largest_gib())
 
 
 def test_the_micro_batch_that_fits(folder: Path, tmp_path: Path) -> None:
@@ -317,12 +319,13 @@ def test_out_of_memory_says_what_was_planned(folder: Path, tmp_path: Path) -> No
     import torch
 
     run = RunDir.create(tmp_path / "run", config_of(folder))
-    run.write_status(planned={"memory_gib": 30.0, "memory_error": 0.04, "step_s": 0.5, "time_error": 0.15})
+    planned = {"memory_gib": 30.0, "memory_error": 0.04, "step_s": 0.5, "time_error": 0.15}
+    run.write_status(planned={**planned, "largest_gib": {"activations: mlp": 12.345, "optimizer": 9.0}})
     said = tmp_path / "said"
     with said.open("w") as terminal:
         report_failure(run, 0, torch.OutOfMemoryError("CUDA out of memory"), terminal)
     for message in (run.status()["error"], said.read_text()):
-        assert "the plan was 30 GiB ± 4%" in message
+        assert "the plan was 30 GiB ± 4%, most of it for activations: mlp 12.3, optimizer 9. Lower" in message
         assert "batch.micro_batch_tokens" in message
 
 

@@ -236,7 +236,7 @@ def start_engine(settings: Mapping[str, Any]) -> Any:
 
 def trace_engine(fault: Fault, file: str) -> None:
     """Which weights it computes with, and which answers it gives: those of its tokens that it did not get."""
-    from lockstep.inference.engine import ContinuousEngine
+    from lockstep.inference.continuous_engine import ContinuousEngine
     from lockstep.rollouts.engines.worker import EngineHandler
 
     load, submit, answer = ContinuousEngine.load_weights, ContinuousEngine.submit, EngineHandler.reply
@@ -266,7 +266,7 @@ def trace_engine(fault: Fault, file: str) -> None:
 
 def watch_generating(fault: Fault) -> None:
     """Some tokens are there, and the answers they are of have not ended."""
-    from lockstep.inference.engine import SampleCall
+    from lockstep.inference.continuous_engine import SampleCall
     from lockstep.inference.scheduler import ContinuousBatch
 
     honest, take = ContinuousBatch.advance, SampleCall.take_progress

@@ -92,6 +92,16 @@ class MicroBatchPlan:
     """All completions of each datum are in one micro-batch, on all ranks."""
 
 
+@dataclass(frozen=True)
+class RankBatch:
+    """A global batch, as this rank computes it."""
+
+    batch: Sequence[Datum]
+    documents: Sequence[Document]
+    plan: MicroBatchPlan
+    micro_batches: list[MicroBatch]
+
+
 def documents_of(
     batch: Sequence[Datum], *, max_shared_tokens: int = 0, group_of: Callable[[int], object] = lambda length: None
 ) -> list[Document]:

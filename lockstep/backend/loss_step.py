@@ -14,23 +14,13 @@ import torch
 from torch import Tensor
 
 from lockstep.algorithms.losses import LOSSES, Loss
-from lockstep.backend.batching import Document, MicroBatch, MicroBatchPlan, whole_inputs
+from lockstep.backend.batching import Document, MicroBatch, RankBatch, whole_inputs
 from lockstep.model.head import TokenFacts
 from lockstep.parallel.group import ProcessGroup
 from lockstep.types import Datum, Logprobs, LossSpec, Pending
 
 WEIGHTED_SUM = LossSpec("cross_entropy")
 """The loss of the second pass: a weighted sum of log-probs."""
-
-
-@dataclass(frozen=True)
-class RankBatch:
-    """A global batch, as this rank computes it."""
-
-    batch: Sequence[Datum]
-    documents: Sequence[Document]
-    plan: MicroBatchPlan
-    micro_batches: list[MicroBatch]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,21 +21,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.algorithms.losses import lacks_reference
 from lockstep.backend import loss_step, optimizers, state
-from lockstep.backend.batching import (
-    Document,
-    MicroBatch,
-    MicroBatchPlan,
-    documents_for,
-    plan_micro_batches,
-    to_micro_batch,
-)
+from lockstep.backend.batching import MicroBatch, MicroBatchPlan, RankBatch
 from lockstep.backend.build import Built, build_policy, expect_traffic, settle_dtypes, split_tokens
-from lockstep.backend.images import BatchImages, image_costs, refuse_layouts
-from lockstep.backend.loss_step import RankBatch, TokenLogprobs, read_later
+from lockstep.backend.images import BatchImages, refuse_layouts
+from lockstep.backend.loss_step import TokenLogprobs, read_later
 from lockstep.backend.optimizers import ADAMW, OptimizerSettings
 from lockstep.backend.out_of_memory import MicroBatchTooLarge, Shrunk, longest_text, retry_smaller
 from lockstep.backend.pipelined import PipelinedPasses
 from lockstep.backend.probe import check_images, check_policy, check_stages
+from lockstep.backend.rank_batches import RankBatches, tile_tokens
 from lockstep.backend.reference import make_reference
 from lockstep.backend.router_balance import NO_LOSSES, RouterBalance, RouterLosses
 from lockstep.backend.staging import StagingArea
@@ -126,8 +119,10 @@ class TorchBackend:
             logits_gib=logits_gib,
             router_replay=router_replay,
         )
-        self.policy, self._module, self.parts, self._routing = built.policy, built.module, built.parts, built.routing
-        self._pipelined = PipelinedPasses(built, self.group, parallel.schedule) if built.stages else None
+        self.policy, self._module, self.parts = built.policy, built.module, built.parts
+        self._pipelined = (
+            PipelinedPasses(built, self.group, parallel.schedule, DTYPES[self.precision]) if built.stages else None
+        )
         self._narrow = _narrow_copies(self.policy, None if self.group.degrees.sharded else compute_dtype)
         self._roots: list[nn.Module] = [self.policy, *built.stages.values()]
         self.slow = self._check_passes(built)
@@ -135,7 +130,7 @@ class TorchBackend:
         self._end_checks(built, temperature)
         self.balance = RouterBalance(self.policy, router_losses, self.group, reference, compiled=compiles)
         self.warnings = [*built.warnings, *self.balance.warnings]
-        self._cost = Cost.from_hidden_size(hidden_size(causal_lm(model)))
+        self._batches = self._split_batches(built)
         self._reference, self._reference_mixed = make_reference(reference, model, self.parameters()), False
         self._optimizer = optimizers.build_optimizer(self.parameters(), self.device, optimizer, model)
         self._staging = StagingArea(self.device) if stages_saves and on_gpu else None
@@ -156,6 +151,19 @@ class TorchBackend:
         if self._pipelined is None:
             return check_policy(self.policy, *about)
         return check_stages(self.policy, built.stages.values(), *about)
+
+    def _split_batches(self, built: Built) -> RankBatches:
+        return RankBatches(
+            self.policy,
+            self.group,
+            self._tile_tokens,
+            dtype=torch.float64 if self.precision == "fp64" else torch.float32,
+            cost=Cost.from_hidden_size(hidden_size(causal_lm(self.policy.model))),
+            pipelined=self._pipelined,
+            images=self._images,
+            routing=built.routing,
+            takes_longer=self._shrinks,
+        )
 
     def _see(self, processor: ImageProcessor) -> BatchImages:
         refuse_layouts(self.group.degrees)
@@ -204,7 +212,7 @@ class TorchBackend:
 
     def _largest(self, batch: Sequence[Datum]) -> int:
         """Tokens of this rank's largest micro-batch."""
-        return max(sum(d.num_tokens for d in part) for part in self._plan(batch)[1].micro_batches)
+        return max(sum(d.num_tokens for d in part) for part in self._plan(batch).micro_batches)
 
     def _forget(self) -> None:
         """What a pass that failed has left."""
@@ -379,48 +387,11 @@ class TorchBackend:
         self.policy.stop_packing()  # the caller's model is as it was, also for generating
         self.group.leave()
 
-    def _plan(self, batch: Sequence[Datum], data_rank: int | None = None) -> tuple[list[Document], MicroBatchPlan]:
-        """Of this rank's part of a batch, or of another one's."""
-        budget = self.micro_batch_tokens * self.group.degrees.context
-        if self._shrinks:  # a longer text than did fit before is tried all the same
-            budget = max(budget, longest_text(batch, whole=False))
-        documents = documents_for(self.policy, batch, budget)
-        plan = plan_micro_batches(
-            documents,
-            rank=self.group.data_rank if data_rank is None else data_rank,
-            num_ranks=self.group.degrees.data,
-            budget_tokens=budget,
-            max_documents=None if self.policy.packs else 1,
-            cost=self._cost,
-            extra_costs=image_costs(documents, batch, self._images),
-        )
-        if self._pipelined is not None:
-            missing = self._pipelined.num_micro_batches(len(plan.micro_batches)) - len(plan.micro_batches)
-            plan = replace(plan, micro_batches=(*plan.micro_batches, *([()] * missing)))
-        return documents, plan
+    def _plan(self, batch: Sequence[Datum], data_rank: int | None = None) -> MicroBatchPlan:
+        return self._batches.plan(batch, self.micro_batch_tokens, data_rank)[1]
 
     def _rank_batch(self, batch: Sequence[Datum], loss: LossSpec) -> RankBatch:
-        documents, plan = self._plan(batch)
-        return RankBatch(batch, documents, plan, self._micro_batches(plan, batch, loss))
-
-    def _multiple_of(self, plan: MicroBatchPlan) -> int:
-        """What the tokens of each micro-batch are filled up to."""
-        multiple = (self._tile_tokens if self.policy.packs else 1) * self.group.degrees.context
-        if self._pipelined is not None:  # hidden states between stages must have one size
-            longest = max(sum(d.num_tokens for d in part) for part in plan.micro_batches)
-            multiple *= -(-max(longest, 2) // multiple)
-        return multiple
-
-    def _micro_batches(self, plan: MicroBatchPlan, batch: Sequence[Datum], loss: LossSpec) -> list[MicroBatch]:
-        dtype = torch.float64 if self.precision == "fp64" else torch.float32
-        context, multiple_of = (self.group.place("context"), self.group.degrees.context), self._multiple_of(plan)
-
-        def make(part: tuple[Document, ...]) -> MicroBatch:
-            return to_micro_batch(part, batch, loss, self.device, dtype, multiple_of, context, self._routing)
-
-        if self._images is None:
-            return [make(part) for part in plan.micro_batches]
-        return [self._images.make(part, batch, make) for part in plan.micro_batches]
+        return self._batches.make(batch, loss, self.micro_batch_tokens)
 
     def _describe_traffic(self, rank_batch: RankBatch) -> Callable[[Sequence[float]], dict[str, float]]:
         """From every rank's facts to metrics of this step's traffic: as counted, and the least possible."""
@@ -450,13 +421,14 @@ class TorchBackend:
         """Of each micro-batch, without gradient; zeros on ranks that do not have the last stage."""
         with self._evaluation():
             if self._pipelined is not None:
-                return self._logprobs_of_stages(rank_batch.micro_batches, facts)
+                return self._pipelined.logprobs(rank_batch.micro_batches, facts)
             outputs = (self._module(m.packed, facts=facts) for m in rank_batch.micro_batches)
             return [loss_step.as_token_logprobs(output) for output in outputs]
 
     def _passes(self, micro_batches: list[MicroBatch], loss: LossSpec) -> list[tuple[dict[str, Tensor], Tensor]]:
         if self._pipelined is not None:
-            return self._backward_stages(micro_batches, loss)
+            with self._narrowed(), self._offloaded():
+                return self._pipelined.forward_backward(micro_batches, loss, self._loss_scale)
         last = len(micro_batches) - 1
         return [self._backward(m, loss, last=i == last) for i, m in enumerate(micro_batches)]
 
@@ -481,45 +453,9 @@ class TorchBackend:
         alone = len(rank_batch.micro_batches) == 1 and loss_step.is_direct(loss, rank_batch, num_parts)
         return not alone or self._pipelined is not None or self._compiles
 
-    def _backward_stages(
-        self, micro_batches: list[MicroBatch], loss: LossSpec
-    ) -> list[tuple[dict[str, Tensor], Tensor]]:
-        """What `_backward` gives for each micro-batch, on the ranks of the last stage; nothing on the others."""
-        assert self._pipelined is not None
-        results: dict[int, tuple[dict[str, Tensor], Tensor]] = {}
-
-        def finish(number: int, hidden: Tensor) -> Tensor:
-            packed = micro_batches[number].packed
-            apply = functools.partial(self.policy.apply_head, hidden, packed)
-            total, metrics, logprobs = loss_step.compute_losses(micro_batches[number], loss, apply, self._loss_scale)
-            results[number] = (metrics, logprobs)
-            return total
-
-        with self._narrowed(), self._offloaded():
-            self._pipelined.forward_backward(micro_batches, self._hidden_dtype, finish)
-        return [results[i] for i in sorted(results)]
-
-    def _logprobs_of_stages(self, micro_batches: list[MicroBatch], facts: bool) -> list[TokenLogprobs]:
-        assert self._pipelined is not None
-        empty = [torch.zeros(len(m.indices), device=self.device) for m in micro_batches]
-        outputs = [TokenLogprobs(zeros, zeros if facts else None) for zeros in empty]
-
-        def finish(number: int, hidden: Tensor) -> Tensor:
-            output = self.policy.apply_head(hidden, micro_batches[number].packed, facts=facts)
-            outputs[number] = loss_step.as_token_logprobs(output)
-            return outputs[number].logprobs
-
-        self._pipelined.forward(micro_batches, self._hidden_dtype, finish)
-        return outputs
-
     @property
     def _tile_tokens(self) -> int:
-        """Whole tiles for matrix kernels and fewer shapes for compiled ones; may exceed the budget a little."""
-        return 128 if self.device.type == "cuda" else 1
-
-    @property
-    def _hidden_dtype(self) -> torch.dtype:
-        return DTYPES[self.precision]
+        return tile_tokens(self.device)
 
     def _narrowed(self, *, kept: bool = False) -> contextlib.AbstractContextManager[None]:
         return self._narrow.in_place(kept=kept) if self._narrow is not None else contextlib.nullcontext()

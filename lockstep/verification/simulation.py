@@ -18,9 +18,9 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from lockstep.algorithms.losses import lacks_reference
-from lockstep.backend.batching import MicroBatchPlan
+from lockstep.backend.batching import MicroBatchPlan, RankBatch
 from lockstep.backend.build import Built
-from lockstep.backend.loss_step import RankBatch, is_direct, metric_names
+from lockstep.backend.loss_step import is_direct, metric_names
 from lockstep.backend.optimizers import ADAMW, OptimizerSettings
 from lockstep.backend.router_balance import RouterLosses
 from lockstep.backend.torch_backend import TorchBackend
@@ -137,14 +137,14 @@ class SimulatedBackend(TorchBackend):
         mine = super()._rank_batch(batch, loss)
         if self.group.degrees.expert > 1:
             sharing = sharing_experts(self.group.data_rank, self.group.degrees)
-            everybody = [self._num_tokens(self._plan(batch, rank)[1]) for rank in sharing]
+            everybody = [self._num_tokens(self._plan(batch, rank)) for rank in sharing]
             read = [m.packed.counts for m in mine.micro_batches]
             self._trades.prepare(read, list(zip(*everybody, strict=True)))
         return mine
 
     def _num_tokens(self, plan: MicroBatchPlan) -> list[int]:
         """Of each micro-batch of some data rank, as `to_micro_batch` fills it up; where there is no row, two."""
-        multiple = self._multiple_of(plan)
+        multiple = self._batches.multiple_of(plan)
         sizes = [sum(document.num_tokens for document in part) or 2 for part in plan.micro_batches]
         return [-(-size // multiple) * multiple // self.group.degrees.context for size in sizes]
 

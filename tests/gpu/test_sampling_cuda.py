@@ -9,7 +9,8 @@ import torch
 import transformers
 
 from lockstep.config import LoraConfig
-from lockstep.inference.engine import ContinuousEngine, LocalEngine
+from lockstep.inference.continuous_engine import ContinuousEngine
+from lockstep.inference.engine import LocalEngine
 from lockstep.inference.token_sampling import random_streams, uniforms
 from lockstep.model.lora import add_lora
 from lockstep.model.policy import PackedTokens, Policy, decoder_layers

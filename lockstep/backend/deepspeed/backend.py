@@ -23,11 +23,12 @@ from torch import Tensor, nn
 
 from lockstep.algorithms.losses import lacks_reference
 from lockstep.backend import loss_step, optimizers, state
-from lockstep.backend.batching import MicroBatch, documents_for, plan_micro_batches, to_micro_batch
+from lockstep.backend.batching import MicroBatch, RankBatch
 from lockstep.backend.build import build_policy, settle_dtypes
 from lockstep.backend.deepspeed.config import resolve_ds_config, wanted_precision
-from lockstep.backend.loss_step import RankBatch, TokenLogprobs
+from lockstep.backend.loss_step import TokenLogprobs
 from lockstep.backend.probe import check_policy
+from lockstep.backend.rank_batches import RankBatches, tile_tokens
 from lockstep.backend.reference import AdapterOff
 from lockstep.backend.torch_backend import agree_on_precision, join_group
 from lockstep.config import ParallelConfig
@@ -104,6 +105,7 @@ class DeepSpeedBackend:
             logits_gib=logits_gib,
         )
         self.policy, self.parts = built.policy, built.parts
+        self._batches = RankBatches(self.policy, self.group, tile_tokens(self.device))
         exact = self._cast(narrow)
         self._reference = AdapterOff(model) if reference == "adapter_off" else None
         self._optimizer = optimizers.build_optimizer(self.parameters(), self.device)
@@ -315,19 +317,7 @@ class DeepSpeedBackend:
             self.policy.train()
 
     def _rank_batch(self, batch: Sequence[Datum], loss: LossSpec) -> RankBatch:
-        documents = documents_for(self.policy, batch, self.micro_batch_tokens)
-        plan = plan_micro_batches(
-            documents,
-            rank=self.group.data_rank,
-            num_ranks=self.group.degrees.data,
-            budget_tokens=self.micro_batch_tokens,
-            max_documents=None if self.policy.packs else 1,
-        )
-        multiple_of = 128 if self.device.type == "cuda" and self.policy.packs else 1  # whole tiles for matrix kernels
-        micro_batches = [
-            to_micro_batch(part, batch, loss, self.device, torch.float32, multiple_of) for part in plan.micro_batches
-        ]
-        return RankBatch(batch, documents, plan, micro_batches)
+        return self._batches.make(batch, loss, self.micro_batch_tokens)
 
     def _logprobs(self, rank_batch: RankBatch, *, facts: bool = False) -> list[TokenLogprobs]:
         """Of each micro-batch, without gradient."""

@@ -14,7 +14,8 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lockstep.inference.engine import ContinuousEngine, LocalEngine, SampleCall
+from lockstep.inference.continuous_engine import ContinuousEngine, SampleCall
+from lockstep.inference.engine import LocalEngine
 from lockstep.inference.sequence import SequenceOptions, TokenSequence
 from lockstep.inference.server.errors import ApiError, closing
 from lockstep.types import SamplingParams

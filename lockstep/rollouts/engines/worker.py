@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from lockstep.config import LoraConfig, ModelConfig, RunConfig
-from lockstep.inference.engine import ContinuousEngine, LocalEngine, SampleCall, load_engine
+from lockstep.inference.continuous_engine import ContinuousEngine, SampleCall
+from lockstep.inference.engine import LocalEngine, load_engine
 from lockstep.processes.worker import Reply
 from lockstep.rollouts.engines.publishing import Manifest, WeightReceiver
 from lockstep.rollouts.episode import as_bytes, as_text

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.backend.batching import Document, MicroBatch, documents_of, plan_micro_batches, to_micro_batch
-from lockstep.backend.loss_step import RankBatch, flag_nonfinite
+from lockstep.backend.batching import Document, MicroBatch, RankBatch, documents_of, plan_micro_batches, to_micro_batch
+from lockstep.backend.loss_step import flag_nonfinite
 from lockstep.types import Completion, Datum, LossSpec
 
 GAPS = Datum([10, 11, 12], [Completion([20, 21, 22, 23], [0.0, 1.0, 0.0, 0.5])], "a:1")

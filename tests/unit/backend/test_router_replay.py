@@ -18,7 +18,8 @@ from torch import Tensor
 
 from lockstep.backend.torch_backend import TorchBackend
 from lockstep.config import ConfigError, load_config
-from lockstep.inference.engine import ContinuousEngine, LocalEngine
+from lockstep.inference.continuous_engine import ContinuousEngine
+from lockstep.inference.engine import LocalEngine
 from lockstep.model.policy import causal_lm
 from lockstep.model.replay import RoutingRows
 from lockstep.model.routing import find_routers

@@ -12,8 +12,9 @@ import torch
 from tiny import build_model, build_tokenizer
 
 from lockstep.config import ConfigError, LoraConfig
+from lockstep.inference.continuous_engine import ContinuousEngine
 from lockstep.inference.decoder import Decoder
-from lockstep.inference.engine import ContinuousEngine, LocalEngine
+from lockstep.inference.engine import LocalEngine
 from lockstep.inference.sequence import SequenceOptions
 from lockstep.model.adapters import LoraAdapter, load_adapter
 from lockstep.model.lora import add_lora

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from tiny import build_model, build_tokenizer
 
 from lockstep.config import LoraConfig
+from lockstep.inference.continuous_engine import ContinuousEngine
 from lockstep.inference.decoder import Decoder
-from lockstep.inference.engine import ContinuousEngine, LocalEngine
+from lockstep.inference.engine import LocalEngine
 from lockstep.inference.hf_generate import GenerateFacts
 from lockstep.model.load import apply_weights
 from lockstep.model.lora import add_lora

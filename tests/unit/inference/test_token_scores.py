@@ -8,7 +8,8 @@ import pytest
 import torch
 from tiny import build_model, build_tokenizer
 
-from lockstep.inference.engine import ContinuousEngine, LocalEngine
+from lockstep.inference.continuous_engine import ContinuousEngine
+from lockstep.inference.engine import LocalEngine
 from lockstep.inference.sequence import SequenceOptions
 from lockstep.types import SamplingParams
 

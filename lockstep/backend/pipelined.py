@@ -36,6 +36,11 @@ class PipelinedPasses:
         self._hidden_size = causal.config.get_text_config().hidden_size
         self._tied = find_tied(causal, built.stages, built.num_stages)
 
+    @classmethod
+    def of(cls, built: Built, group: ProcessGroup, schedule: str, dtype: torch.dtype) -> PipelinedPasses | None:
+        """None where the model is not split into stages."""
+        return cls(built, group, schedule, dtype) if built.stages else None
+
     def num_micro_batches(self, wanted: int) -> int:
         return self._pipeline.num_micro_batches(wanted)
 

@@ -120,9 +120,7 @@ class TorchBackend:
             router_replay=router_replay,
         )
         self.policy, self._module, self.parts = built.policy, built.module, built.parts
-        self._pipelined = (
-            PipelinedPasses(built, self.group, parallel.schedule, DTYPES[self.precision]) if built.stages else None
-        )
+        self._pipelined = PipelinedPasses.of(built, self.group, parallel.schedule, DTYPES[self.precision])
         self._narrow = _narrow_copies(self.policy, None if self.group.degrees.sharded else compute_dtype)
         self._roots: list[nn.Module] = [self.policy, *built.stages.values()]
         self.slow = self._check_passes(built)

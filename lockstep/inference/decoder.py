@@ -20,17 +20,11 @@ from lockstep.inference.adapter_bank import NO_ADAPTER, AdapterBank
 from lockstep.inference.cuda_graphs import CompiledStep, StepGraphs, StepSpeed, first_line
 from lockstep.inference.fused_linear import MIN_ROWS, FusedLinears
 from lockstep.inference.joined_linear import JoinedLinears
-from lockstep.inference.kv_cache import (
-    AttentionPass,
-    DecodePass,
-    KeyValueCache,
-    LayerShape,
-    SharedPrompts,
-)
+from lockstep.inference.kv_cache import AttentionPass, DecodePass, LayerShape
 from lockstep.inference.model_call import ModelCall
 from lockstep.inference.prefill import PrefillPass, PrefillShapes, pack_prompts, split_prompts
 from lockstep.inference.probe import find_call
-from lockstep.inference.slot_cache import SlotCache
+from lockstep.inference.slots import DecodeSlots
 from lockstep.inference.token_sampling import (
     LaunchedSteps,
     RowTruncations,
@@ -81,8 +75,7 @@ class Decoder:
         self.sharded = sharded and dist.is_initialized()
         self.device: torch.device = self._causal.device
         self.graphs = StepGraphs(model) if graphs and self.device.type == "cuda" and not sharded else None
-        self._cache: KeyValueCache | None = None
-        self._prompts: SharedPrompts | None = None
+        self.slots = DecodeSlots(self.device)
         self._prefill_shapes = PrefillShapes(self.device)
         self._shapes: dict[nn.Module, LayerShape] = {}
         self.linears: FusedLinears | None = None
@@ -93,7 +86,7 @@ class Decoder:
         self._bank_revision = -1
         self._speed, self._read_at = StepSpeed(report), 0.0
         self._groups = find_call(self, model, fuses=fuses and self.device.type == "cpu" and not sharded)
-        if self._states is not None and self.graphs is not None:
+        if self.slots.states is not None and self.graphs is not None:
             # A capture runs a step more than once, and only tokens and positions would be as before.
             self.graphs = None
             report(f"decoding steps are no CUDA graphs: layers of {type(self._causal).__name__} keep a state")
@@ -107,6 +100,7 @@ class Decoder:
     def use_call(self, call: ModelCall, shapes: dict[nn.Module, LayerShape], *, kernels: bool = True) -> None:
         """`shapes`: of what attention of ours keeps. `kernels`: where those of a GPU can be used, they are."""
         self._call, self._shapes, self.linears = call, shapes, None
+        self.slots.use_shapes(shapes, call.cache)
         self._head = nn.Identity() if call.whole else self._causal.get_output_embeddings()
         self._transform = LogitTransform() if call.whole else logit_transform(self._causal)
         on_gpu = kernels and self.device.type == "cuda"
@@ -132,37 +126,13 @@ class Decoder:
             yield
 
     @property
-    def bytes_per_token(self) -> int:
-        kept = 0 if self._states is None else self._states.bytes_per_token
-        return kept + sum(shape.num_bytes for shape in self._shapes.values())
-
-    @property
-    def cache_bytes(self) -> int:
-        tensors = None if self._states is None else self._states.tensors
-        return sum(cache.num_bytes for cache in (self._cache, tensors) if cache is not None)
-
-    def slot_bytes(self, length: int) -> int:
-        """Cache for a sequence of at most `length` tokens."""
-        fixed = 0 if self._states is None else self._states.bytes_per_slot
-        return max(self.bytes_per_token * self._capacity(length) + fixed, 1)
-
-    @property
     def attends(self) -> bool:
         """Whether attention is ours: every row at its own length, and prompts packed."""
         return self._call.attends
 
-    @property
-    def keeps_states(self) -> bool:
-        """Whether layers have a state that cannot go back to an earlier token."""
-        return self._states is not None and self._states.has_states
-
-    @property
-    def _states(self) -> SlotCache | None:
-        return self._call.cache
-
     def spare_bytes(self) -> int:
         """The default limit of the cache: half of the free memory, the same on every rank."""
-        spare = torch.tensor((kv_cache.free_bytes(self.device) + self.cache_bytes) // 2, device=self.device)
+        spare = torch.tensor((kv_cache.free_bytes(self.device) + self.slots.num_bytes) // 2, device=self.device)
         if self.sharded:
             dist.all_reduce(spare, dist.ReduceOp.MIN)
         return int(spare)
@@ -174,37 +144,20 @@ class Decoder:
 
     def prepare(self, num_slots: int, length: int) -> None:
         """Empty slots for sequences of at most `length` tokens. Call before any pass."""
-        if self._has_room(num_slots, length):
-            self._kv_cache.clear()
-            if self._states is not None:
-                self._states.stored.clear()
-            self.forget_prompts()
+        if self.slots.has_room(num_slots, length):
+            self.slots.clear()
         else:
             self.release()
-            self._allocate(num_slots, self._capacity(length))
-        self._tokens.zero_()
-        self._positions.zero_()
-        self._adapters.zero_()
+            self.slots.allocate(num_slots, length, shares_prompts=self.by_kernel)
         self._num_slots = num_slots
         self.check_model()
 
     def grow(self, num_slots: int, length: int) -> None:
         """More or longer slots; their contents stay."""
         self._num_slots = max(num_slots, self._num_slots)
-        if self._has_room(num_slots, length):
-            self.check_model()
-            return
-        old, old_state, old_prompts = self._kv_cache, self._slot_state, self._prompts
-        kept = None if self._states is None else self._states.stored
-        self.release()
-        self._allocate(max(num_slots, old.num_slots), max(self._capacity(length), old.capacity))
-        self._kv_cache.copy_from(old)
-        if self._states is not None and kept is not None:
-            self._states.stored.copy_from(kept)
-        if self._prompts is not None and old_prompts is not None:
-            self._prompts.copy_from(old_prompts)
-        for state, old_values in zip(self._slot_state, old_state, strict=True):
-            state[: len(old_values)] = old_values
+        if not self.slots.has_room(num_slots, length):
+            self._drop_graphs()
+            self.slots.grow(num_slots, length, shares_prompts=self.by_kernel)
         self.check_model()
 
     def check_model(self) -> None:
@@ -221,11 +174,12 @@ class Decoder:
 
     def release(self) -> None:
         """Free the cache, and the graphs that use it."""
+        self._drop_graphs()
+        self.slots.release()
+
+    def _drop_graphs(self) -> None:
         if self.graphs is not None:
             self.graphs.clear()
-        self._cache = self._prompts = None
-        if self._states is not None:
-            self._states.tensors = None
 
     def prefill(
         self,
@@ -239,9 +193,8 @@ class Decoder:
         """
         found: dict[int, list[TokenScores]] = {}
         self.prompt_routing = {}
-        if self._states is not None:
-            self._states.stored.begin([slot for slot, _ in prompts])
-        one_by_one = self._states is not None  # a state is that of one sequence
+        self.slots.begin([slot for slot, _ in prompts])
+        one_by_one = self.slots.states is not None  # a state is that of one sequence
         for part in split_prompts(
             [(slot, tokens) for slot, tokens in prompts if len(tokens)], 1 if one_by_one else None
         ):
@@ -253,9 +206,9 @@ class Decoder:
             numbers = torch.tensor([(adapters or {}).get(slot, NO_ADAPTER) for slot in slots])
             adapted = self.adapted(numbers.repeat_interleave(torch.tensor(lengths)).to(self.device))
             # The next token belongs to the text as well: its length decides.
-            kept = contextlib.nullcontext() if self._states is None else self._states.prefilling(slots[0])
+            kept = contextlib.nullcontext() if self.slots.states is None else self.slots.states.prefilling(slots[0])
             with adapted, kept, self.rotary.texts([TextSpan(length, length + 1) for length in lengths]):
-                hidden = self._prefill(rows[0], PrefillPass(self._kv_cache, lengths, rows[1], rows[2], boundaries))
+                hidden = self._prefill(rows[0], PrefillPass(self.slots.kv_cache, lengths, rows[1], rows[2], boundaries))
             for slot, routed in zip(slots, self._routing().split(lengths) if self.recorder else (), strict=False):
                 self.prompt_routing[slot] = routed.cpu().numpy().tobytes()
             for (slot, tokens), states in zip(part, hidden.split(lengths), strict=True):
@@ -279,9 +232,9 @@ class Decoder:
         if (chosen := self._prefill_shapes.buffers(part)) is None:
             return False
         shape, buffers, is_worth_a_graph = chosen
-        buffers.fill(part, self._kv_cache.capacity)
+        buffers.fill(part, self.slots.kv_cache.capacity)
         attention = PrefillPass(
-            self._kv_cache, [shape.max_length], buffers.slots, buffers.positions, buffers.boundaries
+            self.slots.kv_cache, [shape.max_length], buffers.slots, buffers.positions, buffers.boundaries
         )
 
         def run() -> tuple[Tensor, ...]:
@@ -293,71 +246,6 @@ class Decoder:
         else:
             run()
         return True
-
-    def forget_prompts(self) -> None:
-        """Every slot holds its own tokens from here on."""
-        if self._prompts is not None:
-            self._prompts.clear()
-
-    def copy_prompts(self, moves: Sequence[tuple[int, int]], written: Sequence[int], length: int) -> None:
-        """As `copy`, before the slots in `written` get prompts that they have not: others may read there."""
-        self._fork(moves)
-        if self._prompts is None:
-            self.copy(moves, length)
-            return
-        moves = [(self._prompts.holder(source), slot) for source, slot in moves]
-        for source, slot, num_tokens in self._prompts.before_write(written):
-            self.copy([(source, slot)], num_tokens)  # no more: what follows are the slot's own
-        self.copy(moves, length)
-
-    def share_prompts(self, moves: Sequence[tuple[int, int, int]]) -> None:
-        """(from slot, to slot, tokens): the second has the tokens of the first, by a copy or by reading there."""
-        self._fork([(source, slot) for source, slot, _ in moves])
-        if self._prompts is None or self.rotary.rules:  # those may compute a slot anew, on its own
-            self.copy([(source, slot) for source, slot, _ in moves], max((n for *_, n in moves), default=0))
-        else:
-            self._prompts.share(moves)
-
-    def copy(self, moves: Sequence[tuple[int, int]], length: int) -> None:
-        """The first `length` tokens of one slot to another, for each (from slot, to slot)."""
-        self._kv_cache.copy(moves, length)
-        if self._states is not None:
-            self._states.stored.copy_tokens(moves, length)
-
-    def keep_prompts(self, slots: Sequence[int]) -> None:
-        """The states after the prompts in these slots, for samples that come later; all others are dropped."""
-        if self._states is not None:
-            self._states.stored.keep_prompts(slots)
-
-    def _fork(self, moves: Sequence[tuple[int, int]]) -> None:
-        if self._states is not None:
-            self._states.stored.fork_states(moves)
-
-    def move(self, moves: Sequence[tuple[int, int]], length: int) -> None:
-        """An active sequence to another slot, for each (from slot, to slot)."""
-        assert not moves or self._prompts is None, "others may read there"
-        if moves:
-            self.copy(moves, length)
-            if self._states is not None:
-                self._states.stored.move_states(moves)
-            sources, targets = torch.tensor(moves, device=self.device).unbind(1)
-            for state in self._slot_state:
-                state[targets] = state[sources]
-
-    def place(
-        self,
-        slots: Sequence[int],
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        streams: Tensor,
-        adapters: Sequence[int] | None = None,
-    ) -> None:
-        """The token that each slot computes next, its position, and the sequence's random stream and adapter."""
-        index = torch.tensor(slots, device=self.device)
-        self._tokens[index] = torch.tensor(tokens, device=self.device)
-        self._positions[index] = torch.tensor(positions, device=self.device)
-        self._streams[index] = streams.to(self.device)
-        self._adapters[index] = torch.tensor(adapters or [NO_ADAPTER] * len(slots), device=self.device)
 
     def launch(
         self,
@@ -400,38 +288,13 @@ class Decoder:
     def _captured(self) -> int:
         return 0 if self.graphs is None else len(self.graphs.keys)
 
-    @property
-    def _kv_cache(self) -> KeyValueCache:
-        assert self._cache is not None, "prepare comes first"
-        return self._cache
-
-    def _has_room(self, num_slots: int, length: int) -> bool:
-        cache = self._cache
-        return cache is not None and cache.num_slots >= num_slots and cache.capacity >= self._capacity(length)
-
-    def _allocate(self, num_slots: int, capacity: int) -> None:
-        self._cache = KeyValueCache(self._shapes, num_slots, capacity, self.device)
-        if self._states is not None:
-            self._states.allocate(num_slots, capacity, self.device)
-        self._prompts = SharedPrompts(num_slots, self.device) if self.by_kernel else None
-        state = torch.zeros(4, num_slots, dtype=torch.int64, device=self.device)
-        self._tokens, self._positions, self._streams, self._adapters = state.unbind(0)
-
-    @property
-    def _slot_state(self) -> tuple[Tensor, ...]:
-        return self._tokens, self._positions, self._streams, self._adapters
-
-    def _capacity(self, length: int) -> int:
-        step = 128 if self.device.type == "cuda" else 32
-        return -(-length // step) * step
-
     def _attended_length(self, length: int) -> int:
         """Rounded up; on CUDA to powers of two, as each length is a graph of its own, unless one graph serves all."""
         if self.by_kernel:
-            return self._kv_cache.capacity
+            return self.slots.kv_cache.capacity
         if self.device.type == "cuda":
             length = 1 << max(length - 1, 127).bit_length()
-        return min(self._capacity(length), self._kv_cache.capacity)
+        return min(self.slots.capacity_for(length), self.slots.kv_cache.capacity)
 
     def _step(
         self, batch_size: int, length: int, truncation: Truncation | RowTruncations, num_top: int | None
@@ -461,7 +324,7 @@ class Decoder:
 
         if self.graphs is None:
             return step()
-        state = (self._tokens, self._positions)
+        state = (self.slots.tokens, self.slots.positions)
         try:
             return self.graphs.run(key, step, state)
         except (torch.OutOfMemoryError, ValueError):
@@ -476,24 +339,24 @@ class Decoder:
     @contextlib.contextmanager
     def _fast_modules(self, batch_size: int) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self.adapted(self._adapters[:batch_size]))
+            stack.enter_context(self.adapted(self.slots.adapters[:batch_size]))
             if self.linears is not None:
                 stack.enter_context(self.linears.installed())
             if self.joined is not None:
                 stack.enter_context(self.joined.installed())
             if self.compiled is not None:
-                stack.enter_context(self._kv_cache.attached())
+                stack.enter_context(self.slots.kv_cache.attached())
                 stack.enter_context(self.compiled.installed())
             yield
 
     def _take_tokens(
         self, outputs: Tensor, truncation: Any, num_top: int | None, draw: Callable[..., tuple[Tensor, ...]]
     ) -> tuple[Tensor, ...]:
-        positions, streams = self._positions[: len(outputs)], self._streams[: len(outputs)]
+        positions, streams = self.slots.positions[: len(outputs)], self.slots.streams[: len(outputs)]
         tokens, logprobs = draw(outputs, streams, positions, truncation)
         scores = () if num_top is None else score_tokens(self._as_logits(outputs), tokens, num_top)
-        self._tokens[: len(outputs)] = tokens
-        positions.add_(1).clamp_(max=self._kv_cache.capacity - 1)  # empty slots count on
+        self.slots.tokens[: len(outputs)] = tokens
+        positions.add_(1).clamp_(max=self.slots.kv_cache.capacity - 1)  # empty slots count on
         return tokens, logprobs, *scores
 
     def _draw_rows(
@@ -501,7 +364,7 @@ class Decoder:
     ) -> tuple[Tensor, ...]:
         """Slots without a truncation are empty: they keep their token."""
         logits = self._as_logits(outputs)
-        tokens, logprobs = self._tokens[: len(outputs)].clone(), logits.new_zeros(len(outputs))
+        tokens, logprobs = self.slots.tokens[: len(outputs)].clone(), logits.new_zeros(len(outputs))
         for truncation, rows in truncations:
             index = torch.tensor(rows, device=self.device)
             random = uniforms(streams[index], positions[index] + 1)
@@ -532,9 +395,9 @@ class Decoder:
         return self._as_logits(self._head_outputs(batch_size, length))
 
     def _head_outputs(self, batch_size: int, length: int) -> Tensor:
-        tokens, positions = self._tokens[:batch_size], self._positions[:batch_size]
-        attention = DecodePass(self._kv_cache, positions, length, prompts=self._prompts)
-        kept = contextlib.nullcontext() if self._states is None else self._states.decoding(positions, length)
+        tokens, positions = self.slots.tokens[:batch_size], self.slots.positions[:batch_size]
+        attention = DecodePass(self.slots.kv_cache, positions, length, prompts=self.slots.prompts)
+        kept = contextlib.nullcontext() if self.slots.states is None else self.slots.states.decoding(positions, length)
         with self.rotary.next_tokens(), kept as mask:
             hidden = self._hidden(tokens[:, None], positions[:, None], attention, mask)
         return self._head(hidden[:, 0])

@@ -145,7 +145,7 @@ class LocalEngine:
     @property
     def cache_bytes(self) -> int:
         """Memory held for keys and values, also between calls: CUDA graphs read and write it."""
-        return 0 if self._decoder is None else self._decoder.cache_bytes
+        return 0 if self._decoder is None else self._decoder.slots.num_bytes
 
     def release_cache(self) -> None:
         if self._decoder is not None:

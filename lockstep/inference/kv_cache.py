@@ -118,7 +118,7 @@ class KeyValueCache:
     """`num_slots` sequences of at most `capacity` tokens. Zeros at first: masked values are still multiplied by 0."""
 
     def __init__(
-        self, shapes: dict[nn.Module, LayerShape], num_slots: int, capacity: int, device: torch.device
+        self, shapes: Mapping[nn.Module, LayerShape], num_slots: int, capacity: int, device: torch.device
     ) -> None:
         self.num_slots, self.capacity, self._device = num_slots, capacity, device
         self._layers: dict[nn.Module, tuple[Tensor, Tensor]] = {}

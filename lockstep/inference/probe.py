@@ -90,6 +90,6 @@ def _compare_step(decoder: Decoder, check: ModelCheck, place: int) -> None:
     """`place`: of the tokens, from the end of their texts."""
     slots, positions = range(len(check.texts)), [len(text) + place for text in check.texts]
     streams = torch.zeros(len(slots), dtype=torch.int64)
-    decoder.place(slots, [text[place] for text in check.texts], positions, streams)
+    decoder.slots.place(slots, [text[place] for text in check.texts], positions, streams)
     decoder.announce(working=True)
     check.compare(decoder.logits(len(slots), len(check.texts[0])), positions)

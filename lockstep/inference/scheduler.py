@@ -190,7 +190,7 @@ class ContinuousBatch:
     def __init__(self, decoder: Decoder, limits: BatchLimits) -> None:
         self._decoder, self._limits = decoder, limits
         self._max_bytes = decoder.spare_bytes() if limits.max_bytes is None else limits.max_bytes
-        self._schedule = SlotSchedule(keeps_states=decoder.keeps_states)
+        self._schedule = SlotSchedule(keeps_states=decoder.slots.keeps_states)
         self._sequences: dict[int, TokenSequence] = {}  # unfinished, by id
         self._max_length = 0  # of a sequence that fits a slot
         self._has_new = True  # sequences came since slots were last made
@@ -247,7 +247,7 @@ class ContinuousBatch:
             finished += self._step()
         if self._schedule.active and not self._decoder.has_fixed_batch:
             longest = max(self._sequences[sequence_id].length for sequence_id in self._schedule.active.values())
-            self._decoder.move(self._schedule.compact(), longest)
+            self._decoder.slots.move(self._schedule.compact(), longest)
         return finished
 
     def change_adapters(self) -> None:
@@ -262,7 +262,7 @@ class ContinuousBatch:
                 f"a prompt of {len(sequence.prompt)} tokens and {sequence.num_left} new ones: beyond {longest} every "
                 "token would change the positions of all others. Lower max_tokens"
             )
-        needed = self._decoder.slot_bytes(sequence.max_length)
+        needed = self._decoder.slots.bytes_for(sequence.max_length)
         if needed > self._max_bytes:
             raise ValueError(
                 f"a prompt of {len(sequence.prompt)} tokens and {sequence.num_left} new ones need "
@@ -276,7 +276,7 @@ class ContinuousBatch:
         num_wanted = max(len(self._sequences), self._limits.min_slots)
         if self._decoder.has_fixed_batch:
             num_wanted = 1 << (num_wanted - 1).bit_length()  # calls of about one size then share their graphs
-        num_slots = min(self._limits.max_slots, num_wanted, self._max_bytes // self._decoder.slot_bytes(length))
+        num_slots = min(self._limits.max_slots, num_wanted, self._max_bytes // self._decoder.slots.bytes_for(length))
         self._has_new = False
         if length <= self._max_length and num_slots <= self._schedule.num_slots:
             return
@@ -296,7 +296,7 @@ class ContinuousBatch:
         """Keys and values of every active sequence; cached prompts of others are forgotten."""
         self._is_outdated = False
         self._schedule.forget_cached()
-        self._decoder.forget_prompts()
+        self._decoder.slots.forget_prompts()
         self._decoder.check_model()
         sequences = {slot: self._sequences[sequence_id] for slot, sequence_id in self._schedule.active.items()}
         self._prefill(sequences)
@@ -348,11 +348,13 @@ class ContinuousBatch:
         sequences = {slot: self._sequences[sequence_id] for slot, sequence_id in admission.placed}
         longest = max(len(sequence.prompt) for sequence in sequences.values()) - 1
         written = [slot for slot, _ in admission.computed] + [to for _, to in (*admission.copied, *admission.shared)]
-        self._decoder.copy_prompts(admission.copied, written, longest)
+        self._decoder.slots.copy_prompts(admission.copied, written, longest)
         self._prefill({slot: sequences[slot] for slot, _ in admission.computed})
-        self._decoder.share_prompts([(a, b, len(sequences[b].prompt) - 1) for a, b in admission.shared])
-        if self._decoder.keeps_states:
-            self._decoder.keep_prompts(self._schedule.waited_prompts())
+        shared = [(a, b, len(sequences[b].prompt) - 1) for a, b in admission.shared]
+        # Where angles depend on length, a slot may be computed anew, on its own.
+        self._decoder.slots.share_prompts(shared, copies=bool(self._decoder.rotary.rules))
+        if self._decoder.slots.keeps_states:
+            self._decoder.slots.keep_prompts(self._schedule.waited_prompts())
         self._share_routing(sequences.values())
         self._finish_scored(admission.placed)
         self._place(sequences)
@@ -370,7 +372,7 @@ class ContinuousBatch:
         positions = [sequence.length - 1 for sequence in sequences.values()]
         streams = torch.tensor([sequence.random_stream for sequence in sequences.values()])
         adapters = [self._adapter(sequence) for sequence in sequences.values()]
-        self._decoder.place(list(sequences), last_tokens, positions, streams, adapters)
+        self._decoder.slots.place(list(sequences), last_tokens, positions, streams, adapters)
 
     def _finish_scored(self, placed: ActiveSlots) -> None:
         """Sequences that sample nothing leave as soon as their prompt is scored."""

@@ -254,7 +254,7 @@ BACKEND = (
     ),
     Fault(
         "tensor ranks take different rows",
-        TORCH,
+        "backend/rank_batches.py",
         "rank=self.group.data_rank if",
         "rank=self.group.rank % self.group.degrees.data if",
         (RANKS, f"{LAYOUT} -k shard-2-tensor-2"),

@@ -112,15 +112,19 @@ class DeepSpeedBackend:
         self.engine = self._start_engine(settings)
         _set_deadlines(_process_groups() - before, timeout_s)
         self.pieces = ZeroPieces(self._deepspeed, self.engine, self._optimizer, self.group)
-        for name, parameter in self.parameters().items():
-            if name in exact:
-                self.pieces.set(parameter, exact.pop(name).to(self.device))
+        self._restore(exact)
         self.slow = check_policy(self.policy, self._evaluation(), self.device, self.precision)
         built.leave_loops_uncompiled()
         self.warnings = list(built.warnings)
         self.policy.use_temperature(temperature)  # the check above compares at temperature 1
         self._has_gradients = False
         state.seed_rank(seed, self.group.data_rank)
+
+    def _restore(self, exact: dict[str, Tensor]) -> None:
+        """Into the optimizer's pieces, what a narrower model has lost. One by one, to hold little at a time."""
+        for name, parameter in self.parameters().items():
+            if name in exact:
+                self.pieces.set(parameter, exact.pop(name).to(self.device))
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """What is trained, by the names that the model itself uses; with stage 3 without their content."""

@@ -103,7 +103,7 @@ def decode(decoder: Decoder, num_rows: int, length: int) -> tuple[list[list[int]
         decoder.prefill([(row, prompt[:-1]) for row, prompt in enumerate(prompts)])
         ends = [prompt[-1] for prompt in prompts]
         positions = [len(prompt) - 1 for prompt in prompts]
-        decoder.place(range(num_rows), ends, positions, torch.arange(num_rows))
+        decoder.slots.place(range(num_rows), ends, positions, torch.arange(num_rows))
         return decoder.launch(6, num_rows, length, Truncation(1.0)).read()
 
 

@@ -28,7 +28,7 @@ def step(decoder: Decoder, num_slots: int, batch_size: int | None = None) -> lis
     with decoder.in_use():
         decoder.prepare(num_slots, 32)
         decoder.prefill([(slot, [3 + slot, 5, 7]) for slot in range(num_slots)])
-        decoder.place(list(range(num_slots)), [9] * num_slots, [3] * num_slots, torch.arange(num_slots))
+        decoder.slots.place(list(range(num_slots)), [9] * num_slots, [3] * num_slots, torch.arange(num_slots))
         _, logprobs = decoder.launch(3, batch_size or num_slots, 8, GREEDY).read()
     return [number for row in logprobs for number in row]
 

@@ -139,7 +139,7 @@ def test_a_state_that_is_not_kept_is_found_out(dtype: torch.dtype, kind: str, mo
     torch.manual_seed(0)
     family = "lfm2" if kind == "conv" else "qwen3_next"
     model = transformers.AutoModelForCausalLM.from_config(tiny_config(family), dtype=dtype).eval()
-    assert Decoder(model).keeps_states
+    assert Decoder(model).slots.keeps_states
     method = f"update_{kind}_state"
     update = getattr(SlotCache, method)
 

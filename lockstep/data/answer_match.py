@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 
 # 1,234.5  .5  3/4  1.5e3. A list like "1,2" is two numbers; the minus of "5-3" is no sign.
@@ -12,6 +12,7 @@ _NUMBER = re.compile(
     r"(?P<digits>\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)(?P<power>[eE][+-]?\d{1,3}(?!\d))?"
     r"(?:/(?P<below>\d+))?"
 )
+_FIRST = re.compile(r"[-\u2212$€£¥.\d]")  # what a number can begin with: looked for first, which takes a tenth of the time
 _DATE = re.compile(r"\d+(?:/\d+){2,}")
 _FRACTION_COMMAND = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 _LONGEST_NUMBER = 400  # characters; a model that repeats a digit for ever writes no number
@@ -55,11 +56,20 @@ def _numbers(text: str, *, first: bool = False) -> Fraction | None:
     text = _FRACTION_COMMAND.sub(r"\1/\2", text).replace(r"\$", "$").replace("{,}", ",")
     text = _DATE.sub(lambda date: date[0].replace("/", " "), text)  # 1/2/2025 holds no fraction
     found = None
-    for match in _NUMBER.finditer(text):
+    for match in _matches(text):
         found = _value(match)
         if first and found is not None:
             return found
     return found
+
+
+def _matches(text: str) -> Iterator[re.Match[str]]:
+    place = 0
+    while (start := _FIRST.search(text, place)) is not None:
+        match = _NUMBER.match(text, start.start())
+        if match is not None:
+            yield match
+        place = start.end() if match is None else match.end()
 
 
 def _value(match: re.Match[str]) -> Fraction | None:

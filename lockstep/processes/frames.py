@@ -236,10 +236,13 @@ def pack_result(number: int, result: Reply | BaseException) -> list[bytes | memo
             return pack_message({"number": number, "body": result.body}, result.tensors)
         except ValueError as error:
             result = error
-    reason = str(result).strip() or type(result).__name__
-    trace = "".join(traceback.format_exception(result))
-    failure = {"kind": type(result).__name__, "reason": reason, "traceback": trace}
-    return pack_message({"number": number, "failure": failure})
+    return pack_message({"number": number, "failure": describe_failure(result)})
+
+
+def describe_failure(error: BaseException) -> dict[str, str]:
+    """What WorkerFailed is made of, on the other side."""
+    reason = str(error).strip() or type(error).__name__
+    return {"kind": type(error).__name__, "reason": reason, "traceback": "".join(traceback.format_exception(error))}
 
 
 def read_result(frame: Frame, worker: str, method: str) -> Reply | WorkerFailed:

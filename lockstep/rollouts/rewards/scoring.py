@@ -288,11 +288,11 @@ class RewardPool:
         names = [reward.name for reward in self._spec.rewards]
         # Where there are several rewards, the last time each is asked for alone: that shows which one it is.
         max_deaths = MAX_DEATHS if len(names) == 1 else MAX_DEATHS - 1
-        futures = [self._pool.submit(Task("score", attempt), max_deaths) for attempt in attempts]
+        futures = self._pool.submit_all([Task("score", attempt) for attempt in attempts], max_deaths)
         return [self._outcome(future, attempt, names) for future, attempt in zip(futures, attempts, strict=True)]
 
     def play(self, attempts: Sequence[Attempt]) -> list[Turn]:
-        futures = [self._pool.submit(Task("play", attempt)) for attempt in attempts]
+        futures = self._pool.submit_all([Task("play", attempt) for attempt in attempts])
         return [self._turn(future, attempt) for future, attempt in zip(futures, attempts, strict=True)]
 
     def close(self) -> None:

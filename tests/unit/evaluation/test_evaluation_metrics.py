@@ -7,7 +7,10 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from lockstep.data import answer_match
 from lockstep.data.answer_match import find_number
 from lockstep.evaluation import metrics
 from lockstep.evaluation.metrics import (
@@ -67,6 +70,14 @@ def test_exact_match_forgives_white_space_and_nothing_else():
 )
 def test_the_number_that_a_text_comes_to(text: str, number: Fraction | int | None):
     assert find_number(text) == number
+
+
+@given(st.text(st.sampled_from("0123 ,.-\u2212$€/eE+)x\n"), max_size=30))
+def test_numbers_are_those_that_the_whole_pattern_finds(text: str):
+    plain = [match["digits"] for match in answer_match._NUMBER.finditer(text)]
+    assert [match["digits"] for match in answer_match._matches(text)] == plain
+    signs = [bool(match["sign"] or match["inner"]) for match in answer_match._NUMBER.finditer(text)]
+    assert [bool(match["sign"] or match["inner"]) for match in answer_match._matches(text)] == signs
 
 
 def test_numeric_compares_values_and_an_answer_without_one_is_wrong():

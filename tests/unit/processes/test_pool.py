@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
+from lockstep.processes.local import LocalWorker
 from lockstep.processes.pool import MAX_DEATHS, PoolStartFailed, WorkerPool
 from lockstep.processes.tree import start_time
-from lockstep.processes.worker import WorkerDied, WorkerFailed, WorkerTimedOut
+from lockstep.processes.worker import WorkerDied, WorkerError, WorkerFailed, WorkerTimedOut
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,9 @@ class Square:
                 raise KeyError("no such thing")
             case "hang":
                 time.sleep(600)
+            case "wait":
+                time.sleep(0.3)
+                return "waited"
             case (signal.Signals() as number, Path() as first) if not first.exists():
                 first.touch()
                 os.kill(os.getpid(), number)
@@ -207,3 +211,47 @@ def test_an_interrupt_leaves_no_process_behind() -> None:
         interrupted()
     assert len(set(pids)) >= 1
     assert not any(is_running(pid) for pid in pids)
+
+
+def test_quick_items_travel_together_and_fail_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What is lost with one of them is known to be its fault; the others are answered."""
+    calls, deaths, call = [], list[Any](), LocalWorker.call
+
+    def count(self: LocalWorker, method: str, *rest: Any, **options: Any) -> Any:
+        calls.append(method)
+        return call(self, method, *rest, **options)
+
+    monkeypatch.setattr(LocalWorker, "call", count)
+    with WorkerPool("square", Square(), 1, timeout_s=60, on_death=lambda item, _: deaths.append(item)) as pool:
+        items: list[Any] = [3 * n for n in range(50)]  # without a pause
+        assert [future.result() for future in pool.submit_all(items)] == [n * n for n in items]
+        assert calls.count("run") < 25
+        pool.timeout_s = 0.5
+        once = (signal.SIGKILL, tmp_path / "happened")
+        odd = [*items[:10], "hang", *items[10:20], once, "fail", *items[20:], lambda: None]
+        results = [future.exception() or future.result() for future in pool.submit_all(odd)]
+    assert [r for item, r in zip(odd, results, strict=True) if type(item) is int] == [n * n for n in items]
+    hung, killed, failed, unreadable = (results[i] for i in (10, 21, 22, -1))
+    assert isinstance(hung, WorkerTimedOut)
+    assert "within 0.5 s" in str(hung)
+    assert isinstance(killed, int)  # its second process
+    assert deaths == [once]
+    assert isinstance(failed, WorkerFailed)
+    assert "pickle" in str(unreadable).lower()
+
+
+def test_slow_items_are_not_kept_waiting_behind_each_other(pool: WorkerPool) -> None:
+    for future in pool.submit_all([0] * 40):  # quick so far
+        future.result()
+    started = time.monotonic()
+    assert [future.result() for future in pool.submit_all(["wait"] * 6)] == ["waited"] * 6
+    assert time.monotonic() - started < 6 * 0.3  # the other process took a share
+
+
+def test_closing_a_pool_ends_every_future() -> None:
+    pool = WorkerPool("square", Square(), 1, timeout_s=60)
+    futures = pool.submit_all(["hang", *range(5)])
+    time.sleep(0.2)
+    pool.close()
+    assert all(future.done() for future in futures)
+    assert isinstance(futures[0].exception(), WorkerError)

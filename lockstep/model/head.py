@@ -79,6 +79,28 @@ class TokenFacts(NamedTuple):
     log_sum_sq_probs: Tensor
 
 
+def pick_rows(hidden: Tensor, rows: Tensor) -> Tensor:
+    """[T, H] hidden states -> [N, H], those of the tokens that predict something; some predict several times, where
+    answers share a prompt. On CUDA the way back adds up in a fixed order, and in float32."""
+    if _has_kernel(hidden) and type(hidden) is Tensor:
+        return _PickedRows.apply(hidden, rows)
+    return hidden.index_select(0, rows)
+
+
+class _PickedRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.num_tokens = len(hidden)
+        return hidden.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        from lockstep.model.head_kernel import add_rows
+
+        return add_rows(grads[0], ctx.saved_tensors[0], ctx.num_tokens), None
+
+
 def target_logprobs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: HeadOptions
 ) -> Tensor:
@@ -316,8 +338,8 @@ def _on_this_rank(targets: Tensor, size: int, vocabulary: Vocabulary) -> tuple[T
     return here.clamp(0, max(size - 1, 0)), (here >= 0) & (here < size)
 
 
-def _has_kernel(logits: Tensor) -> bool:
-    return logits.is_cuda and logits.dtype != torch.float64 and _TRITON
+def _has_kernel(tensor: Tensor) -> bool:
+    return tensor.is_cuda and tensor.dtype != torch.float64 and _TRITON
 
 
 def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

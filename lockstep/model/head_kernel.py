@@ -1,6 +1,7 @@
-"""One Triton kernel between the head's matrix products: log-probs, and the gradient written over the logits.
+"""Triton kernels around the head's matrix products. Imported on CUDA only.
 
-Two reads and one write of the logits, where composed operations need several more. Imported on CUDA only.
+Log-probs, and the gradient written over the logits: two reads and one write of these, where composed operations need
+several more. And the way back from the rows that predict something to all tokens.
 """
 
 from __future__ import annotations
@@ -131,3 +132,28 @@ def _launch(
         BLOCK=_BLOCK,
         num_warps=8,
     )
+
+
+@triton.jit
+def _add_rows_kernel(rows, order, starts, sums, size, BLOCK: tl.constexpr):
+    token, place = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < size
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for number in range(tl.load(starts + token), tl.load(starts + token + 1)):
+        row = tl.load(order + number)  # int64
+        total += tl.load(rows + row * size + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(sums + token.to(tl.int64) * size + place, total.to(sums.dtype.element_ty), mask=inside)
+
+
+def add_rows(rows: Tensor, tokens: Tensor, num_tokens: int) -> Tensor:
+    """[N, H] rows, [N] the token of each -> [num_tokens, H]: zero where a token has none.
+
+    Rows of one token are added in their order, in float32: no two programs write to one place.
+    """
+    rows, (sorted_tokens, order) = rows.contiguous(), tokens.sort(stable=True)
+    starts = torch.searchsorted(sorted_tokens, torch.arange(num_tokens + 1, device=tokens.device))
+    size = rows.shape[1]
+    sums = torch.empty(num_tokens, size, dtype=rows.dtype, device=rows.device)
+    block = min(triton.next_power_of_2(size), _BLOCK)
+    _add_rows_kernel[(num_tokens, triton.cdiv(size, block))](rows, order, starts, sums, size, BLOCK=block, num_warps=4)
+    return sums

@@ -24,6 +24,7 @@ from lockstep.model.head import (
     HeadOptions,
     LogitTransform,
     Vocabulary,
+    pick_rows,
     target_logprobs,
     token_facts,
     weighted_logprob_sum,
@@ -270,7 +271,7 @@ class Policy(nn.Module):
         their TokenFacts."""
         weight, bias = head_matrices(causal_lm(self.model).get_output_embeddings())
         weight, bias = _local(weight), None if bias is None else _local(bias)
-        hidden = hidden.index_select(0, packed.predictors)
+        hidden = pick_rows(hidden, packed.predictors)
         if grad_logprobs is not None:
             return weighted_logprob_sum(hidden, weight, bias, packed.targets, grad_logprobs, self.head_options)
         measure = token_facts if facts else target_logprobs

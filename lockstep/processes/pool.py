@@ -281,43 +281,41 @@ class _Slot:
             worker = self.start()
         except (WorkerDied, PoolStartFailed) as error:
             raise _Unanswered(0, error) from error
-        items = items if self._progress is not None else items[:1]
-        body: dict[str, object] = {}
-        for number, item in enumerate(items):
-            try:
-                body[str(number)] = pickle.dumps(item, protocol=5)
-            except Exception as error:  # of this item alone, once it is the first
-                if number == 0:
-                    return [_Result(error=error)]
-                break
+        body = _pack_items(items if self._progress is not None else items[:1])
+        if isinstance(body, Exception):
+            return [_Result(error=body)]
         # Items before the one that takes too long take no longer than _TOGETHER_S.
         allowed_s = timeout_s + _TOGETHER_S * (len(body) > 1)
         try:
             reply = worker.call("run", body, timeout_s=allowed_s).result()
-        except WorkerTimedOut:
-            place, stopped = self._place(len(body)), is_stopped(worker.pid)
-            self._end()
-            message = f"{self.name} gave no answer to run within {timeout_s:g} s"
-            error: WorkerError = WorkerTimedOut(self.name, message)
-            if stopped:  # from outside: the item is not to blame
-                error = WorkerDied(self.name, describe_stop(self.name, worker.pid, timeout_s))
-            raise _Unanswered(place, error) from None
+        except WorkerFailed as failed:  # its results do not fit into a message
+            raise _Unanswered(self._place(len(body)), failed) from failed
         except WorkerDied as died:
             place = self._place(len(body))
             self._end()
             raise _Unanswered(place, died) from died
+        except WorkerTimedOut:
+            place, stopped = self._place(len(body)), is_stopped(worker.pid)
+            self._end()
+            late: WorkerError = WorkerTimedOut(self.name, f"{self.name} gave no answer to run within {timeout_s:g} s")
+            if stopped:  # from outside: the item is not to blame
+                late = WorkerDied(self.name, describe_stop(self.name, worker.pid, timeout_s))
+            raise _Unanswered(place, late) from None
         return [self._read(result, reply.body) for result in reply.body["results"]]
 
     def _read(self, result: dict[str, str] | str, parts: Mapping[str, Any]) -> _Result:
         if isinstance(result, dict):
             return _Result(error=WorkerFailed(self.name, "run", **result))
-        return _Result(pickle.loads(parts[result]))
+        try:
+            return _Result(pickle.loads(parts[result]))
+        except Exception as error:
+            return _Result(error=error)
 
     def _place(self, count: int) -> int:
         """Of the item that the process is or was at, among those it was asked for last."""
         if count == 1 or self._progress is None:
             return 0
-        (place,) = _PLACE.unpack(os.pread(self._progress, _PLACE.size, 0))
+        place: int = _PLACE.unpack(os.pread(self._progress, _PLACE.size, 0))[0]
         return min(place, count - 1)
 
     def close(self) -> None:
@@ -332,6 +330,17 @@ class _Slot:
             os.close(progress)
         if worker is not None:
             worker.kill()
+
+
+def _pack_items(items: Sequence[object]) -> dict[str, bytes] | Exception:
+    """Up to the first that cannot be pickled; why, where that is the very first."""
+    packed: dict[str, bytes] = {}
+    for number, item in enumerate(items):
+        try:
+            packed[str(number)] = pickle.dumps(item, protocol=5)
+        except Exception as error:
+            return packed or error
+    return packed
 
 
 def _open_progress(pid: int, descriptor: int | None) -> int | None:
@@ -370,7 +379,8 @@ class TaskServer:
     def _run(self, body: dict[str, Any], tensors: Mapping[str, object]) -> Reply:
         """As many of the items as are quick: the owner gives the others to whoever is free."""
         assert self._call is not None, "prepare comes first"
-        began, results, parts = time.monotonic(), [], {}
+        began, parts = time.monotonic(), dict[str, bytes]()
+        results: list[str | dict[str, str]] = []
         for name, item in body.items():
             if results and time.monotonic() - began > _TOGETHER_S:
                 break

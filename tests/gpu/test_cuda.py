@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lockstep.backend.torch_backend import TorchBackend
 from lockstep.config import LoraConfig
 from lockstep.model.attention import PackedLayout, packed_attention
-from lockstep.model.head import HeadOptions, LogitTransform, target_logprobs, weighted_logprob_sum
+from lockstep.model.head import HeadOptions, LogitTransform, pick_rows, target_logprobs, weighted_logprob_sum
 from lockstep.model.lora import add_lora
 from lockstep.types import Completion, Datum, LossSpec, OptimStep
 
@@ -104,6 +104,33 @@ def test_the_kernel_gives_entropies_sums_of_squares_and_the_gradient_of_both_kin
         logits.clone(), targets, grad_logprobs, transform.scale, transform.softcap, entropy
     )
     assert distance(written, gradient) < (5e-3 if dtype == torch.bfloat16 else 1e-4)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_tokens", "size"), [(300, 1024), (41, 60), (9, 5000)])
+def test_rows_that_predict_add_up_in_a_fixed_order(dtype, num_tokens, size):
+    """Some tokens predict once, some never, and the end of a shared prompt for each of its answers."""
+    generator = torch.Generator(CUDA).manual_seed(0)
+    rows = torch.randint(num_tokens, (num_tokens // 2,), device=CUDA, generator=generator)
+    rows = torch.cat([rows, rows.new_full((64,), 3), rows.new_tensor([num_tokens - 1])])
+    hidden = torch.randn(num_tokens, size, device=CUDA, generator=generator).to(dtype)
+    grad = torch.randn(len(rows), size, device=CUDA, generator=generator).to(dtype)
+    exact = torch.zeros(num_tokens, size, device=CUDA, dtype=torch.float64).index_add_(0, rows, grad.double())
+    found = []
+    for pick in (pick_rows, pick_rows, lambda hidden, rows: hidden.index_select(0, rows)):
+        leaf = hidden.clone().requires_grad_()
+        picked = pick(leaf, rows)
+        assert torch.equal(picked, hidden[rows])
+        picked.backward(grad)
+        assert leaf.grad is not None
+        found.append(leaf.grad)
+    ours, again, plain = found
+    assert torch.equal(ours, again)
+    assert distance(ours, exact) <= distance(plain, exact) + 1e-7
+    assert distance(ours, exact) < (4e-3 if dtype == torch.bfloat16 else 1e-6)
+    nothing = pick_rows(leaf, rows[:0]).sum()
+    assert not torch.autograd.grad(nothing, leaf)[0].any()
 
 
 @needs_triton

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 
 # 1,234.5  .5  3/4  1.5e3. A list like "1,2" is two numbers; the minus of "5-3" is no sign.
-_NUMBER = re.compile(
+NUMBER = re.compile(
     r"(?P<sign>(?<![\w.)])[-\u2212])?(?:\s?[$€£¥](?P<inner>[-\u2212])?)?"
     r"(?P<digits>\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)(?P<power>[eE][+-]?\d{1,3}(?!\d))?"
     r"(?:/(?P<below>\d+))?"
@@ -58,17 +58,17 @@ def _numbers(text: str, *, first: bool = False) -> Fraction | None:
     text = _FRACTION_COMMAND.sub(r"\1/\2", text).replace(r"\$", "$").replace("{,}", ",")
     text = _DATE.sub(lambda date: date[0].replace("/", " "), text)  # 1/2/2025 holds no fraction
     found = None
-    for match in _matches(text):
+    for match in match_numbers(text):
         found = _value(match)
         if first and found is not None:
             return found
     return found
 
 
-def _matches(text: str) -> Iterator[re.Match[str]]:
+def match_numbers(text: str) -> Iterator[re.Match[str]]:
     place = 0
     while (start := _FIRST.search(text, place)) is not None:
-        match = _NUMBER.match(text, start.start())
+        match = NUMBER.match(text, start.start())
         if match is not None:
             yield match
         place = start.end() if match is None else match.end()

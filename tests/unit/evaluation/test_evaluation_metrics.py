@@ -74,10 +74,10 @@ def test_the_number_that_a_text_comes_to(text: str, number: Fraction | int | Non
 
 @given(st.text(st.sampled_from("0123 ,.-\u2212$€/eE+)x\n"), max_size=30))
 def test_numbers_are_those_that_the_whole_pattern_finds(text: str):
-    plain = [match["digits"] for match in answer_match._NUMBER.finditer(text)]
-    assert [match["digits"] for match in answer_match._matches(text)] == plain
-    signs = [bool(match["sign"] or match["inner"]) for match in answer_match._NUMBER.finditer(text)]
-    assert [bool(match["sign"] or match["inner"]) for match in answer_match._matches(text)] == signs
+    plain = [match["digits"] for match in answer_match.NUMBER.finditer(text)]
+    assert [match["digits"] for match in answer_match.match_numbers(text)] == plain
+    signs = [bool(match["sign"] or match["inner"]) for match in answer_match.NUMBER.finditer(text)]
+    assert [bool(match["sign"] or match["inner"]) for match in answer_match.match_numbers(text)] == signs
 
 
 def test_numeric_compares_values_and_an_answer_without_one_is_wrong():

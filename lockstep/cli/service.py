@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 Server = Annotated[
     str | None, typer.Option("--server", metavar="URL", help="Default: $LOCKSTEP_SERVER, or http://127.0.0.1:8322.")
 ]
+_END_OF_LOG = 4000  # characters in which a failure is looked for
+
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="The job's id.")]
 
 
@@ -105,10 +107,15 @@ def logs(
     from lockstep.service.client import Client
 
     with Client(server) as client:
+        last = ""
         for text in client.logs(job, follow=follow, tail=tail, rank=rank):
             echo(text, nl=False, keep="\r")  # progress bars go back to the beginning of their line
+            last = (last + text)[-_END_OF_LOG:]
         if follow:
             raise typer.Exit(_print_end(client, job))
+        reason = client.job(job).reason.partition("\n")[0]
+        if reason and reason not in last:  # such as what happened before, or to, the process whose log it is
+            _print_end(client, job)
 
 
 def _print_end(client: Client, job_id: str) -> int:

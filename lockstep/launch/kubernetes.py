@@ -16,7 +16,7 @@ from lockstep.config import ConfigError, KubernetesLaunch
 from lockstep.launch.kubernetes_api import Absent, Cluster, ClusterSilent, Exists
 from lockstep.launch.kubernetes_manifest import WORKLOADS, Manifest, Plan
 from lockstep.launch.kubernetes_pods import Judgement, judge
-from lockstep.launch.launcher import Resources, RunHandle, RunState
+from lockstep.launch.launcher import Resources, RunHandle, RunState, record_stop
 from lockstep.launch.local import HANDLE_FILE, read_handle
 from lockstep.launch.run_echo import RunMirror
 from lockstep.rundir import RunDir, open_log, write_atomically
@@ -199,9 +199,7 @@ class _Follower:
     def stop(self, hurry: Callable[[], bool]) -> None:
         """The pods get their grace period, in which the ranks may save."""
         self._remove(hurry)
-        if self._run.status().get("state") != "completed":
-            self._run.clear_failures()
-            self._run.write_status(state="cancelled", error=None, phase=None)
+        record_stop(self._run)
         self._state = RunState("completed" if self._run.status().get("state") == "completed" else "cancelled")
 
     # --- looking ------------------------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+from lockstep.rundir import RunDir
+
 
 @dataclass(frozen=True, slots=True)
 class Resources:
@@ -58,6 +60,24 @@ class RunState:
     def would_fail_again(self) -> bool:
         """A user's mistake (2) or a diverged training (3): no fault of a machine."""
         return self.state == "failed" and self.exit_code in (2, 3)
+
+
+def record_stop(run: RunDir) -> None:
+    """Once no process of a run is left that somebody has stopped."""
+    if run.status().get("state") != "completed":
+        run.clear_failures()
+        run.write_status(state="cancelled", error=None, phase=None, **logged_progress(run))
+
+
+def logged_progress(run: RunDir) -> dict[str, float]:
+    """What the status of a run that was killed lacks: it is written once a second, and the metrics at every step."""
+    status = run.status()
+    seen = int(status.get("step") or 0)
+    later = [record for record in run.metrics() if record["split"] == "train" and record["step"] > seen]
+    if not later:
+        return {}
+    tokens = int(status.get("tokens") or 0) + sum(int(record.get("tokens") or 0) for record in later)
+    return {"step": later[-1]["step"], "loss": later[-1]["loss"], "tokens": tokens}
 
 
 class LauncherBusy(OSError):

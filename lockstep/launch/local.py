@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from lockstep.launch.launcher import Resources, RunHandle, RunState
+from lockstep.launch.launcher import Resources, RunHandle, RunState, logged_progress, record_stop
 from lockstep.processes.rank_environment import RankPlace, without_place
 from lockstep.processes.tree import (
     FATAL_SIGNALS,
@@ -137,10 +137,7 @@ class LocalLauncher:
 
     def stop(self, handle: RunHandle, hurry: Callable[[], bool] = lambda: False) -> None:
         self._end(handle, hurry)
-        run = RunDir(handle.run_dir, owner=True)
-        if run.status().get("state") != "completed":
-            run.clear_failures()
-            run.write_status(state="cancelled", error=None, phase=None)
+        record_stop(RunDir(handle.run_dir, owner=True))
 
     def _command(self, run_dir: Path, procs: int) -> list[str]:
         worker = ["-m", self.worker_module, str(run_dir)]
@@ -229,7 +226,7 @@ class LocalLauncher:
         killed = "" if handle.launch_id in self._ended else _killed_rank(run, child, first_process)
         reason = killed or first or status.get("error") or _describe_end(child)
         if state not in FINISHED_STATES or status.get("error") != reason:
-            run.write_status(state="failed", error=reason, phase=None)
+            run.write_status(state="failed", error=reason, phase=None, **logged_progress(run))
         return RunState("failed", reason, int(failures[0].get("exit_code", 1)) if failures else 1)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from lockstep.config import SlurmLaunch
-from lockstep.launch.launcher import Resources, RunHandle, RunState
+from lockstep.launch.launcher import Resources, RunHandle, RunState, record_stop
 from lockstep.launch.local import HANDLE_FILE, read_handle
 from lockstep.launch.slurm_queue import (
     FIND_S,
@@ -127,10 +127,7 @@ class SlurmLauncher:
                 in_hurry = True
                 ask(["scancel", "--full", "--signal=KILL", handle.started])
             time.sleep(0.5)
-        run = RunDir(handle.run_dir, owner=True)
-        if run.status().get("state") != "completed":
-            run.clear_failures()
-            run.write_status(state="cancelled", error=None, phase=None)
+        record_stop(RunDir(handle.run_dir, owner=True))
 
     def _has_settled(self, handle: RunHandle, run: RunDir) -> bool:
         """Slurm shows a job that goes back to the queue as ended for a moment."""

@@ -200,9 +200,16 @@ def load_for_inference(source: str | Path, device: str = "auto") -> tuple[Causal
     elif (path / "adapter_config.json").exists():
         model, tokenizer = _load_adapter(path, dtype)
     else:
-        config = ModelConfig(path=str(source))
-        model, tokenizer = load_causal_lm(config, dtype), load_tokenizer(config)
+        model, tokenizer = _load_named(ModelConfig(path=str(source)), dtype)
     return model.to(place).eval(), tokenizer
+
+
+def _load_named(config: ModelConfig, dtype: torch.dtype) -> tuple[CausalLM, Tokenizer]:
+    """By what somebody has written on a command line: there is no `model.path` to correct."""
+    try:
+        return load_causal_lm(config, dtype), load_tokenizer(config)
+    except ConfigError as error:
+        raise ConfigError(str(error).removeprefix("model.path ")) from error
 
 
 def _load_adapter(path: Path, dtype: torch.dtype) -> tuple[CausalLM, Tokenizer]:

@@ -282,4 +282,5 @@ def traceback_of(run: RunDir, limit: int = 8000) -> str:
         return ""
     tail = _read_tail(run.logs / f"rank-{failures[0]['rank']}.log").decode(errors="replace")
     start = tail.rfind("Traceback (most recent call last)")
-    return tail[start:].strip()[-limit:] if start >= 0 else ""
+    # The sentence below it is the reason that this is added to.
+    return tail[start:].partition("\nerror: rank ")[0].strip()[-limit:] if start >= 0 else ""

@@ -129,7 +129,7 @@ def is_of(kept: RunConfig, asked: RunConfig) -> bool:
 
 
 def report_failure(run: RunDir, rank: int, error: BaseException, terminal: TextIO) -> None:
-    """One sentence into this rank's failure file, the status (rank 0) and what was standard error."""
+    """One sentence into this rank's failure file, the status (rank 0), its log and what was standard error."""
     code, failed_at = _exit_code(error), time.time()
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     waited_s = _waited_s(error) if num_ranks > 1 else None
@@ -156,8 +156,9 @@ def report_failure(run: RunDir, rank: int, error: BaseException, terminal: TextI
         run.record_failure(rank, message, code, at=failed_at)
     with contextlib.suppress(OSError):
         run.write_status(state="failed", error=message)
-    with contextlib.suppress(OSError):
-        print(f"error: rank {rank}: {message}", file=terminal, flush=True)
+    for where in (sys.stderr, terminal):  # the log, below the traceback, and the command's own
+        with contextlib.suppress(OSError):
+            print(f"error: rank {rank}: {message}", file=where, flush=True)
 
 
 def _explain_out_of_memory(run: RunDir) -> str:

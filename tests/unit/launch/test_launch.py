@@ -136,9 +136,20 @@ def test_stop_ends_even_who_ignores_sigterm(launcher: LocalLauncher, tmp_path: P
     launcher.grace_s = 0.3
     handle = launcher.start(run.path, Resources())
     wait_for((run.path / "ready").exists)
+    log_steps(run.path)
     launcher.stop(handle)
     assert launcher.poll(handle).state == run.status()["state"] == "cancelled"
     assert launched_processes(handle.launch_id) == []
+    assert [run.status()[key] for key in ("step", "loss", "tokens")] == [5, 0.5, 50], "what it logged last"
+
+
+def log_steps(path: Path) -> None:
+    """As a run does that writes its status once a second, and its metrics at every step."""
+    writer = RunDir(path, owner=True)
+    writer.write_status(step=3, loss=2.5, tokens=30)
+    for step in (2, 3, 4, 5):
+        writer.log_metrics({"step": step, "split": "train", "loss": 5.5 - step, "tokens": 10})
+    writer.log_metrics({"step": 6, "split": "validation", "loss": 9.0})
 
 
 def test_a_run_of_the_first_release_is_found_and_stopped(launcher: LocalLauncher, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from lockstep.model.load import (
     check_model_source,
     choose_precision,
     load_causal_lm,
+    load_for_inference,
     load_hf_config,
     load_tokenizer,
 )
@@ -137,6 +138,9 @@ def test_a_source_that_cannot_be_a_model_is_refused_in_one_sentence(tmp_path):
         with pytest.raises(ConfigError) as caught:
             check_model_source(ModelConfig(path=str(path)))
         assert str(caught.value) == f"model.path {path} {why}"
+        with pytest.raises(ConfigError) as caught:  # as a command names it, which knows no such key
+            load_for_inference(path)
+        assert str(caught.value) == f"{path} {why}"
 
 
 def test_an_index_names_files_of_its_own_folder(tmp_path):

@@ -217,7 +217,9 @@ def test_the_command_shows_a_workers_sentence_and_nothing_else(tmp_path: Path, t
     assert re.fullmatch(rf"error: {tmp_path}/train.jsonl:1743: not valid JSON .*: fix or remove the line", first)
     assert second.strip() == f"more in {tmp_path}/run/logs/rank-0.log"
     assert "Traceback" not in out
-    assert "Traceback" in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+    log = (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+    assert "Traceback" in log
+    assert log.splitlines()[-1] == "error: rank 0: " + first.removeprefix("error: "), "what to do stands last"
 
 
 # --- while training -------------------------------------------------------------------------------------------------

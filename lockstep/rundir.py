@@ -261,7 +261,7 @@ class RunDir:
             write_atomically(self.logs / f"rank-{rank}.error.json", json.dumps(record))
 
     def failures(self) -> list[dict[str, Any]]:
-        records: list[dict[str, Any]] = []
+        records: list[dict[str, object]] = []
         for path in self.logs.glob("rank-*.error.json"):
             with contextlib.suppress(OSError, ValueError):
                 record = read_json_object(path)

@@ -385,5 +385,5 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return sum(t.numel() * t.itemsize for state in optimizer.state.values() for t in map(_local, _tensors(state)))
 
 
-def _tensors(state: Mapping[str, Any]) -> Iterator[Tensor]:
+def _tensors(state: Mapping[str, object]) -> Iterator[Tensor]:
     return (value for value in state.values() if isinstance(value, Tensor))

@@ -201,7 +201,7 @@ def _aux_coefficient(causal: Any, policy: Policy, losses: RouterLosses) -> float
     return own
 
 
-def _check_biases(causal: Any, policy: Policy, reference: str) -> None:
+def _check_biases(causal: object, policy: Policy, reference: str) -> None:
     name = type(causal).__name__
     if reference == "copy":
         raise ValueError(

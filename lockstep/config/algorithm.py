@@ -260,7 +260,7 @@ class KtoConfig(_ReferencedConfig):
         return self
 
 
-def expand_algorithm(section: Any) -> Any:
+def expand_algorithm(section: Any) -> object:
     """`dpo` is short for `{kind: dpo}`, kind simpo for dpo with that loss; without a kind it is sft."""
     if isinstance(section, str):
         section = {"kind": section}

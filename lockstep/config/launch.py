@@ -345,7 +345,7 @@ LAUNCH_KINDS: dict[str, type[AnyLaunch]] = {
 }
 
 
-def expand_launch(section: Any) -> Any:
+def expand_launch(section: object) -> object:
     """Without a kind it is local. Run directories of version 0.1 have the defaults of ray in every section: they go."""
     if not isinstance(section, Mapping):
         return section

@@ -154,14 +154,14 @@ def _texts_in(value: object) -> Iterator[str]:
             yield from _texts_in(child)
 
 
-def _takes_text(annotation: Any) -> bool:
+def _takes_text(annotation: object) -> bool:
     """Literals are choices of ours, not text."""
     if annotation is str or annotation is Any or annotation is object:
         return True
     return get_origin(annotation) is not Literal and any(_takes_text(part) for part in get_args(annotation))
 
 
-def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
+def _sections_in(annotation: object) -> Iterator[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for part in get_args(annotation):

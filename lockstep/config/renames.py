@@ -25,11 +25,11 @@ def announce_rename(old: str, new: str, place: str = "") -> None:
         log.warning("%s%s is now called %s; the old name still works", f"{place}: " if place else "", old, new)
 
 
-def rename_keys(section: Any, place_of: Callable[[str], str] | None = None) -> Any:
+def rename_keys(section: object, place_of: Callable[[str], str] | None = None) -> Any:
     """The algorithm section with current key names. `place_of` says where a key was written."""
     if not isinstance(section, Mapping) or not RENAMED_KEYS.keys() & section.keys():
         return section
-    renamed: dict[Any, Any] = {}
+    renamed: dict[object, object] = {}
     for key, value in section.items():
         new = RENAMED_KEYS.get(key, key)
         if new != key:

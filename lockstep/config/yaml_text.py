@@ -60,7 +60,7 @@ def _construct_int(loader: Any, node: yaml.ScalarNode) -> int:
 _Loader.add_constructor(_TAG + "int", _construct_int)
 
 
-def read_yaml(text: str, source: str, bounds: Bounds = FILE_BOUNDS) -> tuple[Any, dict[str, int]]:
+def read_yaml(text: str, source: str, bounds: Bounds = FILE_BOUNDS) -> tuple[object, dict[str, int]]:
     """The tree, and the line of every dotted key. A ConfigError says the line, where there is one."""
     if len(text) > bounds.characters:
         raise ConfigError(f"{source} has {len(text):,} characters, and {bounds.characters:,} are allowed")
@@ -76,7 +76,7 @@ def read_yaml(text: str, source: str, bounds: Bounds = FILE_BOUNDS) -> tuple[Any
         raise ConfigError(f"{source}: not valid YAML: it holds half of a character") from None
 
 
-def load_value(text: str) -> Any:
+def load_value(text: str) -> object:
     """One value, as an override or an option has it."""
     return read_yaml(text, "the value")[0]
 
@@ -88,7 +88,7 @@ def check_tree(tree: object, source: str, bounds: Bounds) -> None:
         value, depth = waiting.pop()
         num_nodes += 1
         _check_counts(num_nodes, depth, source, bounds)
-        children: list[Any] = list(value) if isinstance(value, list) else []
+        children: list[object] = list(value) if isinstance(value, list) else []
         if isinstance(value, dict):
             children = [*value, *value.values()]
         if num_nodes + len(waiting) + len(children) > bounds.nodes:
@@ -120,7 +120,7 @@ def _check_events(text: str, source: str, bounds: Bounds) -> None:
             raise ConfigError(f"{source}:{line}: YAML aliases (*name) are not taken over HTTP: write the values out")
 
 
-def _load(text: str, source: str, bounds: Bounds) -> tuple[Any, dict[str, int]]:
+def _load(text: str, source: str, bounds: Bounds) -> tuple[object, dict[str, int]]:
     loader = _Loader(text)
     try:
         node = loader.get_single_node()

@@ -54,7 +54,7 @@ def fingerprint(
 
     Image files are not part of it: each is compared with its digest when it is read.
     """
-    inputs: dict[str, Any] = {
+    inputs: dict[str, object] = {
         "code": digest_code(),
         "libraries": {name: metadata.version(name) for name in _LIBRARIES},
         "tokenizer": tokenizer_digest,

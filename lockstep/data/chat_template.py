@@ -306,7 +306,7 @@ def _raise(message: str) -> None:
     raise TemplateError(message)
 
 
-def _with_reasoning_names(message: Message) -> dict[str, Any]:
+def _with_reasoning_names(message: Message) -> dict[str, object]:
     """A copy of the message, with its reasoning under each name that transformers gives it."""
     names = ("reasoning_content", "thinking", "reasoning")
     reasoning = next((message[name] for name in names if message.get(name) is not None), None)

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from math import ceil
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple
+from typing import IO, Literal, NamedTuple
 
 import numpy as np
 
@@ -229,7 +229,7 @@ def compile_split(
     *,
     timeout_s: float,
     on_done: Callable[[Done], None],
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Write the columns; returns the manifest: number and kind of rows, and a report for each file."""
     sizes = [file.state.num_bytes for file in files]
     opened = _Files(files, config, has_template=compiling.has_template, sees=compiling.images is not None)

@@ -43,7 +43,7 @@ def pack_images(data: Sequence[Datum]) -> dict[str, Column]:
         return {}
     names = [image.name.encode("utf-8", errors="surrogateescape") for image in images]
     contents = [b"" if isinstance(image.content, str) else image.content for image in images]
-    columns: dict[str, Any] = {
+    columns: dict[str, object] = {
         "image_ends": np.cumsum([len(datum.images) for datum in data]),
         "image_digests": [image.digest for image in images],
         "image_tokens": [image.num_tokens for image in images],

@@ -31,7 +31,7 @@ from lockstep.reports.evaluation import write_report
 from lockstep.rundir import write_atomically
 
 
-def _untracked(items: Iterable[Any], label: str, total: int) -> Iterable[Any]:
+def _untracked(items: Iterable[object], label: str, total: int) -> Iterable[object]:
     return items
 
 
@@ -48,7 +48,7 @@ def evaluate(
     out: str | Path | None = None,
     track: Track = _untracked,
     **options: Any,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Measure `metrics` of one or several models (runs, folders, Hub ids) on the rows of `data`, or of a run's `split`.
 
     `base` adds the model that the run started from, `endpoint` a served one. With `out`, the results, every answer
@@ -81,7 +81,9 @@ def evaluate(
     return results
 
 
-def _results(task: EvalTask, eval_models: Sequence[EvalModel], model_results: Sequence[EvalResult]) -> dict[str, Any]:
+def _results(
+    task: EvalTask, eval_models: Sequence[EvalModel], model_results: Sequence[EvalResult]
+) -> dict[str, object]:
     rows = []
     for number, question in enumerate(task.questions):
         entries = {}

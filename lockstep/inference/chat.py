@@ -176,7 +176,7 @@ def _check_messages(messages: Any, origin: str) -> Conversation:
 
 def answer_prompts(
     engine: TextEngine, rows: Sequence[TextPrompt], params: SamplingParams, batch_size: int, *, raw: bool = False
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[dict[str, object]]:
     """One output row per prompt, in order. As in training, plain text is a user's turn where there is a template."""
     as_turns = engine.has_template and not raw
     prompts = [_encode(engine, row, as_turns) for row in rows]  # all first: a bad row shows before the work

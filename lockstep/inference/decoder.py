@@ -9,7 +9,6 @@ import contextlib
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -350,7 +349,7 @@ class Decoder:
             yield
 
     def _take_tokens(
-        self, outputs: Tensor, truncation: Any, num_top: int | None, draw: Callable[..., tuple[Tensor, ...]]
+        self, outputs: Tensor, truncation: object, num_top: int | None, draw: Callable[..., tuple[Tensor, ...]]
     ) -> tuple[Tensor, ...]:
         positions, streams = self.slots.positions[: len(outputs)], self.slots.streams[: len(outputs)]
         tokens, logprobs = draw(outputs, streams, positions, truncation)

@@ -228,7 +228,7 @@ def _make_product(weight: Tensor, bias: Tensor | None, num_rows: int) -> Callabl
     return multiply
 
 
-def _fingerprint(tensor: Tensor | None) -> Any:
+def _fingerprint(tensor: Tensor | None) -> object:
     """Changes when the tensor is replaced or written. Some values too: writes through `.data` count no version."""
     if tensor is None:
         return None

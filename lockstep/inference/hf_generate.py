@@ -148,7 +148,7 @@ def _hf_generate_batch(
     rows = [[pad_id] * (width - sequence.length) + list(sequence.tokens) for sequence in batch]
     mask = [[0] * (width - sequence.length) + [1] * sequence.length for sequence in batch]
     starts = [sequence.num_sampled for sequence in batch]
-    options: dict[str, Any] = {}
+    options: dict[str, object] = {}
     if params.temperature > 0:
         options = {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k}
         options["min_p"] = params.min_p or None

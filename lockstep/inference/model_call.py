@@ -65,7 +65,7 @@ class ModelCall:
         # Some models hold what goes from layer to layer in float32.
         return found.logits if self.whole else found.last_hidden_state.to(self._head_dtype)
 
-    def _arguments(self, positions: Tensor, attention: AttentionPass, mask: Tensor | None) -> dict[str, Any]:
+    def _arguments(self, positions: Tensor, attention: AttentionPass, mask: Tensor | None) -> dict[str, object]:
         found: dict[str, Any] = {"use_cache": self.cache is not None}
         if self._takes_positions:
             found["position_ids"] = positions
@@ -124,10 +124,10 @@ def _update_state(
     state: Tensor,
     hidden_states: Tensor,
     dt: Tensor,
-    *args: Any,
+    *args: object,
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Tensor:
     """In transformers' order: bias, softplus, limits."""
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)

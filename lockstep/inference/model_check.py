@@ -176,7 +176,7 @@ class FloatsStayWide(TorchFunctionMode):
 
     def __torch_function__(
         self, function: Any, types: Any, arguments: Any = (), options: dict[str, Any] | None = None
-    ) -> Any:
+    ) -> object:
         options = options or {}
         name = getattr(function, "__name__", "")
         if name in ("__get__", "__set__", "__delete__"):  # of attributes
@@ -193,7 +193,7 @@ class FloatsStayWide(TorchFunctionMode):
 _NARROW = (torch.bfloat16, torch.float16)
 
 
-def _widen(value: Any) -> Any:
+def _widen(value: Any) -> object:
     if isinstance(value, Tensor):
         return value.to(torch.float32) if value.dtype in _NARROW else value
     return torch.float32 if value in _NARROW else value

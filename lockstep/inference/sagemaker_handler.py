@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ PARAMETERS = ("max_new_tokens", "temperature", "top_p", "top_k", "seed", "return
 MAX_NEW_TOKENS = 256
 
 
-def model_fn(model_dir: str, context: object = None) -> tuple[Any, Any]:
+def model_fn(model_dir: str, context: object = None) -> tuple[object, object]:
     """(model, tokenizer). An adapter is put on the model it was trained on, or on $BASE_MODEL."""
     folder, device = Path(model_dir), "cuda" if torch.cuda.is_available() else "cpu"
     adapter = folder / "adapter_config.json"
@@ -35,7 +36,7 @@ def model_fn(model_dir: str, context: object = None) -> tuple[Any, Any]:
     return model.to(device).eval(), AutoTokenizer.from_pretrained(folder)
 
 
-def input_fn(body: str | bytes, content_type: str = "application/json", context: object = None) -> dict[str, Any]:
+def input_fn(body: str | bytes, content_type: str = "application/json", context: object = None) -> dict[str, object]:
     if content_type.split(";")[0].strip() != "application/json":
         raise ValueError(f"content type {content_type} is not known: send application/json")
     try:
@@ -65,7 +66,7 @@ def output_fn(answers: list[dict[str, str]], accept: str = "application/json", c
     return json.dumps(answers)
 
 
-def _prompts(request: dict[str, Any], tokenizer: Any) -> list[torch.Tensor]:
+def _prompts(request: Mapping[str, object], tokenizer: Any) -> list[torch.Tensor]:
     """Token ids of shape [1, length], one for each answer."""
     if "messages" in request:
         tokens = tokenizer.apply_chat_template(

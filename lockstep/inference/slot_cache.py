@@ -250,7 +250,7 @@ class SlotCache(Cache):
         layer_idx: int,
         state_idx: int = 0,
         conv_kernel_size: int | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Tensor:
         """[rows, channels, tokens]; returns it after the tokens of before."""
         name = StateName("conv", layer_idx, state_idx)
@@ -262,7 +262,7 @@ class SlotCache(Cache):
         return seen
 
     def update_recurrent_state(
-        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: object
     ) -> Tensor:
         self._store(StateName("recurrent", layer_idx, state_idx), recurrent_states)
         return recurrent_states

@@ -98,7 +98,7 @@ class Cluster:
 
     def log(self, pod: Manifest, since_s: int | None = None) -> list[tuple[str, str]]:
         """(time, line) of its first container; empty where that has not started."""
-        options: dict[str, Any] = {} if since_s is None else {"since_seconds": since_s}
+        options: dict[str, object] = {} if since_s is None else {"since_seconds": since_s}
         try:
             with self._sentences("get pods/log"):
                 reply = self._core.read_namespaced_pod_log(
@@ -194,7 +194,7 @@ def _connect(context: str | None) -> tuple[Any, Any, str | None]:
     raise ConfigError(f"there is no kubeconfig {file}: set KUBECONFIG, or log in to the cluster first")
 
 
-def _bounded(connection: Any) -> Any:
+def _bounded(connection: Any) -> object:
     """One attempt for each call: whoever polls tries again by itself."""
     connection.configuration.retries = False
     from kubernetes.client import ApiClient

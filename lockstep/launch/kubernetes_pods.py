@@ -169,7 +169,7 @@ def _why_waiting(pod: Manifest) -> Judgement | None:
     return Judgement("waiting", f"pod {name} is starting")
 
 
-def _describe_wait(name: str, container: Mapping[str, Any], waiting: Mapping[str, Any]) -> Judgement:
+def _describe_wait(name: str, container: Mapping[str, object], waiting: Mapping[str, object]) -> Judgement:
     reason, message = str(waiting.get("reason", "")), str(waiting.get("message") or "").strip()
     said = f": {message}" if message else ""
     if reason in _IMAGE:

@@ -220,7 +220,7 @@ class RayRanks:
                 "on a file system that all nodes share; choose another --run-dir"
             )
 
-    def _answers(self, calls: list[Any], interrupted: Callable[[], bool]) -> list[Any]:
+    def _answers(self, calls: Sequence[object], interrupted: Callable[[], bool]) -> list[Any]:
         """Of calls to the ranks in their order."""
         ray = import_ray()
         deadline = time.monotonic() + _START_S

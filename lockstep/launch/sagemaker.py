@@ -262,7 +262,7 @@ def _channel_overrides(
             yield f"data.{part}={json.dumps(source)}", f"channel {name}"
 
 
-def _replace_path(source: Any, channel: Path, key: str, name: str) -> object:
+def _replace_path(source: object, channel: Path, key: str, name: str) -> object:
     """The source of a YAML file with the channel as its path; None if it names files of the channel already."""
     sources = source if isinstance(source, list) else [] if source is None else [source]
     paths = [str(entry.get("path") if isinstance(entry, Mapping) else entry) for entry in sources]

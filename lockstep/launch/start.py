@@ -189,12 +189,12 @@ def new_run_dir(name: str) -> Path:
     return path
 
 
-def result_of(run: RunDir) -> dict[str, Any]:
+def result_of(run: RunDir) -> dict[str, object]:
     """The state of a run, with the names of the public interface."""
     status = run.status()
     renamed = {"step": "steps", "loss": "final_loss", "validation_loss": "final_validation_loss"}
     same = ("best_validation_loss", "best_step", "tokens", "tokens_per_s", "export", "error")
-    result: dict[str, Any] = {"run_dir": str(run.path), "state": status.get("state")}
+    result: dict[str, object] = {"run_dir": str(run.path), "state": status.get("state")}
     return result | {new: status.get(old) for old, new in renamed.items()} | {key: status.get(key) for key in same}
 
 
@@ -249,7 +249,7 @@ class Restarts:
     reached: Reached = field(default_factory=Reached)
     failed_launch: str = ""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return asdict(self)
 
     @classmethod

@@ -101,7 +101,7 @@ def packed_attention(
     packed_keys: Tensor | None = None,
     packed_key_boundaries: Tensor | None = None,
     packed_split: SplitTokens | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[Tensor, None]:
     """transformers' attention signature; returns [1, tokens, heads, head_dim].
 

@@ -217,7 +217,7 @@ def piece_key(name: str, offsets: Place) -> str:
 def write_file(path: Path, pieces: Iterable[FilePiece]) -> str:
     """As the safetensors library would, but from one tensor at a time and flushed to disk. Returns its sha256."""
     ordered = sorted(pieces, key=lambda piece: -piece.dtype.itemsize)  # so that each begins at a multiple of its size
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for piece in ordered:
         start, end = end, end + piece.num_bytes
@@ -307,7 +307,7 @@ class _Writer(StorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
         pass
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -380,7 +380,7 @@ class _Reader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         entries: dict[str, Any] = {}
         for name, tensor in self._stored.items():
             chunks = [ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.sizes)) for p in tensor.pieces]
@@ -388,7 +388,7 @@ class _Reader(StorageReader):
             entries[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
         return Metadata(entries)
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: object, **kwargs: object) -> None:
         pass
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:

@@ -25,7 +25,7 @@ def keep_float64(model: nn.Module) -> None:
             module.forward = functools.partial(_forward_in_float64, type(module).forward, module)
 
 
-def _forward_in_float64(forward: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+def _forward_in_float64(forward: Callable[..., object], *arguments: object, **options: object) -> object:
     with _Float64Stays():
         return forward(*arguments, **options)
 
@@ -35,7 +35,7 @@ class _Float64Stays(TorchFunctionMode):
 
     def __torch_function__(
         self, function: Any, types: Any, arguments: Any = (), options: dict[str, Any] | None = None
-    ) -> Any:
+    ) -> object:
         options = options or {}
         narrows = function is Tensor.float
         narrows |= function in (Tensor.to, Tensor.type) and torch.float32 in (*arguments[1:], *options.values())

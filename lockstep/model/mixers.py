@@ -74,14 +74,14 @@ class TokenMixers:
         finally:
             self._layout = before
 
-    def remembering_row(self, forward: Callable[..., Any], recompute: Callable[..., Any]) -> Callable[..., Any]:
+    def remembering_row(self, forward: Callable[..., Any], recompute: Callable[..., Any]) -> Callable[..., object]:
         """`recompute(function, ...)` may call it again, in a backward pass: with the row of the first call."""
 
         def call(layout: PackedLayout | None, *args: Any, **kwargs: Any) -> Any:
             with self.documents(layout):
                 return forward(*args, **kwargs)
 
-        def remember(*args: Any, **kwargs: Any) -> Any:
+        def remember(*args: Any, **kwargs: Any) -> object:
             if not self.parts:  # nothing asks for the row: the compiler takes a plain call, and leaves the other out
                 return recompute(forward, *args, **kwargs)
             return recompute(call, self._layout, *args, **kwargs)

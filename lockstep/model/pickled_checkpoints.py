@@ -32,7 +32,7 @@ from lockstep.model.checkpoint_storage import (
 )
 from lockstep.rundir import MANIFEST, Checkpoint, RunDir, damage
 
-_CLASSES: dict[tuple[str, str], Any] = {
+_CLASSES: dict[tuple[str, str], object] = {
     ("pathlib", "PosixPath"): lambda *parts: "/".join(parts),
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): lambda name: name,
@@ -113,7 +113,7 @@ def read_pickled_index(path: Path) -> Any:
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         known = _CLASSES.get((module, name))
         if known is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             known = getattr(torch, name)

@@ -114,7 +114,7 @@ def dequantise_base(model: nn.Module, dtype: torch.dtype) -> None:
 _DEQUANTISED = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
 
 
-def stored_format(architecture: Any) -> str | None:
+def stored_format(architecture: object) -> str | None:
     """How the weights of a source are quantised, by transformers' name, from its configuration."""
     found = getattr(architecture, "quantization_config", None)
     if found is None:
@@ -126,7 +126,7 @@ def stored_format(architecture: Any) -> str | None:
     return str(getattr(method, "value", method))
 
 
-def dequantising_options(architecture: Any) -> dict[str, Any]:
+def dequantising_options(architecture: object) -> dict[str, object]:
     """For transformers' `from_pretrained`."""
     import transformers
 
@@ -138,7 +138,7 @@ def dequantising_options(architecture: Any) -> dict[str, Any]:
     )
 
 
-def refuse_untrainable(path: str, architecture: Any) -> None:
+def refuse_untrainable(path: str, architecture: object) -> None:
     """Weights that would stay packed: adapters on them compute with kernels that may give no gradient."""
     method = stored_format(architecture)
     if method is not None and method not in _DEQUANTISED and not path.endswith(".gguf"):

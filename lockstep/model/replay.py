@@ -88,7 +88,7 @@ def replay_choices(model: nn.Module, routers: Routers) -> RoutingRows:
 def _replaying(name: str, module: Any, routers: Routers, place: int) -> Callable[..., Any]:
     own, num_experts = module.forward, int(module.num_experts)
 
-    def forward(*arguments: Any, **options: Any) -> Any:
+    def forward(*arguments: object, **options: object) -> Any:
         if routers.replayed is None:
             return own(*arguments, **options)
         with _GivenChoice(routers.replayed[:, place], num_experts) as choice:
@@ -113,7 +113,7 @@ class _GivenChoice(TorchFunctionMode):
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         if func not in (torch.topk, Tensor.topk) or result.indices.shape != self._chosen.shape:
             return result

@@ -109,7 +109,7 @@ class RotaryByLength:
         if rule is None or (self._spans is None and not self._is_next):
             return _own_forward(module, x, positions, layer)
 
-        def at_length(part: Tensor, length: int) -> Any:
+        def at_length(part: Tensor, length: int) -> object:
             frequencies = self._frequencies(module, layer, rule, length, x.device)
             with _installed(module, layer, frequencies):
                 return _own_forward(module, x, part, layer)
@@ -144,11 +144,11 @@ class _ForEachText:
         self.rotary, self._module = rotary, module
         self.own = module.forward
 
-    def __call__(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
+    def __call__(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> object:
         return self.rotary.compute(self._module, x, position_ids, layer_type)
 
 
-def _own_forward(module: Any, x: Tensor, positions: Tensor, layer: str | None) -> Any:
+def _own_forward(module: Any, x: Tensor, positions: Tensor, layer: str | None) -> object:
     return module.forward.own(x, positions, **({} if layer is None else {"layer_type": layer}))
 
 
@@ -195,7 +195,7 @@ def _rules_of(module: Any) -> dict[str | None, LengthRule]:
     return rules
 
 
-def _combine(function: Any, *outputs: Any) -> Any:
+def _combine(function: Any, *outputs: Any) -> object:
     """Of each tensor where an embedding returns several, such as cosines and sines."""
     if isinstance(outputs[0], Tensor):
         return function(*outputs)

@@ -116,7 +116,7 @@ class Routers:
         flat = torch.zeros(num_layers * (3 * num_experts + 2), dtype=torch.float64, device=device)
         return RouterCounts.unpack(flat, num_layers, num_experts)
 
-    def remembering_tokens(self, recompute: Callable[..., Any]) -> Callable[..., Any]:
+    def remembering_tokens(self, recompute: Callable[..., object]) -> Callable[..., object]:
         """`recompute(function, ...)` may call it again, in a backward pass: with the tokens of the first call."""
 
         def call(
@@ -129,7 +129,7 @@ class Routers:
             finally:
                 self.tokens, self.replayed = before
 
-        def remember(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def remember(function: Callable[..., object], *args: object, **kwargs: object) -> object:
             if self._counts is None and not self._is_attached and self.replayed is None:
                 return recompute(function, *args, **kwargs)  # nobody asks: the compiler takes a plain call
             return recompute(call, (self.tokens, self.replayed), function, *args, **kwargs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -157,7 +157,7 @@ def load_image_processor(
     return VisionProcessor(processor, int(token_id))
 
 
-def _build(kind: Any, images: Any, tokenizer: Tokenizer, options: dict[str, Any]) -> Any:
+def _build(kind: Any, images: object, tokenizer: Tokenizer, options: Mapping[str, object]) -> Any:
     """A processor of images and text alone: readers of videos need more packages, and are not used."""
     parts = {"image_processor": images, "tokenizer": tokenizer}
     names = kind.get_attributes()

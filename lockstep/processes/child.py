@@ -130,7 +130,7 @@ def _result_of(future: Future[Reply]) -> Reply | BaseException:
         return error
 
 
-def load_entry(entry: str) -> Callable[[dict[str, Any]], Handler]:
+def load_entry(entry: str) -> Callable[[dict[str, object]], Handler]:
     module, _, name = entry.partition(":")
     try:
         start: Callable[[dict[str, Any]], Handler] = getattr(importlib.import_module(module), name)

@@ -98,7 +98,7 @@ def _wait(ranks: Sequence[BaseProcess], deadline_s: float) -> tuple[list[int | N
 
 
 def _explain(
-    folder: Path, codes: Sequence[int | None], failures: Sequence[Mapping[str, Any]], passed_deadline: str
+    folder: Path, codes: Sequence[int | None], failures: Sequence[Mapping[str, object]], passed_deadline: str
 ) -> str:
     """The cause: a rank that is gone makes the others fail, too."""
     for rank, code in enumerate(codes):

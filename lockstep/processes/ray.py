@@ -354,7 +354,7 @@ class RayWorker:
     ) -> RayWorker:
         """As LocalWorker.spawn. `placement` is a placement group and the number of the bundle in it."""
         ray = import_ray()
-        options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "resources": dict(resources or {})}
+        options: dict[str, object] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "resources": dict(resources or {})}
         options |= {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": 1000}
         if env:
             options["runtime_env"] = {"env_vars": dict(env)}

@@ -120,7 +120,7 @@ def _error_text(name: str, model: Mapping[str, Any]) -> str:
 # --- page -----------------------------------------------------------------------------------------------------------
 
 
-def write_report(results: Mapping[str, Any], path: Path) -> None:
+def write_report(results: Mapping[str, object], path: Path) -> None:
     # Half a surrogate pair, which JSON can hold and UTF-8 cannot, must not cost the page.
     write_atomically(path, report_page(results).encode("utf-8", "replace").decode())
 
@@ -219,7 +219,7 @@ def _row(number: int, row: Row, names: Sequence[str]) -> str:
     )
 
 
-def _question(question: str | Sequence[Mapping[str, Any]]) -> str:
+def _question(question: str | Sequence[Mapping[str, object]]) -> str:
     if isinstance(question, str):
         turns = [("Prompt", question)] if question.strip() else []
     else:

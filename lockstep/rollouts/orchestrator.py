@@ -123,7 +123,7 @@ class PartialGroup:
         return cls(episodes or None, [[_read_partial(entry) for entry in group] for group in completions] or None)
 
 
-def _write_partial(partial: PartialCompletion) -> dict[str, Any]:
+def _write_partial(partial: PartialCompletion) -> dict[str, object]:
     return asdict(partial) | {"routing": as_text(partial.routing)}
 
 
@@ -155,7 +155,7 @@ class Orchestrator:
         engines: Engines,
         *,
         num_threads: int,
-        state: Mapping[str, Any] | None = None,
+        state: Mapping[str, object] | None = None,
     ) -> None:
         self._stream, self._buffer, self._runner, self._engines = stream, buffer, runner, engines
         self._runs_ahead = buffer.schedule.window > 0

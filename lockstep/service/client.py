@@ -234,7 +234,7 @@ class Client:
 
     # --- HTTP --------------------------------------------------------------------------------------------------------
 
-    def _ask(self, kind: type[W], method: str, path: str, **options: Any) -> W:
+    def _ask(self, kind: type[W], method: str, path: str, **options: object) -> W:
         return kind.model_validate_json(self._send(method, path, **options).content)
 
     def _send(self, method: str, path: str, **options: Any) -> httpx.Response:

@@ -275,7 +275,7 @@ class GuardedServer(uvicorn.Server):
             log.info("serving on %s://%s:%d (%s)", scheme, shown, port, self._ending)
 
 
-def make_server(app: Any, settings: ServiceSettings) -> uvicorn.Server:
+def make_server(app: object, settings: ServiceSettings) -> uvicorn.Server:
     proxies = frozenset(settings.proxies)
     limits = ConnectionLimits(
         _allow_files(settings.max_connections),

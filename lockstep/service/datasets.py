@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from lockstep.service.data_dir import DataDir
 from lockstep.service.errors import Busy, Conflict, NotFound, ServiceError, TooLarge, TooMany
@@ -72,9 +72,9 @@ class DatasetStore:
         self._find(name)
         return self._path(name)
 
-    def preview(self, name: str, limit: int = 10) -> builtins.list[dict[str, Any]]:
+    def preview(self, name: str, limit: int = 10) -> builtins.list[dict[str, object]]:
         """The first rows as they are, no more than a megabyte of them."""
-        rows: builtins.list[dict[str, Any]] = []
+        rows: builtins.list[dict[str, object]] = []
         left = _PREVIEW_BYTES
         with self.path(name).open("rb") as file:
             while len(rows) < limit and (line := file.readline(left + 1)):

@@ -107,7 +107,7 @@ class Records:
             else:
                 yield _row(record, RunDir(self._data_dir.jobs / name))
 
-    def _record_of_folder(self, name: str, hide: Callable[[str], str]) -> dict[str, Any] | None:
+    def _record_of_folder(self, name: str, hide: Callable[[str], str]) -> dict[str, object] | None:
         """Of a job that an earlier version ran: whose it was is not known, so it is the administrators'."""
         run = RunDir(self._data_dir.jobs / name)
         try:
@@ -156,7 +156,7 @@ def _read(path: Path, needed: Iterable[str] = ()) -> dict[str, Any] | None:
     return record if isinstance(record, dict) and record.keys() >= set(needed) else None
 
 
-def _row(record: dict[str, Any], run: RunDir) -> dict[str, Any]:
+def _row(record: dict[str, Any], run: RunDir) -> dict[str, object]:
     """As the job stood, by its run directory: ended, begun (the scheduler asks its processes), or still waiting."""
     row = {name: record[name] for name in _ASKED}
     status, handle = run.status(), read_handle(run.path)

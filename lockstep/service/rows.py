@@ -151,7 +151,7 @@ def _read_array(stream: BinaryIO) -> Iterator[bytes]:
         raise ServiceError("the body is not JSON: something follows the array")
 
 
-def _read_element(text: _Text, number: int) -> Any:
+def _read_element(text: _Text, number: int) -> object:
     if text.next_sign() not in ("{", ""):
         return None  # no object: the caller says so
     decoder = json.JSONDecoder()

@@ -93,12 +93,12 @@ def start_of_tail(path: Path, num_lines: int) -> int:
     return start + place + 1
 
 
-def parse_record(line: bytes) -> Any:
+def parse_record(line: bytes) -> object:
     """A line of metrics or events; what is not a number for JSON (NaN, Infinity) is null for those who read."""
     return json.loads(line, parse_constant=lambda _: None)
 
 
-def records_in(piece: bytes, offset: int) -> Iterator[tuple[dict[str, Any], int]]:
+def records_in(piece: bytes, offset: int) -> Iterator[tuple[dict[str, object], int]]:
     """Each record with the offset behind it. A line that a killed writer left unfinished is passed over."""
     for line in piece.splitlines(keepends=True):
         offset += len(line)
@@ -110,7 +110,7 @@ def records_in(piece: bytes, offset: int) -> Iterator[tuple[dict[str, Any], int]
             yield record, offset
 
 
-def list_records(path: Path, limit: int) -> list[dict[str, Any]]:
+def list_records(path: Path, limit: int) -> list[dict[str, object]]:
     """The last ones."""
     start = start_of_tail(path, limit)
     return [record for record, _ in records_in(read_piece(path, start, _MAX_TAIL_BYTES), start)]
@@ -253,7 +253,7 @@ def start_from(last_event_id: str | None, otherwise: int = 0) -> int:
 
 
 def last_metrics(path: Path) -> JobMetrics:
-    latest: dict[str, dict[str, Any]] = {}
+    latest: dict[str, dict[str, object]] = {}
     for line in reversed(_read_tail(path).split(b"\n")):
         try:
             record = parse_record(line)

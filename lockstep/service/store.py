@@ -265,7 +265,7 @@ class Store:
         with self._engine.begin() as connection:
             return connection.execute(_jobs.delete().where(ended)).rowcount == 1
 
-    def _read(self, query: sa.Select[Any]) -> list[Job]:
+    def _read(self, query: sa.Select[object]) -> list[Job]:
         with self._engine.connect() as connection:
             return [Job(**row._mapping) for row in connection.execute(query)]
 
@@ -380,7 +380,7 @@ def _add_columns(engine: sa.Engine) -> None:
 
 
 def _make_engine(url: sa.URL) -> sa.Engine:
-    pool: dict[str, Any] = {"pool_size": 20, "max_overflow": 30}
+    pool: dict[str, object] = {"pool_size": 20, "max_overflow": 30}
     if url.get_backend_name() != "sqlite":
         return sa.create_engine(url, pool_pre_ping=True, **pool)
     engine = sa.create_engine(url, connect_args={"timeout": _BUSY_TIMEOUT_S}, **pool)

@@ -74,7 +74,7 @@ def describe(config: RunConfig, on_progress: Callable[[CompileProgress], None] |
     return about | _describe_rows(config, data)
 
 
-def _describe_rows(config: RunConfig, data: CompiledData) -> dict[str, Any]:
+def _describe_rows(config: RunConfig, data: CompiledData) -> dict[str, object]:
     """The layout, the first batch in it, and all rows."""
     rows = rows_to_learn(config, data)
     config, layout = _layout_of(config, rows.train, has_images=data.has_images)

@@ -21,7 +21,7 @@ from lockstep.types import Datum
 _NUM_BATCHES = 8  # of the data, from which the rows of a step are known
 
 
-def settle_layout(config: RunConfig, run: RunDir, rows: Sequence[Any], *, has_images: bool = False) -> RunConfig:
+def settle_layout(config: RunConfig, run: RunDir, rows: Sequence[object], *, has_images: bool = False) -> RunConfig:
     """`parallel: auto` in numbers, which the run directory keeps: a run that goes on with as many ranks has the same
     layout. Any other configuration is returned as it is. All ranks."""
     if not config.parallel.auto:
@@ -32,7 +32,7 @@ def settle_layout(config: RunConfig, run: RunDir, rows: Sequence[Any], *, has_im
     return parse_config(group.broadcast_object(text), source="the layout that rank 0 chose", directory=run.path)
 
 
-def settle(config: RunConfig, run: RunDir, rows: Sequence[Any], has_images: bool) -> RunConfig:
+def settle(config: RunConfig, run: RunDir, rows: Sequence[object], has_images: bool) -> RunConfig:
     """Rank 0's part of `settle_layout`."""
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if num_ranks == 1 or config.parallel.chosen_for(num_ranks):  # one rank leaves nothing to choose
@@ -108,7 +108,7 @@ def record_shrunk(config: RunConfig, run: RunDir, before: int, after: int, reaso
     return shrunk
 
 
-def _look(config: RunConfig, run: RunDir, rows: Sequence[Datum]) -> dict[str, Any]:
+def _look(config: RunConfig, run: RunDir, rows: Sequence[Datum]) -> dict[str, object]:
     run.write_status(phase="planning memory and time")
     try:
         return judge(config, _machine(config), run, rows)

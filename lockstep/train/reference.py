@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast, overload
+from typing import cast, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -162,7 +162,7 @@ def _starts(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes)])
 
 
-def _plain(identity: Identity) -> Any:
+def _plain(identity: Identity) -> object:
     return json.loads(json.dumps(dict(identity), sort_keys=True))
 
 

@@ -362,7 +362,7 @@ class Straggler:
         return {"kind": "straggler", "message": message, **facts}
 
 
-def take_seconds(record: Mapping[str, Any]) -> tuple[dict[str, Any], Seconds]:
+def take_seconds(record: Mapping[str, Any]) -> tuple[dict[str, object], Seconds]:
     """(a step's record without every rank's seconds, which would be most of it; the seconds)."""
     rest: dict[str, Any] = {}
     seconds: Seconds = {}
@@ -375,7 +375,7 @@ def take_seconds(record: Mapping[str, Any]) -> tuple[dict[str, Any], Seconds]:
     return rest, seconds
 
 
-def take_dead_experts(record: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[int, int]]]:
+def take_dead_experts(record: Mapping[str, Any]) -> tuple[dict[str, object], list[tuple[int, int]]]:
     """(a step's record with their number instead of each, (layer, expert) of those that no token chooses)."""
     rest = {name: value for name, value in record.items() if not name.startswith(DEAD_EXPERT)}
     dead = [name.removeprefix(DEAD_EXPERT).split("/") for name in record if name.startswith(DEAD_EXPERT)]

@@ -43,7 +43,7 @@ def assume_choices(model: nn.Module, imbalance: float = 1.0) -> None:
 
 
 def _choosing(own: Callable[..., Any], top_k: int, num_experts: int, imbalance: float) -> Callable[..., Any]:
-    def forward(*arguments: Any, **options: Any) -> Any:
+    def forward(*arguments: object, **options: object) -> Any:
         with _AssumedChoice(top_k, num_experts, imbalance):
             return own(*arguments, **options)
 
@@ -59,7 +59,7 @@ class _AssumedChoice(TorchFunctionMode):
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         if func not in (torch.topk, Tensor.topk) or result.indices.shape[1:] != (self._top_k,):
             return result

@@ -118,7 +118,7 @@ class FakeTensors(TorchDispatchMode):
         super().__exit__(*error)
         self._fake.__exit__(*error)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device  # asked for more often than all else together
         if not _KNOWN_TYPES.issuperset(types):
@@ -187,7 +187,7 @@ def _reading_lists() -> Iterator[None]:
     own = FakeTensor.tolist
 
     def read(tensor: Tensor) -> Any:
-        result: Any = _read_number(tensor)
+        result: object = _read_number(tensor)
         for size in reversed(tensor.shape):
             result = [result] * size
         return result
@@ -273,7 +273,7 @@ class Memory:
     def counting(self) -> Iterator[None]:
         own = UntypedStorage.resize_
 
-        def resize(storage: UntypedStorage, size: int) -> Any:
+        def resize(storage: UntypedStorage, size: int) -> object:
             """FSDP2 empties and fills the storages of gathered parameters."""
             result = own(storage, size)
             if storage._cdata in self._storages:

@@ -220,7 +220,7 @@ class SimulatedStep:
         torch.set_num_threads(1)
         return lambda item: self.simulate(*item)
 
-    def simulate(self, rank: int, heard_before: tuple[Any, ...] = ()) -> SimulatedRank:
+    def simulate(self, rank: int, heard_before: tuple[object, ...] = ()) -> SimulatedRank:
         """`heard_before`: what rank 0 says to all, of a rank 0 that was simulated before."""
         started, heard = time.monotonic(), list(heard_before)
         with refusing_decisions(), fake_rank(rank, self.degrees, heard) as fake:
@@ -310,7 +310,7 @@ def simulate(
     found: list[SimulatedRank] = []
     said: dict[Call, Call] = {}
     with _explaining(), _started(step, num_processes) as run:
-        heard: tuple[Any, ...] = ()
+        heard: tuple[object, ...] = ()
         for batch in (wanted[:1], wanted[1:]):  # what rank 0 says to all, the others hear
             for result in run((rank, heard) for rank in batch):
                 result.record.share(said)

@@ -56,7 +56,7 @@ class DeepSpeedBackend:
         *,
         zero_stage: int | None = None,
         offload: bool = False,
-        ds_config: Mapping[str, Any] | None = None,
+        ds_config: Mapping[str, object] | None = None,
         max_grad_norm: float | None = None,
         micro_batch_tokens: int = 4096,
         precision: str = "auto",

@@ -47,7 +47,7 @@ _REFUSED = {
 _OWN_RECOMPUTATION = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization")
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, object]:
     """A ds_config.json as it is."""
     try:
         ds_config = json.loads(path.read_text(encoding="utf-8"))
@@ -69,7 +69,7 @@ def wanted_precision(ds_config: Mapping[str, Any], precision: str) -> str:
 
 
 def resolve_ds_config(
-    ds_config: Mapping[str, Any],
+    ds_config: Mapping[str, object],
     *,
     stage: int | None = None,
     offload: bool = False,
@@ -150,7 +150,7 @@ def _check_precision(resolved: Mapping[str, Any], precision: str) -> None:
             )
 
 
-def _check_recomputation(section: Mapping[str, Any]) -> None:
+def _check_recomputation(section: Mapping[str, object]) -> None:
     """The section does not turn recomputation on, here or in DeepSpeed: model.activation_checkpointing does."""
     for key in _OWN_RECOMPUTATION:
         if section.get(key):
@@ -160,7 +160,7 @@ def _check_recomputation(section: Mapping[str, Any]) -> None:
             )
 
 
-def _without_auto(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+def _without_auto(ds_config: Mapping[str, object]) -> dict[str, Any]:
     """Without every value that is "auto", at any depth."""
     return {
         key: _without_auto(value) if isinstance(value, Mapping) else value

@@ -127,7 +127,7 @@ def parse_label(value: object) -> bool | None:
     return None
 
 
-def read_tools(row: Row) -> list[dict[str, Any]] | None:
+def read_tools(row: Row) -> list[dict[str, object]] | None:
     """Tool descriptions in OpenAI's form, which chat templates expect."""
     tools = row.fields.get("tools")
     if isinstance(tools, str):
@@ -137,7 +137,7 @@ def read_tools(row: Row) -> list[dict[str, Any]] | None:
     return [_read_tool(row.origin, tool, number) for number, tool in enumerate(tools or [], start=1)] or None
 
 
-def parse_json(text: str) -> Any:
+def parse_json(text: str) -> object:
     """JSON inside a string of a row. Raises ValueError, also for half of a surrogate pair."""
     try:
         value = json.loads(text)
@@ -148,7 +148,7 @@ def parse_json(text: str) -> Any:
     return value
 
 
-def _parse_tools(origin: str, text: str) -> Any:
+def _parse_tools(origin: str, text: str) -> object:
     if not text.strip():
         return None
     try:
@@ -157,7 +157,7 @@ def _parse_tools(origin: str, text: str) -> Any:
         raise DataError(f"{origin}: 'tools' is a string and not JSON ({error}): write an array of tools") from error
 
 
-def _read_tool(origin: str, tool: object, number: int) -> dict[str, Any]:
+def _read_tool(origin: str, tool: object, number: int) -> dict[str, object]:
     if not isinstance(tool, dict):
         raise DataError(f"{origin}: tool {number} of 'tools' is {json_type(tool)}: it must be an object")
     if "function" not in tool and isinstance(tool.get("name"), str) and "type" not in tool:
@@ -198,7 +198,7 @@ class TurnNames:
                 )
 
 
-def rename_keys(fields: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+def rename_keys(fields: Mapping[str, object], columns: Mapping[str, str]) -> dict[str, Any]:
     """The fields by our names. A renamed field hides one that already has that name."""
     if not any(column in fields for column in columns.values()):
         return dict(fields)
@@ -288,7 +288,7 @@ def _clean_message(turn: dict[str, Any], where: str, content_key: str, *, sees: 
     return message
 
 
-def _read_content(turn: Mapping[str, Any], where: str, key: str, *, may_be_null: bool) -> str | None:
+def _read_content(turn: Mapping[str, object], where: str, key: str, *, may_be_null: bool) -> str | None:
     content = turn.get("content")
     if isinstance(content, list):
         return "".join(read_part(part, f"{where}: part {n} of its {key}") for n, part in enumerate(content, start=1))
@@ -304,7 +304,7 @@ def _read_weight(weight: object, where: str) -> int:
     return 0 if weight == 0 else 1
 
 
-def _read_call(call: object, where: str) -> dict[str, Any]:
+def _read_call(call: object, where: str) -> dict[str, object]:
     if not isinstance(call, dict):
         raise DataError(f"{where} is {json_type(call)}: it must be an object with a function")
     wrapped = call if call.get("function") is not None else {"function": call}

@@ -126,7 +126,7 @@ def gather_images(
     return tuple(_without(message) for message in messages), tuple(images)
 
 
-def _place_column(messages: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
+def _place_column(messages: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, object]]:
     placed = []
     for message in messages:
         text = message.get("content") or ""
@@ -162,7 +162,7 @@ def _read_column(row: Row) -> Iterator[ImageSource]:
         yield read_image(image, f"{row.origin}: image {number} of {key!r}")
 
 
-def _without(message: Mapping[str, Any]) -> Mapping[str, Any]:
+def _without(message: Mapping[str, object]) -> Mapping[str, object]:
     return {key: value for key, value in message.items() if key != IMAGE} if IMAGE in message else message
 
 

@@ -6,7 +6,6 @@ import codecs
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
 
 from lockstep.data.sources import rows as text_files
 from lockstep.data.sources.rows import (
@@ -55,7 +54,7 @@ def read_json_lines(file: SourceFile) -> Iterator[RawRow]:
             yield RawRow(number, line)
 
 
-def parse_json_line(line: bytes, origin: str, *, named_json: bool) -> dict[str, Any]:
+def parse_json_line(line: bytes, origin: str, *, named_json: bool) -> dict[str, object]:
     """The object on one line. `named_json`: the file's name does not say that it has lines, so errors explain it."""
     text = decode_text(line, origin)
     remedy = "fix or remove the line"
@@ -129,7 +128,7 @@ class _Window:
             raise DataError(f"{origin}: the file is cut off: the array has no closing ]: copy or write it again")
         raise DataError(f"{origin}: not valid JSON (found {self._near(self._at)} instead of {expected}): fix the file")
 
-    def read_object(self, row: int) -> dict[str, Any] | DataError:
+    def read_object(self, row: int) -> dict[str, object] | DataError:
         """The object that starts here; an error if it is valid JSON with invalid characters."""
         start = self.peek()
         origin = self._file.origin(self.line, row)
@@ -149,7 +148,7 @@ class _Window:
         self._advance(end)
         return error or value
 
-    def _decode_object(self, origin: str) -> tuple[dict[str, Any], int]:
+    def _decode_object(self, origin: str) -> tuple[dict[str, object], int]:
         while True:
             try:
                 return _DECODER.raw_decode(self._text, self._at)

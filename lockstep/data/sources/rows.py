@@ -40,7 +40,7 @@ class RawRow:
     """
 
     number: int
-    payload: bytes | dict[str, Any] | DataError
+    payload: bytes | dict[str, object] | DataError
     row: int | None = None
 
 

@@ -56,7 +56,7 @@ def _check_header(names: list[str], origin: str) -> list[str]:
     return names
 
 
-def _name_cells(header: list[str], cells: list[str], origin: str) -> dict[str, Any] | DataError:
+def _name_cells(header: list[str], cells: list[str], origin: str) -> dict[str, object] | DataError:
     if len(cells) != len(header):
         return DataError(
             f"{origin}: {len(cells)} cells where the header has {len(header)}: "

@@ -227,7 +227,7 @@ class SglangServer:
     def confirm(self, published: Published) -> None:
         """Nothing to do: every reply names its weights, or was requested of this adapter by name."""
 
-    def _model_info(self) -> dict[str, Any]:
+    def _model_info(self) -> dict[str, object]:
         try:
             return self.connection.request_object("/model_info", origin="which weights it has")
         except EndpointRefusal as refusal:
@@ -239,7 +239,7 @@ class SglangServer:
 SERVERS: dict[str, type[VllmServer] | type[SglangServer]] = {"vllm": VllmServer, "sglang": SglangServer}
 
 
-def _sampling_fields(params: SamplingParams) -> dict[str, Any]:
+def _sampling_fields(params: SamplingParams) -> dict[str, object]:
     """Complete: servers fill what is missing from the model's generation config."""
     return {
         "temperature": params.temperature,
@@ -309,7 +309,7 @@ def _refuse_other_weights(name: object, published: Published, root: str) -> None
         )
 
 
-def _said(reply: Mapping[str, Any]) -> str:
+def _said(reply: Mapping[str, object]) -> str:
     return error_in({"message": reply.get("error_message"), **reply}) or "it gave no reason"
 
 

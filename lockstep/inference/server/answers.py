@@ -65,12 +65,12 @@ class Answer:
     def _chunk_object(self) -> str:
         return "chat.completion.chunk" if self._kind == "chat" else "text_completion"
 
-    def _chunk(self, number: int, content: dict[str, Any], with_usage: bool) -> dict[str, Any]:
+    def _chunk(self, number: int, content: dict[str, Any], with_usage: bool) -> dict[str, object]:
         choice = {"index": number, "logprobs": None, "finish_reason": None, **content}
         head = {"object": self._chunk_object, **self._head, "choices": [choice]}
         return head | ({"usage": None} if with_usage else {})
 
-    def _new_piece(self, choice: _Choice) -> dict[str, Any]:
+    def _new_piece(self, choice: _Choice) -> dict[str, object]:
         """Text, scores and the reason of the end, if there is any of them. Calls of tools come whole, at the end."""
         finished = choice.sequence.finished
         if self._with_tools and not finished:
@@ -83,7 +83,7 @@ class Answer:
         choice.closed = True
         return self._content(choice, text, scores, choice.sequence.completion().finish_reason, is_delta=True)
 
-    def _whole_choice(self, number: int, choice: _Choice) -> dict[str, Any]:
+    def _whole_choice(self, number: int, choice: _Choice) -> dict[str, object]:
         completion = choice.sequence.completion()
         scores = self._scores(choice, len(completion.text))
         content = self._content(choice, choice.echo + completion.text, scores, completion.finish_reason, is_delta=False)
@@ -91,11 +91,11 @@ class Answer:
 
     def _content(
         self, choice: _Choice, text: str, scores: Any, reason: str | None, *, is_delta: bool = True
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         found: dict[str, Any] = {"finish_reason": reason, **({} if scores is None else {"logprobs": scores})}
         if self._kind == "text":
             return {"text": text, **found}
-        message: dict[str, Any] = {"content": text} if text or not is_delta else {}
+        message: dict[str, object] = {"content": text} if text or not is_delta else {}
         if self._with_tools:
             said, calls = read_calls(text)
             if calls:
@@ -107,7 +107,7 @@ class Answer:
 
     # --- log-probs --------------------------------------------------------------------------------------------------
 
-    def _scores(self, choice: _Choice, num_shown: int) -> dict[str, Any] | None:
+    def _scores(self, choice: _Choice, num_shown: int) -> dict[str, object] | None:
         """Of tokens that the text shows, and no others: not of an end of turn, nor of a stop text."""
         sequence = choice.sequence
         if sequence.options.num_top is None:
@@ -129,18 +129,18 @@ class Answer:
             offsets = [*self._texts.place(prompt).offsets, *(len(choice.echo) + offset for offset in offsets)]
         return self._text_scores(tokens, found, offsets)
 
-    def _chat_score(self, token: int, scores: TokenScores) -> dict[str, Any]:
+    def _chat_score(self, token: int, scores: TokenScores) -> dict[str, object]:
         top = [self._one_score(other, logprob) for other, logprob in scores.top]
         return {**self._one_score(token, scores.logprob), "top_logprobs": top}
 
-    def _one_score(self, token: int, logprob: float) -> dict[str, Any]:
+    def _one_score(self, token: int, logprob: float) -> dict[str, object]:
         text = self._texts[token]
         encoded = None if text.startswith(UNPRINTABLE) else list(text.encode())
         return {"token": text, "logprob": _finite(logprob), "bytes": encoded}
 
     def _text_scores(
         self, tokens: Sequence[int], scores: Sequence[TokenScores | None], offsets: Sequence[int]
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         tops = [
             None if s is None else {self._texts[t]: _finite(p) for t, p in ((token, s.logprob), *s.top)}
             for token, s in zip(tokens, scores, strict=True)

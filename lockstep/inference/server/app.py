@@ -65,7 +65,7 @@ class ModelServer:
 
     # --- routes -----------------------------------------------------------------------------------------------------
 
-    async def _chat(self, request: Request) -> Any:
+    async def _chat(self, request: Request) -> object:
         body = parse_body(ChatBody, await self._read(request))
         model, tools, messages = self.models.find(body.model), body.offered_tools, body.conversation()
         prompt = await self._reader.run(lambda: self.models.encode(model, messages, tools))
@@ -79,7 +79,7 @@ class ModelServer:
 
         return await self._respond(request, body, work, make)
 
-    async def _complete(self, request: Request) -> Any:
+    async def _complete(self, request: Request) -> object:
         body = parse_body(CompletionBody, await self._read(request))
         model, prompts = self.models.find(body.model), body.prompts
         encoded, shown = await self._reader.run(lambda: self._reader.encode(prompts))
@@ -142,7 +142,7 @@ class ModelServer:
 
     async def _respond(
         self, request: Request, body: SamplingBody, work: DecodeRequest, make: Callable[[Ticket], Answer]
-    ) -> Any:
+    ) -> object:
         deadline = time.monotonic() + self.settings.timeout_s
         follower = Follower(self.engine, self.engine.submit(work), deadline)
         if body.stream:

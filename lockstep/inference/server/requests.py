@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError
@@ -18,7 +19,7 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 # Said for the caller's own purposes.
 _HARMLESS = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 # With this value a field changes nothing.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+_NEUTRAL: dict[str, tuple[object, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
@@ -36,7 +37,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
 
 
-def _as_texts(value: Any) -> Any:
+def _as_texts(value: Any) -> object:
     return () if value is None else (value,) if isinstance(value, str) else value
 
 
@@ -118,7 +119,7 @@ class ChatBody(SamplingBody):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
-    def offered_tools(self) -> list[dict[str, Any]] | None:
+    def offered_tools(self) -> list[dict[str, object]] | None:
         return None if self.tool_choice == "none" else self.tools or None
 
     def conversation(self) -> list[dict[str, Any]]:
@@ -203,7 +204,7 @@ def _is_alternative(part: object) -> bool:
     )
 
 
-def _read_message(message: dict[str, Any], number: int) -> dict[str, Any]:
+def _read_message(message: Mapping[str, object], number: int) -> dict[str, object]:
     place = f"messages.{number}"
     role = message.get("role")
     if not isinstance(role, str) or role not in ("system", "developer", "user", "assistant", "tool"):
@@ -230,7 +231,7 @@ def _read_content(content: Any, place: str) -> str:
     raise bad_request(f"{place}: content must be a text, or parts of type text", f"{place}.content")
 
 
-def _read_calls(calls: Any, place: str) -> list[dict[str, Any]]:
+def _read_calls(calls: object, place: str) -> list[dict[str, object]]:
     """Arguments as templates want them: not as JSON in a text."""
     problem = bad_request(f"{place}: tool_calls must be a list of functions with name and arguments", place)
     if not isinstance(calls, list):

@@ -84,7 +84,7 @@ class ServedModels:
 
     def describe(self) -> list[dict[str, Any]]:
         """As /v1/models lists them."""
-        about: Mapping[str, Any] = {"object": "model", "created": self.started_at, "owned_by": "lockstep"}
+        about: Mapping[str, object] = {"object": "model", "created": self.started_at, "owned_by": "lockstep"}
         limit = {"max_model_len": self.engine.num_positions}
         return [
             {"id": name, **about, **limit, "root": self.base, "parent": None if name == self.base else self.base}

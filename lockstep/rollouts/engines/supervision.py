@@ -9,10 +9,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any
 
 from lockstep.processes.worker import Reply, Worker, WorkerDied, WorkerFailed
 from lockstep.rollouts.engines.health import Action, EngineHealth, EngineSlot, Fleet, HealthLimits, PatientClock, State
@@ -55,7 +54,7 @@ class Supervisor:
         limits: HealthLimits,
         max_replacements: int,
         on_event: Callable[..., None],
-        on_partial: Callable[[str, int, dict[str, Any]], None],
+        on_partial: Callable[[str, int, Mapping[str, object]], None],
         on_lost: Callable[[str, int], None],
     ) -> None:
         self._spawn, self._limits = spawn, limits

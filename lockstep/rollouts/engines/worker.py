@@ -33,7 +33,7 @@ class VersionRefused(ValueError):
 
 def engine_settings(
     config: RunConfig, *, precision: str, device: str = "cpu", batch_size: int | None = None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """What an engine for this run is started with. `precision` is the one that training agreed on."""
     return {
         "model": config.model.model_dump(mode="json"),
@@ -154,7 +154,7 @@ def unpack_request(
     return body["prompts"], params, body["keys"], partial
 
 
-def pack_partial(partial: PartialCompletion) -> list[Any]:
+def pack_partial(partial: PartialCompletion) -> list[object]:
     return [list(partial.tokens), list(partial.logprobs), list(partial.versions), as_text(partial.routing)]
 
 

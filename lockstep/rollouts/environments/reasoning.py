@@ -21,7 +21,7 @@ def is_task(path: str) -> bool:
     return path.startswith(PREFIX)
 
 
-def make_rows(path: str, options: Mapping[str, Any], *, seed: int) -> list[dict[str, Any]]:
+def make_rows(path: str, options: Mapping[str, object], *, seed: int) -> list[dict[str, Any]]:
     """`size` and `seed` of the options are the number of rows and the task's seed; the rest is the task's own."""
     gym, name = _package(), path.removeprefix(PREFIX)
     if name not in gym.factory.DATASETS:

@@ -105,7 +105,7 @@ def _column(row: Row, name: str) -> object:
 # --- from names in a configuration to functions ----------------------------------------------------------------------
 
 
-def load_reward(name: str, options: Mapping[str, Any]) -> RewardFunction:
+def load_reward(name: str, options: Mapping[str, object]) -> RewardFunction:
     """`name` is built in, or a user's module:function, which gets `options` by name with every call."""
     if ":" in name:
         function = _import_name(name, "algorithm.reward")

@@ -108,7 +108,7 @@ def _rest(row: Row, *used: str) -> Row:
     return {key: value for key, value in row.items() if key not in used}
 
 
-def _read_turns(row: Row, column: str, place: str) -> list[Any]:
+def _read_turns(row: Row, column: str, place: str) -> list[object]:
     value = row[column]
     try:
         turns = json.loads(value) if isinstance(value, str) else value

@@ -220,7 +220,7 @@ class PostTraining:
         return self._manager.datasets.add_rows(derived, convert_rows(rows, name), owner=dataset.owner)
 
 
-def _read_rows(path: Path) -> Iterator[Mapping[str, Any]]:
+def _read_rows(path: Path) -> Iterator[Mapping[str, object]]:
     with path.open("rb") as file:
         for line in file:
             yield json.loads(line)
@@ -348,7 +348,7 @@ def _perplexity(loss: float | None) -> float | None:
     return math.exp(loss) if loss is not None and loss < 700 else None
 
 
-def _resources(job: JobView, status: Mapping[str, Any]) -> dict[str, Any] | None:
+def _resources(job: JobView, status: Mapping[str, Any]) -> dict[str, object] | None:
     """None while the job waits. Memory is the peak so far: of the first process, and of the fullest one."""
     if job.prepared_at is None:
         return None

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from typing import Annotated, Any
+from typing import Annotated
 
 from anyio import to_thread
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
@@ -44,7 +44,7 @@ JobInPath = Annotated[str, Path(pattern=ID_PATTERN)]
 class NamingRoute(APIRoute):
     """A body that does not fit is answered with 400 and the field's name, as Llama Stack's clients expect."""
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    def get_route_handler(self) -> Callable[[Request], Coroutine[object, object, Response]]:
         handle = super().get_route_handler()
 
         async def handle_named(request: Request) -> Response:

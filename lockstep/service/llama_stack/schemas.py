@@ -72,7 +72,7 @@ class TrainingConfig(_Wire):
 _TYPES = {"lora": "LoRA", "qat": "QAT", "dpo": "DPO"}
 
 
-def _spell(name: Any) -> Any:
+def _spell(name: Any) -> object:
     """Documents write `dpo` and `lora` where the API has `LoRA`."""
     return _TYPES.get(name.lower(), name) if isinstance(name, str) else name
 

@@ -40,7 +40,7 @@ class InlineConfig(ProviderConfig):
     """Folders in which checkpoint_dir of a request may name a place for the result."""
 
     @classmethod
-    def sample_run_config(cls, **_: Any) -> dict[str, Any]:
+    def sample_run_config(cls, **_: Any) -> dict[str, object]:
         return {"data_dir": "${env.LOCKSTEP_DATA_DIR:~/.lockstep/stack}"}
 
 
@@ -83,7 +83,7 @@ class EmbeddedService:
         await _in_thread(self._manager.close)
 
 
-async def _in_thread(call: Callable[..., Result], *arguments: Any) -> Result:
+async def _in_thread(call: Callable[..., Result], *arguments: object) -> Result:
     """Stacks tell a forbidden request from a wrong one by Python's own exceptions."""
     try:
         return await asyncio.to_thread(call, *arguments)
@@ -91,5 +91,5 @@ async def _in_thread(call: Callable[..., Result], *arguments: Any) -> Result:
         raise PermissionError(str(error)) from error
 
 
-async def get_provider_impl(config: InlineConfig, deps: Mapping[Any, Any]) -> Any:
+async def get_provider_impl(config: InlineConfig, deps: Mapping[object, object]) -> object:
     return build_provider(EmbeddedService(config), deps, config)

@@ -32,7 +32,7 @@ class RemoteConfig(ProviderConfig):
     """How long one request may take. A job may of course take longer."""
 
     @classmethod
-    def sample_run_config(cls, **_: Any) -> dict[str, Any]:
+    def sample_run_config(cls, **_: Any) -> dict[str, object]:
         return {"url": "${env.LOCKSTEP_SERVER:http://127.0.0.1:8322}"}
 
 
@@ -114,5 +114,5 @@ def _refusal(answer: httpx.Response, url: str) -> Exception:
     return ValueError(message)
 
 
-async def get_adapter_impl(config: RemoteConfig, deps: Mapping[Any, Any]) -> Any:
+async def get_adapter_impl(config: RemoteConfig, deps: Mapping[object, object]) -> object:
     return build_provider(RemoteService(config), deps, config)

@@ -46,7 +46,7 @@ class ProviderConfig(BaseModel):
         return self
 
 
-def fill_in(request: Any, defaults: Mapping[str, Any]) -> Any:
+def fill_in(request: Any, defaults: Mapping[str, object]) -> Any:
     """The request with the operator's defaults for what its sender left out."""
     if not defaults:
         return request
@@ -66,11 +66,11 @@ def fill_in(request: Any, defaults: Mapping[str, Any]) -> Any:
     return type(request)(**merged)
 
 
-def _is_dpo(request: Any) -> bool:
+def _is_dpo(request: object) -> bool:
     return isinstance(request, PreferenceRequest) and request.algorithm_config.type == "DPO"
 
 
-def _under(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Tree:
+def _under(defaults: Mapping[str, object], given: Mapping[str, object]) -> Tree:
     merged: Tree = {}
     merge_settings(merged, defaults)
     merge_settings(merged, given)
@@ -97,7 +97,7 @@ class _Translated:
 Take = Callable[[_Translated, Any, str], None]
 
 
-def translate(given: Mapping[str, Any], known: set[str]) -> Tree:
+def translate(given: Mapping[str, object], known: set[str]) -> Tree:
     """`given` in our own keys alone; `known` are those of the class that reads them."""
     made = _Translated()
     for name, value in given.items():
@@ -130,7 +130,7 @@ def _take(made: _Translated, name: str, value: Any, known: set[str], place: str 
         raise ValueError(f"{shown}: {_REFUSED.get(name, 'there is no such setting')}: {_ADVICE}")
 
 
-def _mapping(value: Any, name: str) -> Mapping[str, Any]:
+def _mapping(value: Any, name: str) -> Mapping[str, object]:
     if not isinstance(value, Mapping):
         raise ValueError(f"{name}: {value!r} holds no settings: write some below it, or leave it out")
     return value

@@ -60,7 +60,7 @@ class StackTraining:
         return await self.service.submit(await self._with_rows(filled))
 
     def _with_settings(self, request: Request) -> Request:
-        merged: dict[str, Any] = {}
+        merged: dict[str, object] = {}
         merge_settings(merged, self._settings)
         merge_settings(merged, request.provider_config or {})
         return request.model_copy(update={"provider_config": merged or None})
@@ -103,7 +103,7 @@ def _line_of(row: Mapping[str, Any], number: int, dataset_id: str) -> bytes:
 # --- rows of the stack's own datasetio -------------------------------------------------------------------------------
 
 
-def find_datasetio(deps: Mapping[Any, Any]) -> Any:
+def find_datasetio(deps: Mapping[object, object]) -> object:
     """`deps` is keyed by the stack's Api enumeration, which lies elsewhere in every second version."""
     for api, implementation in deps.items():
         if getattr(api, "value", api) == "datasetio":
@@ -111,8 +111,8 @@ def find_datasetio(deps: Mapping[Any, Any]) -> Any:
     raise ValueError("lockstep needs the stack's datasetio: add datasetio to the apis and providers of run.yaml")
 
 
-def rows_of(datasetio: Any) -> ReadRows:
-    async def read_rows(dataset_id: str) -> list[Mapping[str, Any]]:
+def rows_of(datasetio: object) -> ReadRows:
+    async def read_rows(dataset_id: str) -> list[Mapping[str, object]]:
         try:
             answer = await _iterate(datasetio, dataset_id)
         except (KeyError, ValueError) as error:
@@ -137,7 +137,7 @@ def request_class(name: str) -> Any | None:
         return None
 
 
-def build_provider(service: PostTrainingService, deps: Mapping[Any, Any], config: ProviderConfig) -> Any:
+def build_provider(service: PostTrainingService, deps: Mapping[object, object], config: ProviderConfig) -> object:
     training = StackTraining(service, rows_of(find_datasetio(deps)), config)
     if request_class("SupervisedFineTuneRequest") is not None:
         from lockstep.service.llama_stack.providers.versions import PostTrainingByRequest

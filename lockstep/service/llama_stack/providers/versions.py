@@ -124,13 +124,13 @@ class PostTrainingByRequest:
     def __init__(self, training: StackTraining) -> None:
         self._training = training
 
-    async def supervised_fine_tune(self, request: Any) -> Any:
+    async def supervised_fine_tune(self, request: object) -> object:
         return await self._training.submit(FineTuneRequest(**_given(request)))
 
-    async def preference_optimize(self, request: Any) -> Any:
+    async def preference_optimize(self, request: object) -> object:
         return await self._training.submit(PreferenceRequest(**_given(request)))
 
-    async def get_training_jobs(self) -> Any:
+    async def get_training_jobs(self) -> object:
         return await self._training.service.jobs()
 
     async def get_training_job_status(self, request: Any) -> Any:
@@ -142,7 +142,7 @@ class PostTrainingByRequest:
     async def cancel_training_job(self, request: Any) -> None:
         await self._training.service.cancel(request.job_uuid)
 
-    async def get_training_job_artifacts(self, request: Any) -> Any:
+    async def get_training_job_artifacts(self, request: Any) -> object:
         answer = await self._training.service.artifacts(request.job_uuid)
         return _fit(answer.model_dump(mode="json"))
 

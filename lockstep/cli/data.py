@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.cli.display import data_progress, make_console, print_facts, quieten_libraries
-from lockstep.cli.options import Config, Json, Overrides, app, echo, load_settings
+from lockstep.cli.options import Config, Json, Overrides, app, echo, echo_json, load_settings
 from lockstep.reports.page import format_count
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def data(
     if html is not None:
         html.write_text(data_page(sheet), encoding="utf-8")
     if as_json:
-        echo(json.dumps(sheet.as_json()))
+        echo_json(json.dumps(sheet.as_json()))
     else:
         print_sheet(make_console(), sheet)
     if html is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -409,11 +410,11 @@ def print_summary(console: Console, run: RunDir) -> None:
     if status.get("export"):
         rows["export"] = str(status["export"])
     if state == "completed":
-        rows["next"] = f"lockstep chat {run.path}"
+        rows["next"] = f"lockstep chat {shlex.quote(str(run.path))}"
     elif not any(failure.get("exit_code") == 2 for failure in run.failures()):
         saved = run.list_checkpoints()
         start = f"from step {saved[-1].step}" if saved else "from the start: there is no checkpoint yet"
-        rows["continue"] = f"lockstep train --resume {run.path}  ({start})"
+        rows["continue"] = f"lockstep train --resume {shlex.quote(str(run.path))}  ({start})"
     _print_pairs(console, rows)
     _print_warnings(console, run)
 

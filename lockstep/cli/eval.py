@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.cli.display import LITERAL, borderless_table, make_console, quieten_libraries, track_progress
-from lockstep.cli.options import Json, MaxTokens, Temperature, app
+from lockstep.cli.options import Json, MaxTokens, Temperature, app, echo_json
 
 
 @app.command("eval")
@@ -84,7 +84,7 @@ def _evaluate_and_show(
     _show(make_console(stderr=as_json), results, folder)
     if as_json:
         summary = {key: value for key, value in results.items() if key != "rows"}
-        print(json.dumps({**summary, "out": str(folder)}, ensure_ascii=False))
+        echo_json(json.dumps({**summary, "out": str(folder)}, ensure_ascii=False))
 
 
 def _new_folder(models: Sequence[str]) -> Path:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
@@ -13,6 +16,7 @@ if TYPE_CHECKING:
     from lockstep.config import RunConfig
 
 DEFAULT_CONFIG = Path("lockstep.yaml")
+_for_json: ContextVar[TextIO] = ContextVar("_for_json")
 
 app = typer.Typer(
     name="lockstep",
@@ -22,8 +26,38 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _reserve_stdout(context: typer.Context, as_json: bool) -> bool:
+    """With --json, stdout is for `echo_json` alone: libraries print there too, and so do the processes we start."""
+    if as_json:
+        context.with_resource(_only_stderr())
+    return as_json
+
+
+@contextlib.contextmanager
+def _only_stderr() -> Iterator[None]:
+    """Whatever is written to stdout goes to stderr; what leads to the real one is in `_for_json`."""
+    with contextlib.ExitStack() as stack:
+        kept = sys.stdout
+        with contextlib.suppress(OSError, ValueError):  # a test's stdout is no file
+            if sys.stdout.fileno() == 1:
+                sys.stdout.flush()
+                kept = stack.enter_context(open(os.dup(1), "w", encoding="utf-8"))
+                os.dup2(2, 1)
+                stack.callback(os.dup2, kept.fileno(), 1)
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        stack.callback(_for_json.reset, _for_json.set(kept))
+        yield
+
+
 Json = Annotated[
-    bool, typer.Option("--json", help="Machine-readable output on stdout; everything else goes to stderr.")
+    bool,
+    typer.Option(
+        "--json",
+        callback=_reserve_stdout,
+        help="Machine-readable output on stdout; everything else goes to stderr.",
+    ),
 ]
 Config = Annotated[str | None, typer.Argument(metavar="CONFIG", help="The YAML file. Default: lockstep.yaml.")]
 Overrides = Annotated[
@@ -38,13 +72,19 @@ MaxTokens = Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1
 Temperature = Annotated[float, typer.Option(help="0 always takes the most likely token.", min=0.0)]
 
 
-def echo(text: object, *, err: bool = False, nl: bool = True, keep: str = "") -> None:
+def echo(text: object, *, err: bool = False, nl: bool = True, keep: str = "", to: TextIO | None = None) -> None:
     """What was written by others is no command to the terminal; a file or a pipe gets it as it is."""
-    if (sys.stderr if err else sys.stdout).isatty():
+    stream = to or (sys.stderr if err else sys.stdout)
+    if stream.isatty():
         from lockstep.config.text import write_out
 
         text = write_out(str(text), keep)
-    typer.echo(text, err=err, nl=nl)
+    typer.echo(text, file=stream, nl=nl)
+
+
+def echo_json(text: str) -> None:
+    """The answer to --json."""
+    echo(text, to=_for_json.get(sys.stdout))
 
 
 def load_settings(

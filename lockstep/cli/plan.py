@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from lockstep.cli.display import borderless_table, make_console, quieten_libraries
-from lockstep.cli.options import Config, Json, Overrides, app, echo, load_settings
+from lockstep.cli.options import Config, Json, Overrides, app, echo, echo_json, load_settings
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -223,7 +223,9 @@ def _show(
         echo(f"wrote {write_page(tree, plan.verdict(), changes, f'Plan of {name}', page)}", err=True)
     if as_json:
         rows = [{"change": a.change, **a.plan.as_json()} for a in advice]
-        echo(json.dumps({**tree, "verdict": plan.verdict(), "advice": rows, "search": [p.as_json() for p in found]}))
+        echo_json(
+            json.dumps({**tree, "verdict": plan.verdict(), "advice": rows, "search": [p.as_json() for p in found]})
+        )
 
 
 def _effect(advice: Advice, before: RunPlan) -> str:

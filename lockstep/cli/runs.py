@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from lockstep.cli.display import make_console, print_facts, quieten_libraries, runs_table
-from lockstep.cli.options import AllowPickle, Json, app, convert_checkpoints, echo
+from lockstep.cli.options import AllowPickle, Json, app, convert_checkpoints, echo, echo_json
 
 if TYPE_CHECKING:
     from lockstep.rundir import RunDir
@@ -32,7 +32,7 @@ def runs(
         raise ValueError(f"there is no folder {folder}")
     rows = [_run_row(run) for run in find_runs(folder)]
     if as_json:
-        echo(json.dumps(rows))
+        echo_json(json.dumps(rows))
     elif rows:
         console = make_console()
         console.print(runs_table(rows))
@@ -111,7 +111,7 @@ def samples(
         rows = sorted(known, key=lambda row: row["reward"], reverse=best)
     if as_json:
         for row in rows[:limit]:
-            echo(json.dumps(row, ensure_ascii=False))
+            echo_json(json.dumps(row, ensure_ascii=False))
         return
     _print_samples(make_console(), rows[:limit], len(rows))
 
@@ -181,6 +181,6 @@ def export(
         convert_checkpoints(run)
     facts = export_run(run, to, adapter=adapter, step=step)
     if as_json:
-        echo(json.dumps(facts, default=str))
+        echo_json(json.dumps(facts, default=str))
     else:
         print_facts(make_console(), facts)

@@ -14,7 +14,7 @@ import typer
 from rich.table import Table
 
 from lockstep.cli.display import borderless_table, make_console
-from lockstep.cli.options import Config, Json, Overrides, app, echo, load_settings
+from lockstep.cli.options import Config, Json, Overrides, app, echo, echo_json, load_settings
 
 if TYPE_CHECKING:
     from lockstep.config import RunConfig
@@ -56,7 +56,7 @@ def scale(
         echo(f"wrote {path}", err=True)
     if as_json:
         rows = [{**asdict(size), "sent_bytes": size.sent_bytes} for size in results]
-        echo(json.dumps({"out": str(folder), "sizes": rows}))
+        echo_json(json.dumps({"out": str(folder), "sizes": rows}))
 
 
 def parse_sizes(text: str) -> list[int]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lockstep.cli.display import make_console, runs_table
-from lockstep.cli.options import Config, Json, Overrides, app, echo, load_settings
+from lockstep.cli.options import Config, Json, Overrides, app, echo, echo_json, load_settings
 
 if TYPE_CHECKING:
     from lockstep.service.client import Client
@@ -48,7 +48,7 @@ def submit(
         tree = prepare_config(settings, client if upload else None, lambda text: echo(text, err=True))
         job = client.submit(JobRequest(id=job_id, name=name, config=tree, priority=priority, max_restarts=max_restarts))
         if as_json:
-            echo(job.model_dump_json())
+            echo_json(job.model_dump_json())
         else:
             echo(f"{job.id} {job.state}: follow it with 'lockstep logs {job.id} -f', or at {client.url}")
 
@@ -72,7 +72,7 @@ def jobs(
     with Client(server) as client:
         listing = client.jobs(state, search=search, limit=limit)  # type: ignore[arg-type]
     if as_json:
-        echo(listing.model_dump_json())
+        echo_json(listing.model_dump_json())
     elif not listing.jobs:
         echo("no jobs")
     else:
@@ -152,7 +152,7 @@ def artifacts(
     with Client(server) as client:
         files = [a for a in client.artifacts(job) if every or a.path.startswith("export/")]
         if as_json:
-            echo(json.dumps([artifact.model_dump() for artifact in files]))
+            echo_json(json.dumps([artifact.model_dump() for artifact in files]))
         for artifact in files:
             if download is not None:
                 client.download(job, artifact.path, _inside(download, artifact.path))

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.cli.display import LITERAL, borderless_table, make_console, quieten_libraries
-from lockstep.cli.options import settle_layout
+from lockstep.cli.options import echo_json, settle_layout
 from lockstep.config import ConfigError
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def simulate_and_show(
 
         simulation = simulate(config, num_ranks, ranks=chosen, expert_imbalance=expert_imbalance, on_progress=show)
     if as_json:
-        print(json.dumps(as_plain(simulation)))
+        echo_json(json.dumps(as_plain(simulation)))
     _show(make_console(stderr=as_json), simulation)
     return 0 if simulation.passed else 1
 

@@ -4,6 +4,7 @@ configuration."""
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,6 +21,7 @@ from lockstep.cli.options import (
     app,
     convert_checkpoints,
     echo,
+    echo_json,
     load_settings,
 )
 
@@ -137,7 +139,7 @@ def _follow(run: RunDir, settings: RunConfig, as_json: bool, resumed: bool, deta
         handle = start(run, settings, lambda line: console.print(line, **LITERAL))
         if detach:
             handle.leave()
-            console.print(f"submitted: lockstep attach {run.path} follows it", **LITERAL)
+            console.print(f"submitted: lockstep attach {shlex.quote(str(run.path))} follows it", **LITERAL)
             _print_result(run, as_json)
             return 0
         return _supervise(run, handle, display, received, as_json)
@@ -153,9 +155,8 @@ def _supervise(run: RunDir, handle: RestartingRun, display: RunDisplay, received
         raise
     if received and handle.outlives_us:
         handle.leave()
-        console.print(
-            f"The run goes on: lockstep attach {run.path} follows it, lockstep stop {run.path} ends it.", **LITERAL
-        )
+        path = shlex.quote(str(run.path))
+        console.print(f"The run goes on: lockstep attach {path} follows it, lockstep stop {path} ends it.", **LITERAL)
         return 128 + received[0]
     if received:
         console.print("stopping the run (Ctrl-C again ends it at once)", highlight=False)
@@ -197,7 +198,8 @@ def attach(
                 console.print("The run goes on.", **LITERAL)
                 raise typer.Exit(128 + received[0])
             if not (start.has_ended(run) or start.is_supervised(run.path) or start.is_running(run.path)):
-                raise ValueError(f"no process of {run_dir} is left: go on with lockstep train --resume {run_dir}")
+                resume = f"lockstep train --resume {shlex.quote(str(run_dir))}"
+                raise ValueError(f"no process of {run_dir} is left: go on with {resume}")
     print_summary(console, run)
     _print_result(run, as_json)
     status = run.status()
@@ -232,7 +234,7 @@ def _print_result(run: RunDir, as_json: bool) -> None:
     from lockstep.launch.start import result_of
 
     if as_json:
-        echo(json.dumps(result_of(run)))
+        echo_json(json.dumps(result_of(run)))
 
 
 def _describe(settings: RunConfig, as_json: bool) -> None:
@@ -242,7 +244,7 @@ def _describe(settings: RunConfig, as_json: bool) -> None:
 
     facts = describe(settings)
     if as_json:
-        echo(json.dumps({"config": settings.model_dump(mode="json"), "plan": facts}, default=str))
+        echo_json(json.dumps({"config": settings.model_dump(mode="json"), "plan": facts}, default=str))
         return
     console = make_console()
     console.print("[bold]configuration[/]")

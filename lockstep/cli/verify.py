@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.cli.display import LITERAL, borderless_table, make_console, quieten_libraries
-from lockstep.cli.options import Config, Json, Overrides, app, load_settings, settle_layout
+from lockstep.cli.options import Config, Json, Overrides, app, echo_json, load_settings, settle_layout
 
 if TYPE_CHECKING:
     from lockstep.config import RunConfig
@@ -57,7 +57,7 @@ def verify_and_show(config: RunConfig, layouts: str | None, *, as_json: bool) ->
         report = verify(config, layouts=layouts, on_progress=show)
     _show(make_console(stderr=as_json), report)
     if as_json:
-        print(json.dumps(report.as_json()))
+        echo_json(json.dumps(report.as_json()))
     return 0 if report.passed else 1
 
 

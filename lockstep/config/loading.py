@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 from lockstep.config.algorithm import KINDS, SHORT_KINDS, expand_algorithm
 from lockstep.config.data import PARTS, is_local
 from lockstep.config.launch import FORMS, LAUNCH_KINDS, expand_launch
+from lockstep.config.other_tools import OTHER_TOOLS_KEYS, explain_other_tools
 from lockstep.config.parallel import Degrees, expand_parallel
 from lockstep.config.renames import RENAMED_KEYS, rename_keys
 from lockstep.config.schema import ConfigError
@@ -172,13 +173,15 @@ def _entry_of(annotation: Any) -> type[BaseModel] | None:
 def _refuse_unknown_keys(
     tree: Mapping[str, object], section: type[BaseModel], prefix: str, source: str, places: Mapping[str, str]
 ) -> None:
+    known = section.model_fields
     for key, value in tree.items():
         dotted = f"{prefix}{key}"
-        info = section.model_fields.get(str(key))
+        info = known.get(str(key))
         if info is None:
+            others = [] if prefix else [other for other in tree if other not in known]
             raise ConfigError(
                 f"{_place_of(source, places, dotted)}: unknown key {_shorten(dotted)!r}; "
-                f"{_suggest(dotted, section, prefix)}"
+                f"{_suggest(dotted, section, prefix, others)}"
             )
         place = _place_of(source, places, f"{dotted}.kind")
         child, entry = _section_of(dotted, info.annotation, value, place), _entry_of(info.annotation)
@@ -190,8 +193,16 @@ def _refuse_unknown_keys(
                     _refuse_unknown_keys(item, entry, dotted + ".", source, places)
 
 
-def _suggest(dotted: str, section: type[BaseModel], prefix: str) -> str:
+def _suggest(dotted: str, section: type[BaseModel], prefix: str, others: Sequence[str]) -> str:
+    """`others`: every unknown key beside it, itself included, where these may be another tool's."""
     leaf = dotted.rsplit(".", 1)[-1]
+    foreign = explain_other_tools(others)
+    if leaf in OTHER_TOOLS_KEYS:
+        return foreign or f"it is {OTHER_TOOLS_KEYS[leaf]} here"
+    return "; ".join(filter(None, (_suggest_near(leaf, section, prefix), foreign)))
+
+
+def _suggest_near(leaf: str, section: type[BaseModel], prefix: str) -> str:
     if len(leaf) > _MAX_SHOWN:  # the search for the nearest name takes the square of it
         return "no key is as long"
     siblings = list(section.model_fields)

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -294,13 +295,31 @@ def check_model_source(config: ModelConfig, *, needs_weights: bool = True) -> No
             raise ConfigError(f"model.path {path} is a file: give a model folder, a .gguf file or a Hub id")
         return
     if not (path / "config.json").exists():
-        raise ConfigError(f"model.path {path} is not a model folder: it has no config.json")
+        raise ConfigError(f"model.path {path} is {_describe_other_folder(path)}")
     if needs_weights and not any(path.glob("*.safetensors")):
         why = "no weights (*.safetensors)"
         if any(path.glob("*.bin")):
             why = "only pickled weights (*.bin), which are not loaded: convert them to safetensors"
         raise ConfigError(f"model.path {path} has {why}")
     _refuse_weights_elsewhere(path)
+
+
+def _describe_other_folder(path: Path) -> str:
+    """What a folder without a model is, and how to make one of it: people go on from their own runs and adapters."""
+    is_adapter = (path / "adapter_config.json").exists()
+    run = path.parents[1] if is_adapter and path.parent.name == "export" else path
+    if (run / "config.yaml").exists():
+        whole = next((run / "export" / kind for kind in ("model", "merged") if (run / "export" / kind).exists()), None)
+        what = "the adapter of a run" if is_adapter else "a run directory"
+        if whole is not None:
+            return f"{what}, not a model folder: name the model that the run exported, {whole}"
+        return f"{what}, not a model folder: write one with 'lockstep export {shlex.quote(str(run))}', and name that"
+    if is_adapter:
+        return (
+            "an adapter, not a whole model: merge it into its base (with peft: merge_and_unload, then "
+            "save_pretrained), and name the folder of that"
+        )
+    return "not a model folder: it has no config.json"
 
 
 def _refuse_weights_elsewhere(folder: Path) -> None:

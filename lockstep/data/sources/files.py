@@ -105,6 +105,8 @@ def _walk_folder(folder: Path, split: str) -> list[Path]:
     paths = _list_folder(folder, split)
     if not paths:
         others = _name_some(list(folder.iterdir()))
+        if not others:
+            raise DataError(f"{folder}: this folder is empty: {_CHECK_PATHS}")
         raise DataError(f"{folder}: this folder has no file of a known kind ({_KNOWN}), only {others}")
     return paths
 
@@ -162,7 +164,7 @@ def _choose_split(folder: Path, split: str) -> str:
 def _name_some(paths: list[Path]) -> str:
     names = sorted(path.name for path in paths)
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more if names else "nothing"
+    return ", ".join(names[:5]) + more
 
 
 def read_raw(file: SourceFile) -> Iterator[RawRow]:

@@ -60,7 +60,12 @@ def start(folder: Path, *arguments: str, **options: Any) -> subprocess.Popen[str
     return subprocess.Popen(
         [sys.executable, "-c", MAIN, *arguments],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "COLUMNS": "100"},
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}",
+            "OMP_NUM_THREADS": "1",
+            "COLUMNS": "100",
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -101,13 +106,13 @@ def test_version(folder: Path) -> None:
 
 
 def test_train_shows_the_run_and_its_result(folder: Path) -> None:
-    code, out, err = lockstep(folder, "train", "c.yaml", "optim.epochs=2", "--run-dir", "r")
+    code, out, err = lockstep(folder, "train", "c.yaml", "optim.epochs=2", "--run-dir", "my run")
     assert (code, err) == (0, "")
     assert "step 1/4  loss 1.0000" in out
     assert "step 4/4  loss 0.2500" in out
     assert "validation loss 0.5000" in out
-    assert "lockstep chat r" in out
-    assert RunDir(folder / "r").config().optim.epochs == 2
+    assert "lockstep chat 'my run'" in out  # as a shell takes it
+    assert RunDir(folder / "my run").config().optim.epochs == 2
 
 
 def test_json_has_stdout_to_itself(folder: Path) -> None:
@@ -128,6 +133,34 @@ def test_json_has_stdout_to_itself(folder: Path) -> None:
         "error": None,
     }
     assert "step 4/4" in err
+
+
+def test_json_has_stdout_to_itself_whatever_libraries_and_processes_print(tmp_path: Path) -> None:
+    program = """
+import os, subprocess, sys
+from lockstep.cli.options import Json, app, echo, echo_json
+
+@app.command("noisy")
+def noisy(as_json: Json = False) -> None:
+    print("a library")
+    os.write(1, b"a library in C\\n")
+    subprocess.run(["echo", "a process"], check=True)
+    echo("a line of ours")
+    (echo_json if as_json else echo)('{"of": "ours"}')
+
+app()
+"""
+
+    def run(*arguments: str) -> tuple[str, str]:
+        command = [sys.executable, "-c", program, "noisy", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        return done.stdout, done.stderr
+
+    out, err = run("--json")
+    assert json.loads(out) == {"of": "ours"}
+    assert sorted(err.splitlines()) == ["a library", "a library in C", "a line of ours", "a process"]
+    out, err = run()
+    assert (len(out.splitlines()), err) == (5, "")
 
 
 def test_the_default_file_and_overrides_alone(folder: Path) -> None:

@@ -112,7 +112,7 @@ def test_nothing_to_read(tmp_path: Path) -> None:
     assert complaint(tmp_path / "packed" / "a.jsonl.zst").startswith(": unknown kind of file")
     assert complaint(tmp_path / "packed").startswith("/a.jsonl.zst: unknown kind of file: unpack it")
     assert complaint(tmp_path / "other").endswith(", only README.md")
-    assert complaint(tmp_path / "empty").endswith(", only nothing")
+    assert complaint(tmp_path / "empty") == f": this folder is empty: {check}"
     assert complaint(tmp_path / "o*").endswith(", only other")
 
 

@@ -143,6 +143,25 @@ def test_a_source_that_cannot_be_a_model_is_refused_in_one_sentence(tmp_path):
         assert str(caught.value) == f"{path} {why}"
 
 
+def test_a_run_or_an_adapter_as_the_model_says_how_to_make_a_model_of_it(tmp_path):
+    run = write_folder(tmp_path / "my run", "config.yaml")
+    (run / "export").mkdir()
+    adapter = write_folder(run / "export" / "adapter", "adapter_config.json")
+    export = f"write one with 'lockstep export '{run}'', and name that"
+    told = {
+        run: f"is a run directory, not a model folder: {export}",
+        adapter: f"is the adapter of a run, not a model folder: {export}",
+        write_folder(tmp_path / "foreign", "adapter_config.json"): "is an adapter, not a whole model: merge it into",
+    }
+    for path, why in told.items():
+        with pytest.raises(ConfigError) as caught:
+            check_model_source(ModelConfig(path=str(path)))
+        assert str(caught.value).startswith(f"model.path {path} {why}")
+    write_folder(run / "export" / "merged")
+    with pytest.raises(ConfigError, match=r"name the model that the run exported, .*my run/export/merged$"):
+        check_model_source(ModelConfig(path=str(adapter)))
+
+
 def test_an_index_names_files_of_its_own_folder(tmp_path):
     for name in ("config.json", "model-1.safetensors"):
         (tmp_path / name).touch()

@@ -8,7 +8,7 @@ gathered for them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -378,12 +378,3 @@ def _orthogonal(matrix: Tensor) -> Tensor:
         gram = x @ x.mT
         x = 3.4445 * x + (-4.775 * gram + 2.0315 * gram @ gram) @ x
     return x.mT if is_tall else x
-
-
-def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """On this rank."""
-    return sum(t.numel() * t.itemsize for state in optimizer.state.values() for t in map(_local, _tensors(state)))
-
-
-def _tensors(state: Mapping[str, object]) -> Iterator[Tensor]:
-    return (value for value in state.values() if isinstance(value, Tensor))

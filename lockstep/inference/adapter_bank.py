@@ -74,12 +74,6 @@ class AdapterBank:
         self._adapters[name] = (self._num_added, adapter)
         self._stack()
 
-    def remove(self, name: str) -> None:
-        """No sequence may be using it."""
-        self.number(name)
-        del self._adapters[name]
-        self._stack()
-
     def stacked(self, layer: nn.Module) -> StackedPairs | None:
         return self._stacked.get(layer)
 

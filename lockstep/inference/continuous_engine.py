@@ -15,7 +15,6 @@ from torch import Tensor
 from lockstep.inference.engine import LocalEngine
 from lockstep.inference.scheduler import ContinuousBatch
 from lockstep.inference.sequence import NOTHING_ELSE, SequenceOptions, TokenSequence
-from lockstep.model.adapters import LoraAdapter
 from lockstep.model.load import apply_weights
 from lockstep.types import PartialCompletion, PartialCompletions, Prompt, SamplingParams, TextCompletion
 
@@ -156,24 +155,6 @@ class ContinuousEngine:
         self._restore_attention()
         self._engine.release_cache()
         return ended
-
-    def set_adapter(self, name: str, adapter: LoraAdapter | None) -> None:
-        """Between two steps, for all later tokens; None removes it. One that does not fit changes nothing."""
-        if self._engine.bank is None:
-            if self.has_work:
-                raise ValueError(
-                    "the engine holds no adapters yet, and calls are in progress: add the first one before"
-                )
-            self._batch = None
-        bank = self._engine.hold_adapters()
-        if adapter is not None:
-            bank.add(name, adapter)
-        elif any(call.options.adapter == name for call in self.active_calls):
-            raise ValueError(f"the adapter {name!r} is in use: end its calls first")
-        else:
-            bank.remove(name)
-        if self._batch is not None:
-            self._batch.change_adapters()
 
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Between two steps, for all later tokens. Weights that do not fit raise, and nothing changes."""

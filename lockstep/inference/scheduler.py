@@ -250,11 +250,6 @@ class ContinuousBatch:
             self._decoder.slots.move(self._schedule.compact(), longest)
         return finished
 
-    def change_adapters(self) -> None:
-        """The bank has changed: as with new weights, the cache is recomputed before the next step."""
-        self._settle()
-        self._is_outdated = True
-
     def _refuse_too_long(self, sequence: TokenSequence) -> None:
         longest = self._decoder.rotary.longest_decoded
         if longest is not None and sequence.max_length > longest:

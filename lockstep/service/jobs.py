@@ -279,10 +279,6 @@ class JobManager:
         """Made when the job is first started: until then there is nothing in it."""
         return RunDir(self.data_dir.jobs / self.store.get(job_id).id)
 
-    def config_text(self, job_id: str) -> str:
-        """The resolved configuration, also of a job that waits."""
-        return self.store.get(job_id).config
-
     def num_free(self) -> int:
         return len(self.slots.free(slot for job in self.store.active() for slot in job.slots))
 

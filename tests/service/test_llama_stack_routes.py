@@ -45,7 +45,7 @@ class Service:
         )
 
     def config(self, job: str = "one") -> Any:
-        return parse_config(self.manager.config_text(job))
+        return parse_config(self.manager.store.get(job).config)
 
 
 def training(rows: str = "chat", **changes: Any) -> dict[str, Any]:

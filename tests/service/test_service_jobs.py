@@ -224,7 +224,7 @@ def test_data_sets_of_waiting_jobs_stay(make_manager: Callable[..., JobManager])
     manager = make_manager()
     manager.datasets.add_rows("rows", [{"prompt": "a", "completion": "b"}])
     view = manager.submit(JobRequest(id="needs", config=tree(data={"train": ["dataset:rows"]})))
-    assert str(manager.datasets.path("rows")) in manager.config_text(view.id)
+    assert str(manager.datasets.path("rows")) in manager.store.get(view.id).config
     with pytest.raises(Conflict, match="job needs still needs the data set rows"):
         manager.datasets.delete("rows")
     manager.cancel("needs")

@@ -105,30 +105,6 @@ def test_equal_prompts_of_two_adapters_share_no_cache(folders: dict[str, Path]) 
     assert_alike(none, sample(base(), PROMPTS[0]))
 
 
-def test_an_adapter_that_is_replaced_decides_all_that_follows(folders: dict[str, Path]) -> None:
-    engine = make_engine({"one": folders["few"]}, 4)
-    engine.slice_s = 0.0
-    call = engine.submit([PROMPTS[0]], PARAMS, options=options("one"))
-    for _ in range(5):
-        engine.advance()
-    kept = [list(sequence.sampled) for sequence in call.sequences]
-    with pytest.raises(ValueError, match="in use"):
-        engine.set_adapter("one", None)
-    engine.set_adapter("one", load_adapter(folders["all"]))
-    finish(engine)
-    for answer, tokens in zip(call.completions()[0], kept, strict=True):
-        assert answer.tokens[:5] == tuple(tokens)
-        text = torch.tensor([[*PROMPTS[0], *answer.tokens]])
-        with torch.no_grad():
-            logprobs = with_adapter("all")(text).logits[0, len(PROMPTS[0]) - 1 : -1].log_softmax(-1)
-        expected = [logprobs[place, token].item() for place, token in enumerate(answer.tokens)]
-        assert answer.logprobs is not None
-        assert answer.logprobs[5:] == pytest.approx(expected[5:], abs=1e-10, rel=0)
-    engine.set_adapter("one", None)
-    with pytest.raises(ValueError, match="no adapter 'one'"):
-        engine.submit([PROMPTS[0]], PARAMS, options=options("one"))
-
-
 def test_a_pass_of_other_tokens_is_refused_and_the_model_is_given_back(folders: dict[str, Path]) -> None:
     model = base()
     local = LocalEngine(model, build_tokenizer(), 4)

@@ -49,7 +49,7 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Measure models on held-out rows, side by side: their loss, and the scores of their answers."""
-    options: dict[str, Any] = {
+    options: dict[str, object] = {
         "data": data,
         "split": split,
         "base": base,

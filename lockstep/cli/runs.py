@@ -62,7 +62,7 @@ def _run_row(run: RunDir) -> dict[str, Any]:
     waits = describe_queue(handle) if handle is not None and handle.launcher == "slurm" and state == "created" else ""
     keys = ("step", "total_steps", "loss", "validation_loss", "tokens_per_s")
     since = status.get("started_at") or run.config_path.stat().st_mtime
-    row: dict[str, Any] = {
+    row: dict[str, object] = {
         "name": run.path.resolve().name,
         "run_dir": str(run.path),
         "state": state,

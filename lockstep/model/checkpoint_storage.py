@@ -423,6 +423,6 @@ class _Reader(StorageReader):
 
 
 def _done(value: Any) -> Future[Any]:
-    future: Future[Any] = Future()
+    future: Future[object] = Future()
     future.set_result(value)
     return future

@@ -252,7 +252,7 @@ def load_processor(config: ModelConfig, tokenizer: Tokenizer) -> ImageProcessor 
 
 
 def _source(config: ModelConfig) -> dict[str, Any]:
-    arguments: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+    arguments: dict[str, object] = {"trust_remote_code": config.trust_remote_code}
     path = Path(config.path)
     if path.suffix == ".gguf":
         return arguments | {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}

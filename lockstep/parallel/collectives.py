@@ -177,7 +177,7 @@ def _parts(arguments: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]] 
     return sent, received
 
 
-def _finished(future: torch.futures.Future[Any]) -> dist.Work:
+def _finished(future: torch.futures.Future[object]) -> dist.Work:
     # What torch's own process group of threads uses; the fake one's calls have no result, which hooks of DDP read.
     work: dist.Work = torch._C._distributed_c10d._create_work_from_future(future)  # type: ignore[attr-defined]
     return work

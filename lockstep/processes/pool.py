@@ -234,7 +234,7 @@ class _Result(NamedTuple):
     value: Any = None
     error: Exception | None = None
 
-    def end(self, future: Future[Any]) -> None:
+    def end(self, future: Future[object]) -> None:
         if self.error is None:
             future.set_result(self.value)
         else:

@@ -199,7 +199,7 @@ def main() -> None:
     os.nice(10)
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    answer: dict[str, Any]
+    answer: dict[str, object]
     try:
         answer = asdict(write_rows(read_rows(sys.stdin.buffer), Path(path), int(max_bytes)))
     except ServiceError as error:

@@ -287,7 +287,7 @@ def _own_files_only(datasets: Any) -> Iterator[None]:
     module = datasets.data_files
     resolve: Callable[..., list[str]] = module.resolve_pattern
 
-    def resolve_own(pattern: str, base_path: str, *rest: Any, **options: Any) -> list[str]:
+    def resolve_own(pattern: str, base_path: str, *rest: object, **options: object) -> list[str]:
         is_remote = pattern.startswith("hf://") and "::" not in pattern
         if ".." in pattern.split("/") or (not is_remote and (":" in pattern or pattern.startswith(("/", "~", "\\")))):
             raise DataError(f"its card names {pattern}, which is not a file of the data set")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from lockstep.inference.sequence import TokenSequence
@@ -65,7 +65,7 @@ class Answer:
     def _chunk_object(self) -> str:
         return "chat.completion.chunk" if self._kind == "chat" else "text_completion"
 
-    def _chunk(self, number: int, content: dict[str, Any], with_usage: bool) -> dict[str, object]:
+    def _chunk(self, number: int, content: Mapping[str, object], with_usage: bool) -> dict[str, object]:
         choice = {"index": number, "logprobs": None, "finish_reason": None, **content}
         head = {"object": self._chunk_object, **self._head, "choices": [choice]}
         return head | ({"usage": None} if with_usage else {})
@@ -90,7 +90,7 @@ class Answer:
         return {"index": number, "logprobs": None, **content}
 
     def _content(
-        self, choice: _Choice, text: str, scores: Any, reason: str | None, *, is_delta: bool = True
+        self, choice: _Choice, text: str, scores: object, reason: str | None, *, is_delta: bool = True
     ) -> dict[str, object]:
         found: dict[str, Any] = {"finish_reason": reason, **({} if scores is None else {"logprobs": scores})}
         if self._kind == "text":

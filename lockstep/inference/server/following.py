@@ -7,8 +7,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Mapping
 
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
@@ -116,5 +115,5 @@ class EventStream:
                     await send({"type": "http.response.body", "body": body, "more_body": not ended})
 
 
-def _event(content: dict[str, Any]) -> bytes:
+def _event(content: Mapping[str, object]) -> bytes:
     return f"data: {json.dumps(content, ensure_ascii=False, allow_nan=False)}\n\n".encode()

@@ -219,7 +219,7 @@ def _read_message(message: Mapping[str, object], number: int) -> dict[str, objec
     return read
 
 
-def _read_content(content: Any, place: str) -> str:
+def _read_content(content: object, place: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, list) and all(isinstance(part, dict) for part in content):

@@ -114,7 +114,7 @@ class EngineHandler:
 
     def _ping(self, body: Body, tensors: Tensors) -> Body:
         """On another thread than everything else. `partial`: new tokens by call, where they are asked for."""
-        partial: dict[str, Any] = {}
+        partial: dict[str, object] = {}
         if body.get("partial"):
             for call in self._engine.active_calls:
                 if call in self._futures:  # otherwise its reply is on the way

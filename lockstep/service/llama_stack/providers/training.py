@@ -93,7 +93,7 @@ def name_by_content(dataset_id: str, lines: bytes) -> str:
     return f"{readable}-{hashlib.sha256(lines).hexdigest()[:16]}"
 
 
-def _line_of(row: Mapping[str, Any], number: int, dataset_id: str) -> bytes:
+def _line_of(row: Mapping[str, object], number: int, dataset_id: str) -> bytes:
     try:
         return json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n"
     except (TypeError, ValueError) as error:

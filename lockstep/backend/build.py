@@ -32,7 +32,7 @@ from lockstep.model.experts import (
 )
 from lockstep.model.lora import AdapterCoverage, measure_coverage, speed_up_eager
 from lockstep.model.parts import Part, measure_parts
-from lockstep.model.policy import Policy, causal_lm, decoder_layers, head_dim, tensor_plan
+from lockstep.model.policy import PackedTokens, Policy, causal_lm, decoder_layers, head_dim, tensor_plan
 from lockstep.model.quantised import describe_rest
 from lockstep.model.quantised_layers import PRODUCTS, QuantisedLinear
 from lockstep.model.replay import RoutingRows, replay_choices
@@ -132,9 +132,31 @@ def build_policy(
         _distribute_weights(policy, weights, group)
     module: nn.Module = policy
     if group.degrees.replicate > 1 and not group.degrees.sharded:
-        module = replicate(policy, group.device, parallel.compression)
+        module = replicate(policy, group.device, parallel.compression, find_idle(policy, group.device, compute_dtype))
     warnings = tuple(_describe(policy, coverage, unquantised, group.device))
     return Built(policy.train(), module, stages, num_stages, parts, warnings, eager, routing)
+
+
+def find_idle(policy: Policy, device: torch.device, compute_dtype: torch.dtype | None) -> set[str]:
+    """Names of what is trained and takes no part in computing a text, such as an encoder, an indexer, or an expert in a
+    module of its own that no token chose. As in autograd's graph of a small pass."""
+    places = torch.arange(8, device=device)
+    tokens = places % causal_lm(policy.model).config.get_text_config().vocab_size
+    packed = PackedTokens(tokens, places, (8,), places[:-1], tokens[1:])
+    narrow = torch.autocast(device.type, compute_dtype, enabled=compute_dtype is not None)
+    try:
+        with torch.enable_grad(), narrow, torch.compiler.set_stance("force_eager"):
+            waiting = [policy(packed, plain=True).grad_fn]
+    except (TypeError, ValueError, AttributeError, LookupError, RuntimeError):
+        return set()  # the probe of the finished policy says why
+    seen, used = set(), set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            used.add(id(getattr(node, "variable", None)))
+            waiting += [following for following, _ in node.next_functions]
+    return {name for name, p in policy.named_parameters() if p.requires_grad and id(p) not in used}
 
 
 def _describe(

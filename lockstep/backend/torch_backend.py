@@ -41,7 +41,7 @@ from lockstep.model.policy import Policy, causal_lm, decoder_layers, generating
 from lockstep.parallel.gradients import clip, gradient_norm
 from lockstep.parallel.group import ProcessGroup, choose_device, join, peak_memory_gib
 from lockstep.parallel.loss_scale import LossScale
-from lockstep.parallel.replicate import NarrowCopies
+from lockstep.parallel.replicate import NarrowCopies, finish_gradients
 from lockstep.parallel.shard import reshard, unsharded
 from lockstep.parallel.traffic import Traffic
 from lockstep.types import (
@@ -432,8 +432,8 @@ class TorchBackend:
 
     def _backward(self, micro_batch: MicroBatch, loss: LossSpec, *, last: bool) -> tuple[dict[str, Tensor], Tensor]:
         """One pass. DDP communicates in the last of a batch, FSDP2 each time, to keep gradients sharded."""
-        waits = isinstance(self._module, DistributedDataParallel) and not last
-        quiet = self._module.no_sync() if waits else contextlib.nullcontext()  # type: ignore[operator]
+        replicated = self._module if isinstance(self._module, DistributedDataParallel) else None
+        quiet = contextlib.nullcontext() if last or replicated is None else replicated.no_sync()
         with quiet, self._narrowed(), self._offloaded():
             call = functools.partial(self._module, micro_batch.packed)
             total, metrics, logprobs = loss_step.compute_losses(micro_batch, loss, call, self._loss_scale)
@@ -442,6 +442,8 @@ class TorchBackend:
                 raise ValueError(f"nothing that is trained takes part in what {name} predicts: change lora.targets")
             self.balance.before_backward()
             total.backward()
+        if last and replicated is not None:
+            finish_gradients(replicated)
         return metrics, logprobs
 
     def _counts_first(self, rank_batch: RankBatch, loss: LossSpec, num_parts: int) -> bool:

@@ -396,7 +396,12 @@ def tensor_plan(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
         style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
         if style is not None:
             modules[name] = (module, style)
-    return modules
+    # Log-probs are computed from a split head; the plans of some models leave it out (nemotron_h).
+    head, embedding = causal.get_output_embeddings(), causal.get_input_embeddings()
+    ends = {head: "colwise_gather_output"}
+    if getattr(head, "weight", None) is getattr(embedding, "weight", head):
+        ends[embedding] = "embedding_rowwise"
+    return modules | {name: (m, ends[m]) for name, m in causal.named_modules() if m in ends and name not in modules}
 
 
 def causal_lm(model: nn.Module) -> PreTrainedModel:

@@ -101,10 +101,17 @@ def head_alone(policy: Policy) -> PreTrainedModel:
 
 @torch.no_grad()
 def check_divisible(policy: Policy) -> None:
-    """With every layer passed through, the model must return its input: nothing happens between layers."""
+    """With every layer passed through, the model must return its input: nothing happens between layers. Nor may layers
+    share parameters."""
     causal = causal_lm(policy.model)
-    names = pipeline_names(causal)
-    body = _body_of(policy, range(0), len(getattr(causal.base_model, names["layers"])))
+    layers = getattr(causal.base_model, pipeline_names(causal)["layers"])
+    held = [p for layer in layers for p in {id(p): p for p in layer.parameters()}.values()]
+    if len(held) > len({id(p) for p in held}):
+        raise ValueError(
+            f"layers of {type(causal).__name__} share parameters, so it cannot be cut into stages: set "
+            "parallel.pipeline to 1"
+        )
+    body = _body_of(policy, range(0), len(layers))
     device = next(p.device for p in causal.parameters())
     size = causal.config.get_text_config().hidden_size
     hidden = torch.linspace(-1, 1, 4 * size, device=device, dtype=next(causal.parameters()).dtype).view(1, 4, size)
@@ -112,7 +119,7 @@ def check_divisible(policy: Policy) -> None:
     packed = PackedTokens(positions, positions, (4,), positions[:0], positions[:0])
     try:
         is_unchanged = torch.equal(policy.run_layers(body, packed, {"inputs_embeds": hidden}), hidden)
-    except (TypeError, AttributeError, LookupError):  # a forward that wants more of its layers than to call them
+    except (TypeError, AttributeError, LookupError, RuntimeError):  # it wants more of its layers than to call them
         is_unchanged = False
     if not is_unchanged:
         raise ValueError(
@@ -144,15 +151,26 @@ def _is_tied(causal: PreTrainedModel) -> bool:
     return head is not None and head is embedding
 
 
+def _is_held(part: nn.Module) -> bool:
+    """By some stage: one that has nothing to train is in all of them."""
+    return isinstance(part, PassThrough) or next(part.parameters(), None) is not None
+
+
 def pipeline_names(causal: PreTrainedModel) -> dict[str, str]:
-    """Attribute names of embedding, layers and final norm, from the model's own plan."""
+    """Attribute names of embedding, layers and final norm: from the model's own plan, or from its parts where it has
+    none and they are no more than these three."""
     plan = getattr(causal, "_pp_plan", None) or {}
     prefix = causal.base_model_prefix + "."
+    base = causal.base_model
     inner = [name.removeprefix(prefix) for name in plan if name.startswith(prefix)]
-    lists = [name for name in inner if isinstance(getattr(causal.base_model, name, None), nn.ModuleList)]
+    inner = inner or [name for name, part in base.named_children() if _is_held(part)]
+    lists = [name for name in inner if isinstance(getattr(base, name, None), nn.ModuleList)]
     others = [name for name in inner if name not in lists]
-    if len(lists) != 1 or len(others) != 2:
-        raise ValueError(f"{type(causal).__name__} has no plan for pipeline parallelism: set parallel.pipeline to 1")
     embedding = causal.get_input_embeddings()
-    first = next((name for name in others if getattr(causal.base_model, name) is embedding), others[0])
+    if len(lists) != 1 or len(others) != 2 or not any(getattr(base, name, None) is embedding for name in others):
+        raise ValueError(
+            f"{type(causal).__name__} has no plan for pipeline parallelism, and more parts than an embedding, layers "
+            "and a norm: set parallel.pipeline to 1"
+        )
+    first = next(name for name in others if getattr(base, name) is embedding)
     return {"layers": lists[0], "embedding": first, "norm": next(name for name in others if name != first)}

@@ -1,7 +1,7 @@
 """Every rank holds the whole model; gradients are summed (DDP)."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,11 +14,15 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.parallel.tensor import local
 
 
-def replicate(module: nn.Module, device: torch.device, compression: str = "none") -> DistributedDataParallel:
+def replicate(
+    module: nn.Module, device: torch.device, compression: str = "none", idle: Collection[str] = ()
+) -> DistributedDataParallel:
     """Sums instead of DDP's average: losses are sums and their weights carry the normalisation.
 
     `compression` sends gradients in a narrower dtype or at a low rank (PowerSGD): cheaper, and not the same numbers.
+    `idle`: names of parameters that may have no gradient; `finish_gradients` sums what they get.
     """
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, idle)
     wrapped = DistributedDataParallel(
         module,
         device_ids=[device] if device.type == "cuda" else None,
@@ -34,6 +38,28 @@ def replicate(module: nn.Module, device: torch.device, compression: str = "none"
     else:
         wrapped.register_comm_hook(_NARROW[compression], _sum_narrow)
     return wrapped
+
+
+def finish_gradients(wrapped: DistributedDataParallel) -> None:
+    """After the last backward pass of a batch. All ranks.
+
+    DDP sends gradients in buckets, and leaves out in silence those in which one is missing.
+    """
+    trained = {name: p for name, p in wrapped.module.named_parameters() if p.requires_grad}
+    idle = [p for name, p in trained.items() if name in wrapped.parameters_to_ignore]
+    if idle:
+        found = torch.tensor([p.grad is not None for p in idle], dtype=torch.int32, device=idle[0].device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        for parameter, has_gradient in zip(idle, found.tolist(), strict=True):
+            if has_gradient:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                dist.all_reduce(parameter.grad)
+    missing = [name for name, p in trained.items() if p.grad is None and name not in wrapped.parameters_to_ignore]
+    if missing:
+        raise ValueError(
+            f"{len(missing)} parameters, such as {missing[0]}, took no part in computing this batch, and replicas then "
+            "do not sum their gradients: set parallel.shard to the number of ranks, and parallel.replicate to 1"
+        )
 
 
 _NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -124,7 +124,9 @@ def _split_rows_and_inputs(splitter: _Splitter, module: nn.Module) -> None:
 
 
 def _split_vocabulary(splitter: _Splitter, module: nn.Module) -> None:
-    if type(module).forward is not nn.Embedding.forward:
+    # Gemma's rows are scaled once they are found.
+    is_scaled = isinstance(module, nn.Embedding) and hasattr(module, "embed_scale")
+    if type(module).forward is not nn.Embedding.forward and not is_scaled:
         raise ValueError(f"{splitter.name} is a {type(module).__name__}, whose rows cannot be split over ranks")
     splitter.parameter(module, "weight", 0, even=False)
     module.forward = _lookup(module, splitter.mesh)
@@ -190,6 +192,18 @@ def _summing(module: nn.Module, mesh: DeviceMesh) -> Callable[..., Any]:
 
 
 def _lookup(module: Any, mesh: DeviceMesh) -> Forward:
+    own, registry = module.forward, module._parameters
+
+    def find(ids: Tensor, rows: Tensor, padding: int | None) -> Tensor:
+        """By the module's own code, as if these rows were all."""
+        before = registry["weight"], module.padding_idx
+        registry["weight"], module.padding_idx = rows, padding
+        try:
+            found: Tensor = own(ids)
+            return found
+        finally:
+            registry["weight"], module.padding_idx = before
+
     def forward(ids: Tensor) -> Tensor:
         rows, first = local(module.weight), first_row(module.weight)
         here = ids - first
@@ -197,8 +211,8 @@ def _lookup(module: Any, mesh: DeviceMesh) -> Forward:
         # The row of the padding token gets no gradient, as in the whole embedding.
         padding = None if module.padding_idx is None else module.padding_idx - first
         padding = padding if padding is not None and 0 <= padding < len(rows) else None
-        found = F.embedding(here.clamp(0, max(len(rows) - 1, 0)), rows, padding) * mine[..., None].to(rows.dtype)
-        return Leave.apply(found, mesh)
+        found = find(here.clamp(0, max(len(rows) - 1, 0)), rows, padding)
+        return Leave.apply(found * mine[..., None].to(found.dtype), mesh)
 
     return forward
 

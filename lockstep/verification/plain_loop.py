@@ -1,4 +1,4 @@
-"""The plain loop that every layout must equal: one document at a time, full logits, float64, AdamW written out.
+"""The plain loop that every layout must equal: one document at a time, full logits, float64.
 
 Shares no code with the backend; of the order of rows, only shuffling and filling.
 """
@@ -6,7 +6,7 @@ Shares no code with the backend; of the order of rows, only shuffling and fillin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from lockstep.config import ModelConfig, RunConfig
 from lockstep.data import epoch_order, fill_batches
-from lockstep.types import Completion, Datum, OptimStep
+from lockstep.types import Completion, Datum
+from lockstep.verification.plain_optimizers import PlainOptimizer
 from lockstep.verification.sample import NUM_BATCHES, SampleBatch, make_sample_batch, total_weight
 
 
@@ -108,42 +109,10 @@ def target_logprobs(distributions: Tensor, completion: Completion) -> Tensor:
     return distributions.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
 
 
-class PlainAdamW:
-    """As in Loshchilov and Hutter, in place. `step` is adapted to the first gradient, see `_fit_step`."""
-
-    def __init__(self, model: nn.Module, step: OptimStep, *, clip_at_half: bool) -> None:
-        self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._means = {name: torch.zeros_like(p) for name, p in self._trained.items()}
-        self._squares = {name: torch.zeros_like(p) for name, p in self._trained.items()}
-        self.step, self._clip_at_half = step, clip_at_half
-        self._count = 0
-
-    def snapshot(self, kind: str) -> dict[str, Tensor]:
-        """Copies of "gradients" or "weights"."""
-        if kind == "weights":
-            return {name: p.detach().clone() for name, p in self._trained.items()}
-        return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in self._trained.items()}
-
-    def apply(self) -> float:
-        """One step with the gradients in the model, which are cleared; returns their norm."""
-        gradients = self.snapshot("gradients")
-        norm = float(torch.stack([g.square().sum() for g in gradients.values()]).sum().sqrt())
-        self._count += 1
-        if self._count == 1:
-            num_weights = sum(p.numel() for p in self._trained.values())
-            self.step = _fit_step(self.step, norm, num_weights, clip_at_half=self._clip_at_half)
-        step = step_number(self.step, self._count)
-        for name, parameter in self._trained.items():
-            clipped, averages = _clipped(gradients[name], norm, step), (self._means[name], self._squares[name])
-            _step_adamw(parameter.data, clipped, *averages, step, self._count)
-            parameter.grad = None
-        return norm
-
-
 def run_plain_loop(
     model: nn.Module,
     batches: Sequence[SampleBatch],
-    optimizer: PlainAdamW,
+    optimizer: PlainOptimizer,
     forward_backward: ForwardBackward | None = None,
     config: ModelConfig | None = None,
 ) -> list[StepValues]:
@@ -160,24 +129,6 @@ def run_plain_loop(
             StepValues(batch.names, batch.cursor, norm=norm, gradients=gradients, weights=weights, **vars(values))
         )
     return steps
-
-
-def _fit_step(step: OptimStep, norm: float, num_weights: int, *, clip_at_half: bool) -> OptimStep:
-    """Settings under which the step depends on the gradient's values, whatever its size in the reduced model.
-
-    With an eps far below the gradient, Adam's first step is only the gradient's signs: a wrong scale would go
-    unnoticed, and rounding of entries near zero would be magnified. So eps is at least a typical entry.
-    """
-    max_norm = norm / 2 if clip_at_half else None
-    return replace(step, max_grad_norm=max_norm, eps=max(step.eps, (max_norm or norm) / num_weights**0.5))
-
-
-def step_number(step: OptimStep, number: int) -> OptimStep:
-    """The step as it is the first time; later ones are clipped at four times the first gradient's norm, which has no
-    effect unless clipping also makes gradients longer."""
-    if number == 1 or step.max_grad_norm is None:
-        return step
-    return replace(step, max_grad_norm=8 * step.max_grad_norm)
 
 
 def plain_cross_entropy(model: nn.Module, batch: Sequence[Datum]) -> PassValues:
@@ -213,20 +164,3 @@ def plain_router_losses(model: nn.Module, batch: Sequence[Datum], config: ModelC
         per_token = torch.zeros_like(probabilities).scatter(1, chosen, 1.0).mean(dim=0)
         total = total + aux * rows.shape[1] * (per_token * probabilities.mean(dim=0)).sum()
     return total
-
-
-def _clipped(gradient: Tensor, norm: float, step: OptimStep) -> Tensor:
-    if step.max_grad_norm is None:
-        return gradient
-    return gradient * min(1.0, step.max_grad_norm / (norm + 1e-6))
-
-
-def _step_adamw(weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, step: OptimStep, number: int) -> None:
-    """In place. Norms and biases do not decay."""
-    decay = step.weight_decay if weight.ndim >= 2 else 0.0
-    weight.mul_(1 - step.learning_rate * decay)
-    mean.mul_(step.beta1).add_(gradient, alpha=1 - step.beta1)
-    square.mul_(step.beta2).add_(gradient.square(), alpha=1 - step.beta2)
-    unbiased_mean = mean / (1 - step.beta1**number)
-    unbiased_square = square / (1 - step.beta2**number)
-    weight.sub_(step.learning_rate * unbiased_mean / (unbiased_square.sqrt() + step.eps))

@@ -19,13 +19,8 @@ from lockstep.model.replay import RoutingRows
 from lockstep.train.checkpoints import Progress
 from lockstep.train.grpo import learn
 from lockstep.types import Completion, Datum, Logprobs, LossResult, LossSpec, LossValues, OptimResult, OptimStep
-from lockstep.verification.plain_loop import (
-    PlainAdamW,
-    StepValues,
-    step_number,
-    target_logprobs,
-    token_distributions,
-)
+from lockstep.verification.plain_loop import StepValues, target_logprobs, token_distributions
+from lockstep.verification.plain_optimizers import PlainOptimizer, step_number
 from lockstep.verification.plain_preference import copy_reference, mix_into, side_values, supervised, whole_inputs
 from lockstep.verification.reduced import leave_reference
 from lockstep.verification.sample import SampleBatch, add_routing, as_groups
@@ -133,7 +128,7 @@ def _perturbed(logprobs: Sequence[float], row: int) -> list[float]:
 class PlainPolicy:
     """A backend without any optimisation. `kind` as in algorithm.reference, never auto."""
 
-    def __init__(self, config: RunConfig, model: nn.Module, kind: str, optimizer: PlainAdamW) -> None:
+    def __init__(self, config: RunConfig, model: nn.Module, kind: str, optimizer: PlainOptimizer) -> None:
         assert isinstance(config.algorithm, GrpoConfig)
         self._temperature = config.algorithm.temperature
         self._model, self._optimizer = model, optimizer
@@ -202,7 +197,7 @@ def given_experts(model: nn.Module, routing: bytes) -> Iterator[None]:
 
 
 def run_plain_policy(
-    config: RunConfig, model: nn.Module, batches: Sequence[SampleBatch], kind: str, optimizer: PlainAdamW
+    config: RunConfig, model: nn.Module, batches: Sequence[SampleBatch], kind: str, optimizer: PlainOptimizer
 ) -> list[StepValues]:
     """All updates on each batch."""
     assert isinstance(config.algorithm, GrpoConfig)

@@ -6,7 +6,7 @@ Head counts stay, so that what divides the model divides the copy. Every rank bu
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -267,12 +267,14 @@ def find_limits(config: RunConfig, reduction: Reduction) -> ModelLimits:
         not_context=""
         if policy.attends_packed
         else "the model does not support packed attention, which parallel.context needs",
-        not_expert=next(filter(None, map(split_problem, experts)), ""),
+        not_expert=_expert_problem(config, experts),
         num_experts=min((len(p) for module in experts for p in expert_parameters(module).values()), default=0),
     )
 
 
 def _tensor_problem(config: RunConfig, model: nn.Module) -> str:
+    if config.optim.kind == "adamw_8bit":
+        return "optim.kind adamw_8bit needs whole rows on each rank"
     if config.lora is not None and config.lora.dora:
         return "DoRA adapters cannot be split over ranks: set lora.dora to false"
     if config.lora is not None and config.model.base_format is not None:
@@ -282,6 +284,12 @@ def _tensor_problem(config: RunConfig, model: nn.Module) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def _expert_problem(config: RunConfig, experts: Sequence[nn.Module]) -> str:
+    if experts and config.optim.kind == "adamw_8bit":
+        return "optim.kind adamw_8bit needs whole rows on each rank"
+    return next(filter(None, map(split_problem, experts)), "")
 
 
 def _pipeline_problem(policy: Policy) -> str:

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lockstep.algorithms.losses import LOSSES, lacks_reference
-from lockstep.backend.router_balance import NO_LOSSES, RouterLosses
+from lockstep.backend.optimizers import OptimizerSettings
+from lockstep.backend.router_balance import RouterLosses
 from lockstep.backend.torch_backend import TorchBackend, join_group
 from lockstep.config import DpoConfig, GrpoConfig, KtoConfig, SftConfig
 from lockstep.config.parallel import AXES
@@ -31,7 +32,7 @@ from lockstep.train.dpo import prepare
 from lockstep.types import Datum, LossSpec
 from lockstep.verification.checking import tensor_errors
 from lockstep.verification.job import LayoutJob, own_rank, record_failure, tensor_name, write_result, write_tensors
-from lockstep.verification.plain_loop import step_number
+from lockstep.verification.plain_optimizers import step_number
 from lockstep.verification.plain_policy import (
     RecordingBackend,
     give_routing,
@@ -141,7 +142,7 @@ def make_backend(
     model = build_reduced(job.config, job.reduction, dropout=dropout)
     if group.rank > 0:
         forget_weights(model)
-    samples = isinstance(job.config.algorithm, GrpoConfig)
+    samples, losses = isinstance(job.config.algorithm, GrpoConfig), RouterLosses.of(job.config.model)
     return TorchBackend(
         model,
         micro_batch_tokens=max(job.micro_batch_tokens),
@@ -150,8 +151,9 @@ def make_backend(
         activation_checkpointing=checkpointing or job.config.model.activation_checkpointing,
         activation_offload=job.config.model.activation_offload,
         compile=False,
+        optimizer=replace(OptimizerSettings.of(job.config), stochastic_rounding=False),
         reference=reference,
-        router_losses=NO_LOSSES if samples else replace(RouterLosses.of(job.config.model), bias_rate=0.0),
+        router_losses=RouterLosses(bias_rate=losses.bias_rate) if samples else losses,
         router_replay=getattr(job.config.algorithm, "router_replay", False),
         temperature=getattr(job.config.algorithm, "temperature", 1.0),
         seed=job.config.seed,
@@ -190,9 +192,11 @@ def _updates(
 
 
 def _snapshot(backend: TorchBackend, kind: str) -> dict[str, Tensor]:
-    """Whole "gradients" or "weights", by name. All ranks."""
-    value_of = _gradient if kind == "gradients" else lambda parameter: _whole(parameter.detach())
-    return {name: value_of(parameter) for name, parameter in backend.parameters().items()}
+    """Whole "gradients" or "weights", by name; with these the biases of routers, if they move. All ranks."""
+    if kind == "gradients":
+        return {name: _gradient(parameter) for name, parameter in backend.parameters().items()}
+    moved = {**backend.parameters(), **backend.balance.state()}
+    return {name: _whole(tensor.detach()) for name, tensor in moved.items()}
 
 
 def _keep(tensors: dict[str, Tensor], number: int, kind: str, values: dict[str, Tensor]) -> None:

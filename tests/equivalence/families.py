@@ -75,6 +75,8 @@ HINTS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "falcon_h1": {"mamba_d_ssm": 32},
+    "gemma3": {"text_config": {"layer_types": ["sliding_attention", "full_attention"] * 2}},
+    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
     "gemma3n_text": {
         "vocab_size_per_layer_input": 97,
         "hidden_size_per_layer_input": 8,

@@ -9,13 +9,13 @@ import functools
 import logging
 import warnings
 from dataclasses import astuple, dataclass
-from pathlib import Path
 from typing import Any
 
 import tiny
 import torch
 import transformers
 from equivalence.families import NAMES, build, in_float64
+from equivalence.family_layouts import PAGE, stored_section
 from equivalence.plain import make_batch, plain_loss, scale_of
 from torch import nn
 
@@ -24,12 +24,11 @@ from lockstep.config import LoraConfig
 from lockstep.inference.engine import LocalEngine
 from lockstep.model.experts import noisy_routers
 from lockstep.model.lora import add_lora, measure_coverage
-from lockstep.model.policy import Policy, tensor_plan
-from lockstep.model.stages import check_divisible
+from lockstep.model.policy import PackedTokens, Policy, causal_lm, headless, tensor_plan
+from lockstep.model.stages import Stage, check_divisible, layer_costs
 from lockstep.parallel.group import ProcessGroup
 from lockstep.types import LossSpec, SamplingParams
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 ONE = ProcessGroup(0, 1, torch.device("cpu"))
 TOLERANCE = 1e-10
 WRONG = "WRONG"
@@ -126,8 +125,10 @@ def _adapters(name: str) -> str:
 
 def _layouts(name: str, policy: Policy) -> str:
     found = ["context"] if policy.attends_packed and not policy.mixers.parts else []
-    fresh = Policy(build(name))
-    for layout, check in (("pipeline", lambda: check_divisible(fresh)), ("tensor", lambda: tensor_plan(fresh.model))):
+    checks: dict[str, Any] = {"tensor": lambda: tensor_plan(build(name))}
+    if policy.packs:
+        checks["pipeline"] = lambda: _check_stages(policy)
+    for layout, check in checks.items():
         try:
             check()
             found.append(layout)
@@ -136,6 +137,22 @@ def _layouts(name: str, policy: Policy) -> str:
         except Exception as error:
             found.append(f"{WRONG} ({layout}: {type(error).__name__})")
     return ", ".join(["data", *sorted(found)])
+
+
+@torch.no_grad()
+def _check_stages(policy: Policy) -> None:
+    """Two stages, one after the other, must be the whole model."""
+    check_divisible(policy)
+    num_layers = len(layer_costs(policy)[0])
+    tokens, places = torch.tensor([5, 17, 30, 8, 4, 61]), torch.arange(6)
+    packed = PackedTokens(tokens, places, (6,), places[:-1], tokens[1:])
+    whole = policy.run_layers(headless(causal_lm(policy.model)), packed, {"input_ids": tokens[None]})
+    hidden = torch.zeros(0)
+    for layers in (range(num_layers // 2), range(num_layers // 2, num_layers)):
+        stage = Stage(policy, layers, num_layers)
+        stage.micro_batches, stage.finish = [packed], lambda _number, hidden: hidden
+        hidden = stage(hidden, torch.tensor(0))
+    assert torch.allclose(hidden, whole[0], rtol=0, atol=1e-10 * float(whole.abs().max())), "stages differ"
 
 
 def _sampling(name: str) -> str:
@@ -193,7 +210,8 @@ the sweep compares it.
   token or have an attention of their own; all else is packed. `one at a time`: each document is a pass of its own. A
   run says so before its first step, with what it costs (`slow` in `status.json`).
 - **prompts**: whether the answers to one prompt share its computation, in DPO and GRPO.
-- **layouts**: which the code accepts besides data parallelism, as far as it shows on one process.
+- **layouts**: which the code accepts besides data parallelism, as far as it shows on one process; of `pipeline`, two
+  stages one after the other compute what the whole model does.
 - **sampling**: `engine` is Lockstep's own; `generate` is transformers', which is slower: a run says by how much.
   The engine keeps windows whole (attention looks no further), and states of convolutions and recurrent layers once for
   each row, forked for the samples of a prompt. Prompts of models with states are computed one by one, and on a GPU
@@ -201,6 +219,9 @@ the sweep compares it.
 
 On CUDA the same parts call the kernels that transformers finds (`mamba-ssm`, `causal-conv1d`, `fla-core`), with the
 same batches of documents; that is not tested here.
+
+{layouts}
+## Every family
 
 | family | full | LoRA | documents | prompts | layouts | sampling |
 |---|---|---|---|---|---|---|
@@ -215,13 +236,15 @@ def render(rows: list[Row]) -> str:
         "exact": len(exact),
         "packed": sum(row.documents.startswith("packed") for row in exact),
         "refused": len(rows) - len(exact),
+        "layouts": stored_section(),  # written by family_layouts.py
     }
     return _INTRODUCTION.format(**counts) + "".join(f"{row}\n" for row in rows)
 
 
 def stored_rows() -> dict[str, str]:
     """Lines of the page, by family."""
-    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    _, _, table = PAGE.read_text(encoding="utf-8").partition("\n## Every family\n")
+    lines = table.splitlines()
     return {line.split("|")[1].strip(): line for line in lines if line.startswith("| ")}
 
 

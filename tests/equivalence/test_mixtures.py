@@ -45,14 +45,9 @@ FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "olmoe")
 QUANTISED = [("qwen3_moe+nf4", True), ("gpt_oss+nf4", True)]
 QUICK = [("qwen3_moe", True), ("deepseek_v3", True), ("mixtral", False), QUANTISED[0]]
 CELLS = [*((family, lora) for family in FAMILIES for lora in (False, True)), *QUANTISED]
-# No plan of stages, or of tensors; quantised matrices are not split.
+# No plan of tensors; quantised matrices are not split.
 _NOT_SPLIT = ("gpt_oss", "qwen3_moe+nf4", "gpt_oss+nf4")
-REFUSED = {
-    "pipeline-2": ("olmoe",),
-    "tensor-2": _NOT_SPLIT,
-    "expert-2-tensor-2": _NOT_SPLIT,
-    "expert-2-pipeline-2": ("olmoe",),
-}
+REFUSED = {"tensor-2": _NOT_SPLIT, "expert-2-tensor-2": _NOT_SPLIT}
 STEP = OptimStep(0.01, eps=1e-4)
 # Large, so that a wrong gradient of theirs shows. DeepSeek has no load-balancing loss.
 AUX, Z = 0.7, 0.03

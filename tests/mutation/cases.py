@@ -67,6 +67,31 @@ CASES["hybrid"] = (
     {"model_type": "lfm2", "layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False},
     {},
 )
+# Optimizers besides AdamW; matrices of the second are large enough for eight bits.
+_DECAY = {"weight_decay": 0.1}
+CASES["muon"] = ("answers", {}, {"optim": {**_DECAY, "kind": "muon"}})
+CASES["eight bits"] = ("answers", {"intermediate_size": 300}, {"optim": {**_DECAY, "kind": "adamw_8bit"}})
+CASES["adafactor"] = ("answers", {}, {"optim": {**_DECAY, "kind": "adafactor"}})
+CASES["lora plus"] = ("answers", {}, {"lora": {**_LORA, "b_learning_rate_ratio": 8.0}})
+CASES["router biases"] = (
+    "answers",
+    {
+        "model_type": "deepseek_v3",
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "num_key_value_heads": 4,
+        "first_k_dense_replace": 1,
+    },
+    {"model": {"router_bias_rate": 0.01}},
+)
 _HEADS = {"num_hidden_layers": 4, "num_key_value_heads": 2}
 
 

@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests")]
 
-from mutation import faults, faults_loops, faults_memory, faults_models  # noqa: E402
+from mutation import faults, faults_loops, faults_memory, faults_models, faults_optimizers  # noqa: E402
 from mutation.faults import Fault  # noqa: E402
 
 ALL = (
@@ -39,6 +39,7 @@ ALL = (
     *faults_loops.DATA,
     *faults_memory.MEMORY,
     *faults_memory.LAUNCH,
+    *faults_optimizers.STEPPED,
 )
 TIMEOUT_S = 900
 QUICK = "not slow and not gpu and not peers"

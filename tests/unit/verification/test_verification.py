@@ -18,14 +18,8 @@ from lockstep.verification import checking as compare
 from lockstep.verification.checking import tensor_errors
 from lockstep.verification.job import agreed_refusal, record_failure
 from lockstep.verification.layouts import ONE, ModelLimits, default_layouts, own_layout, parse_layouts, problem
-from lockstep.verification.plain_loop import (
-    PlainAdamW,
-    StepValues,
-    plain_batches,
-    plain_cross_entropy,
-    run_plain_loop,
-    step_number,
-)
+from lockstep.verification.plain_loop import StepValues, plain_batches, plain_cross_entropy, run_plain_loop
+from lockstep.verification.plain_optimizers import PlainOptimizer, step_number
 from lockstep.verification.reduced import (
     Reduction,
     build_reduced,
@@ -274,7 +268,7 @@ def test_the_plain_loop_steps_like_torch(tmp_path: Path, tiny_model: Path) -> No
     reduction = choose_reduction(config, tokens, num_layers=2)
     step = OptimStep(1e-2, beta2=0.99, weight_decay=0.1)
     plain = build_reduced(config, reduction)
-    by_hand = PlainAdamW(plain, step, clip_at_half=True)
+    by_hand = PlainOptimizer(plain, step, clip_at_half=True)
     found, made = run_plain_loop(plain, taken, by_hand), by_hand.step
     assert made.max_grad_norm == pytest.approx(found[0].norm / 2)
     assert made.eps > step.eps

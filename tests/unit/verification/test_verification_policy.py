@@ -19,7 +19,8 @@ from lockstep.train.grpo import policy_options
 from lockstep.types import LossSpec, OptimStep
 from lockstep.verification import verify
 from lockstep.verification.checking import compare
-from lockstep.verification.plain_loop import PlainAdamW, StepValues
+from lockstep.verification.plain_loop import StepValues
+from lockstep.verification.plain_optimizers import PlainOptimizer
 from lockstep.verification.plain_policy import PlainPolicy, RecordingBackend, learn_groups, supervised_logprobs
 from lockstep.verification.sample import SyntheticGroups, as_groups, compile_rows, renumber, take_batches
 
@@ -85,7 +86,7 @@ def test_the_plain_backend_learns_as_the_papers_say(
     }
     config = configure(tmp_path, tiny_model, {**settings, "kl_coefficient": 0.1 if kind == "copy" else 0.0})
     model = make_model("llama", lora=False)
-    plain = PlainPolicy(config, model, kind, PlainAdamW(model, STEP, clip_at_half=False))
+    plain = PlainPolicy(config, model, kind, PlainOptimizer(model, STEP, clip_at_half=False))
     batch, options = make_groups(), policy_options(config.algorithm)  # type: ignore[arg-type]
     found = plain.forward_backward(batch, LossSpec("policy_gradient", scale_of_groups(batch, "token"), options))
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -101,9 +102,9 @@ def test_the_reference_stays_and_follows_only_when_it_is_told(tmp_path: Path, ti
     config = configure(tmp_path, tiny_model, {"kl_coefficient": 0.1})
     model, batch = make_model("llama", lora=False), make_groups()
     before = make_model("llama", lora=False)
-    plain = PlainPolicy(config, model, "copy", PlainAdamW(model, STEP, clip_at_half=False))
+    plain = PlainPolicy(config, model, "copy", PlainOptimizer(model, STEP, clip_at_half=False))
     reference = plain.forward(batch, reference=True)
-    untouched = PlainPolicy(config, before, "none", PlainAdamW(before, STEP, clip_at_half=False))
+    untouched = PlainPolicy(config, before, "none", PlainOptimizer(before, STEP, clip_at_half=False))
     assert reference == untouched.forward(batch)
     assert plain.forward(batch) != reference
     plain.forward_backward(batch, LossSpec("policy_gradient", 1.0, policy_options(config.algorithm)))  # type: ignore[arg-type]
@@ -114,7 +115,7 @@ def test_the_reference_stays_and_follows_only_when_it_is_told(tmp_path: Path, ti
 
 
 def record(config: RunConfig, model: Any) -> RecordingBackend:
-    optimizer = PlainAdamW(model, STEP, clip_at_half=True)
+    optimizer = PlainOptimizer(model, STEP, clip_at_half=True)
     return RecordingBackend(PlainPolicy(config, model, "none", optimizer), optimizer.snapshot)
 
 

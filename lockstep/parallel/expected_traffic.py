@@ -363,7 +363,7 @@ def measure_sizes(
     in_layers = {p for parameters in [apart, *layers] for p in parameters}
     rest = [p for p in policy.parameters() if p not in in_layers]
     heads, keys = _heads(config, degrees)
-    sums = _sums(tensor_plan, causal, config.hidden_size, divided, *ends) if degrees.tensor > 1 else {}
+    sums = measure_sums(tensor_plan, causal, config.hidden_size, divided, *ends) if degrees.tensor > 1 else {}
     # Hidden states to each chosen expert and back, and their gradients.
     sends = 4 * divided.num_layers * divided.top_k * config.hidden_size if degrees.expert > 1 else 0
     num_shards = degrees.shard * degrees.context if degrees.sharded else 1
@@ -460,7 +460,7 @@ def _num_parts(parameter: Any, axis: str) -> int:
     return int(mesh.size(place)) if parameter.placements[place].is_shard() else 1
 
 
-def _sums(
+def measure_sums(
     plan: Mapping[str, tuple[nn.Module, str]],
     causal: Any,
     hidden: int,

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from lockstep.model.attention import PackedLayout, packed_attention, variable_length_problem
 from lockstep.plan.collective_rates import measure_collectives
+from lockstep.plan.count import count_moved
 from lockstep.plan.hardware import AttentionTime, Calibration, Calibrations, ProductTime
-from lockstep.plan.trace import count_moved
 
 # (rows, inner, columns): rows are tokens, as they are in a micro-batch; the others sizes of matrices.
 _GPU_PRODUCTS = [

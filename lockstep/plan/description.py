@@ -24,18 +24,27 @@ class ParameterShape:
     split_dim: int | None = None
     held_bytes: int = 4
     """Of one value, as it is held."""
+    stacked: bool = False
+    """Has a part for each expert, along its first dimension."""
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    def part(self, tensor: tuple[int, int] = (0, 1), shard: tuple[int, int] = (0, 1)) -> int:
-        """Values that one rank holds: (its place, ranks) on the tensor axis, and over those that shard."""
+    def part(self, tensor: tuple[int, int] = (0, 1), shard: tuple[int, int] = (0, 1), experts: int = 1) -> int:
+        """Values that one rank holds: (its place, ranks) on the tensor axis, and over those that shard. `experts`:
+        ranks over which experts are divided."""
         shape = list(self.shape)
+        divided = self.stacked and experts > 1
+        if divided:
+            shape[0] //= experts
         if self.split_dim is not None and tensor[1] > 1:
             shape[self.split_dim] = chunk(shape[self.split_dim], *tensor)
         if shard[1] > 1 and shape:
-            shape[0] = chunk(shape[0], *shard)
+            # As parallel/shard.py does: of divided experts along another dimension, where one divides.
+            even = [dim for dim in range(1, len(shape)) if shape[dim] % shard[1] == 0] if divided else []
+            dim = even[0] if even else 0
+            shape[dim] = chunk(shape[dim], *shard)
         return math.prod(shape)
 
 
@@ -54,7 +63,9 @@ class Product:
     trained: bool
     split: bool = True
     share: float = 1.0
-    """Of tokens that are multiplied with it: experts are a part of them each."""
+    """Of tokens that are multiplied with it: a token that chooses several experts counts for each."""
+    matrices: int = 1
+    """Of experts: each has its own, all of this size."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +76,9 @@ class PassCosts:
     """Read and written by everything that is not a product."""
     operations: float
     """Started by the host; of the whole micro-batch, not of a token."""
+
+    def plus(self, other: PassCosts, sign: int = 1) -> PassCosts:
+        return PassCosts(self.moved_bytes + sign * other.moved_bytes, self.operations + sign * other.operations)
 
 
 @dataclass(frozen=True)
@@ -81,6 +95,24 @@ class LayerCosts:
     constant: float
     forward: PassCosts
     backward: PassCosts
+
+    def plus(self, other: LayerCosts, sign: int = 1) -> LayerCosts:
+        saved = {kind: dict(widths) for kind, widths in self.saved.items()}
+        for kind, widths in other.saved.items():
+            mine = saved.setdefault(kind, {})
+            for width, size in widths.items():
+                mine[width] = mine.get(width, 0.0) + sign * size
+        return LayerCosts(
+            saved,
+            self.forward_extra + sign * other.forward_extra,
+            self.backward_extra + sign * other.backward_extra,
+            self.constant + sign * other.constant,
+            self.forward.plus(other.forward, sign),
+            self.backward.plus(other.backward, sign),
+        )
+
+    def minus(self, other: LayerCosts) -> LayerCosts:
+        return self.plus(other, -1)
 
     def saved_bytes(self, tensor: int = 1) -> float:
         return sum(widths.get("whole", 0.0) + widths.get("split", 0.0) / tensor for widths in self.saved.values())
@@ -99,6 +131,11 @@ class LayerKind:
     whole: LayerCosts
     """The same without recomputation: what a recomputed layer holds for a moment."""
     recomputed: bool = False
+    divided: LayerCosts | None = None
+    """As `whole`, where experts are divided over ranks; None: it has none."""
+    sums: dict[str, int] = field(default_factory=dict)
+    """What ranks of the tensor axis add up: widths for each token and parameters, as of `Sizes` in
+    parallel/expected_traffic.py. Empty: it is not split."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +163,8 @@ class ModelDescription:
     rest_operations: float = 0.0
     refuses: dict[str, str] = field(default_factory=dict)
     """Axes over which this model cannot be split, and why not."""
+    experts: tuple[int, int] = (0, 0)
+    """How many a layer has, and how many of them a token chooses."""
 
     @property
     def parameters(self) -> int:
@@ -151,7 +190,8 @@ def read_description(tree: Mapping[str, Any]) -> ModelDescription:
     """From JSON, as `dataclasses.asdict` gives it."""
     kinds = tuple(_kind(kind) for kind in tree["kinds"])
     rest = tuple(_parameter(p) for p in tree["rest"])
-    return ModelDescription(**{**tree, "kinds": kinds, "layers": tuple(tree["layers"]), "rest": rest})
+    lists = {name: tuple(tree[name]) for name in ("layers", "experts")}
+    return ModelDescription(**{**tree, **lists, "kinds": kinds, "rest": rest})
 
 
 def _kind(tree: Mapping[str, Any]) -> LayerKind:
@@ -163,6 +203,7 @@ def _kind(tree: Mapping[str, Any]) -> LayerKind:
             "attention": tree["attention"] and tuple(tree["attention"]),
             "costs": _costs(tree["costs"]),
             "whole": _costs(tree["whole"]),
+            "divided": tree["divided"] and _costs(tree["divided"]),
         }
     )
 

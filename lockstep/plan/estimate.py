@@ -148,6 +148,8 @@ def estimate(
 ) -> RunPlan:
     """`budget`: batch.micro_batch_tokens."""
     check_layout(model, layout, cluster)
+    if layout.degrees.expert * layout.degrees.tensor > 1:
+        model = with_divided_experts(model)
     work = rows.work(layout, budget, 128 if options.device == "cuda" else 1)
     stages = range(layout.degrees.pipeline)
     memory = tuple(plan_memory(model, layout, work, options, stage=stage) for stage in stages)
@@ -172,8 +174,6 @@ def estimate(
 def check_layout(model: ModelDescription, layout: RankLayout, cluster: GpuCluster) -> None:
     """A sentence for what cannot be: heads that do not divide, more stages than layers, experts."""
     degrees = layout.degrees
-    if degrees.expert > 1:
-        raise ConfigError("no plan for parallel.expert yet: its memory and traffic are not described")
     if degrees.num_ranks != cluster.num_ranks:
         raise ConfigError(
             f"the layout {layout} has {degrees.num_ranks} ranks, and {cluster.name} has {cluster.num_ranks} GPUs: "
@@ -182,6 +182,12 @@ def check_layout(model: ModelDescription, layout: RankLayout, cluster: GpuCluste
     for axis, reason in model.refuses.items():
         if getattr(degrees, axis) > 1:
             raise ConfigError(f"{reason}: set parallel.{axis} to 1")
+    num_experts, parts = model.experts[0], degrees.expert * degrees.tensor
+    if num_experts % parts:
+        raise ConfigError(
+            f"parallel.expert {degrees.expert} x parallel.tensor {degrees.tensor} does not divide the model's "
+            f"{num_experts} experts"
+        )
     for kind in model.kinds:
         if kind.attention is None:
             continue
@@ -209,6 +215,23 @@ def with_recomputation(model: ModelDescription, full: bool) -> ModelDescription:
     """The same model with every layer recomputed, or none: from what tracing found of the plain layer."""
     kinds = tuple(_recomputed(kind, model) if full else _plain(kind) for kind in model.kinds)
     return replace(model, kinds=kinds)
+
+
+def with_divided_experts(model: ModelDescription) -> ModelDescription:
+    """The same model computed by ranks that have a part of the experts each, all of them chosen equally often."""
+    return replace(model, kinds=tuple(map(_divided, model.kinds)))
+
+
+def _divided(kind: LayerKind) -> LayerKind:
+    if kind.divided is None:
+        return kind
+    if not kind.recomputed:
+        return replace(kind, costs=kind.divided, whole=kind.divided)
+    added = kind.divided.minus(kind.whole)  # for a moment, while the layer is computed again
+    again = kind.costs.backward.plus(added.forward).plus(added.backward)
+    extra = kind.costs.backward_extra + max(added.saved_bytes() + added.backward_extra, 0.0)
+    costs = replace(kind.costs, backward_extra=extra, backward=again)
+    return replace(kind, costs=costs, whole=kind.divided)
 
 
 def _plain(kind: LayerKind) -> LayerKind:

@@ -257,9 +257,10 @@ class Rates:
     """forward, backward: (seconds for one value of a query, for one of a pair)."""
     calibrated: bool
 
-    def product_s(self, rows: float, inner: float, columns: float, value_bytes: int) -> float:
-        """Arithmetic, and moving what goes in and out: the two do not quite overlap. Wider values take longer."""
-        flops, moved = 2 * rows * inner * columns, rows * inner + inner * columns + rows * columns
+    def product_s(self, rows: float, inner: float, columns: float, value_bytes: int, matrices: int = 1) -> float:
+        """Arithmetic, and moving what goes in and out: the two do not quite overlap. Wider values take longer.
+        `matrices`: of which each has a part of the rows."""
+        flops, moved = 2 * rows * inner * columns, rows * inner + matrices * inner * columns + rows * columns
         return flops / self.product_flops * (value_bytes / 2) + moved * value_bytes / self.copy_bytes_per_s
 
     def attention_s(self, kind: str, values: float, pair_values: float) -> float:

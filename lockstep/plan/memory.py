@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lockstep.plan.description import LayerCosts, LayerKind, ModelDescription, ParameterShape
-from lockstep.plan.stages import held_micro_batches, stage_layers
+from lockstep.plan.stages import held_micro_batches, stage_layers, stage_rest
 from lockstep.plan.work import Options, RankLayout, Workload
 
 GIB = 2**30
@@ -72,12 +72,14 @@ class _Held:
         self.model, self.layout, self.stage = model, layout, stage
         self._tensor = (tensor, layout.degrees.tensor)
         self._shard = (place, layout.sharding_ranks)
+        self._expert_shard = (layout.expert_place(place), layout.expert_sharding_ranks)
+        self._experts = layout.degrees.expert
         parts = stage_layers(model, layout)
         num_ranks = layout.degrees.pipeline
         mine = [i for i in range(len(parts)) if i % num_ranks == stage]
         self.layers = [layer for i in mine for layer in parts[i]]
         self.has_first, self.has_last = 0 in mine, len(parts) - 1 in mine
-        self.rest = tuple(self._rest())
+        self.rest = tuple(stage_rest(model, layout, has_first=self.has_first, has_last=self.has_last))
         everything = [*(p for layer in self.layers for p in self.kind(layer).parameters), *self.rest]
         self.weights = sum(self.local(p) * p.held_bytes for p in everything)
         self.gradients = sum(self.local(p) * model.wide_bytes for p in everything if p.trained)
@@ -87,22 +89,15 @@ class _Held:
         return self.model.kind_of(layer)
 
     def local(self, parameter: ParameterShape) -> int:
-        return parameter.part(self._tensor, self._shard)
+        divided = parameter.stacked and self._experts > 1
+        return parameter.part(self._tensor, self._expert_shard if divided else self._shard, self._experts)
 
     def gathered(self, parameter: ParameterShape) -> int:
         """Values when FSDP2 has gathered it."""
-        return parameter.part(self._tensor)
+        return parameter.part(self._tensor, experts=self._experts)
 
     def unit(self, parameters: tuple[ParameterShape, ...], *, trained: bool = False) -> int:
         return sum(self.gathered(p) for p in parameters if p.trained or not trained)
-
-    def _rest(self) -> Iterator[ParameterShape]:
-        """The embedding is on the first stage, norm and head on the last; a tied one on both."""
-        for p in self.model.rest:
-            is_embedding = "embed" in p.name or p.name.endswith("wte.weight") or p.name.endswith("wpe.weight")
-            here = self.has_first or (self.has_last and self.model.tied) if is_embedding else self.has_last
-            if here or self.layout.degrees.pipeline == 1:
-                yield p
 
 
 # --- the moments of a step --------------------------------------------------------------------------------------------

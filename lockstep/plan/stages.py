@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from itertools import pairwise
 
 from lockstep.config.schema import ConfigError
-from lockstep.plan.description import ModelDescription
+from lockstep.plan.description import ModelDescription, ParameterShape
 from lockstep.plan.work import RankLayout
 
 
@@ -27,6 +28,18 @@ def stage_layers(model: ModelDescription, layout: RankLayout) -> list[range]:
         )
     costs = [float(sum(p.numel for p in model.kind_of(i).parameters)) for i in range(len(model.layers))]
     return list(cut(tuple(costs), float(model.vocabulary * model.hidden), num_stages))
+
+
+def stage_rest(
+    model: ModelDescription, layout: RankLayout, *, has_first: bool, has_last: bool
+) -> Iterator[ParameterShape]:
+    """What a rank has outside of layers: the embedding on the first stage, norm and head on the last; a tied one on
+    both."""
+    for p in model.rest:
+        is_embedding = "embed" in p.name or p.name.endswith("wte.weight") or p.name.endswith("wpe.weight")
+        here = has_first or (has_last and model.tied) if is_embedding else has_last
+        if here or layout.degrees.pipeline == 1:
+            yield p
 
 
 @functools.lru_cache(maxsize=256)  # a search asks again and again

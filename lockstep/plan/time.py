@@ -4,10 +4,10 @@ each axis's communication that is waited for and that is hidden, the pipeline's 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from lockstep.plan.description import LayerKind, ModelDescription
+from lockstep.plan.description import LayerKind, ModelDescription, ParameterShape
 from lockstep.plan.hardware import LINK_SHARE, NETWORK_SHARE, GpuCluster, Rates, rates_of
 from lockstep.plan.memory import GIB
 from lockstep.plan.stages import bubble_share, scheduled_micro_batches, stage_layers
@@ -103,10 +103,22 @@ class _Passes:
 
     @property
     def trained_bytes(self) -> float:
-        ranks = self._layout.sharding_ranks * self._layout.degrees.tensor
-        values = sum(p.numel for i in self.layers for p in self._model.kind_of(i).parameters if p.trained)
-        values += sum(p.numel for p in self._model.rest if p.trained) if self.has_last else 0
-        return values * self._model.wide_bytes / ranks
+        layout = self._layout
+        apart = layout.expert_sharding_ranks * layout.degrees.expert
+        values = sum(p.numel / (apart if p.stacked else layout.sharding_ranks) for p in self._trained())
+        return values * self._model.wide_bytes / layout.degrees.tensor
+
+    @property
+    def gathered_values(self) -> float:
+        """Trained ones, when FSDP2 has gathered them."""
+        experts = self._layout.degrees.expert
+        return sum(p.numel / (experts if p.stacked else 1) for p in self._trained()) / self._layout.degrees.tensor
+
+    def _trained(self) -> Iterator[ParameterShape]:
+        for i in self.layers:
+            yield from (p for p in self._model.kind_of(i).parameters if p.trained)
+        if self.has_last:
+            yield from (p for p in self._model.rest if p.trained)
 
     def _add(self, name: str, seconds: float) -> None:
         self.parts[name] = self.parts.get(name, 0.0) + seconds
@@ -118,9 +130,11 @@ class _Passes:
         for p in kind.products:
             rows = self._tokens * p.share
             inner, columns = _split(p.inner, p.columns, self._model.hidden, tensor)
-            once = rates.product_s(rows, inner, columns, size)
+            here = max(p.matrices // (tensor * self._layout.degrees.expert), 1)
+            once = rates.product_s(rows, inner, columns, size, here)
             forward += once
-            backward += once + (rates.product_s(columns, rows, inner, size) if p.trained else 0.0)
+            # The gradient of each expert's matrix is a product of its own.
+            backward += once + (here * rates.product_s(columns, rows / here, inner, size) if p.trained else 0.0)
         self._add("products", count * (forward * (forwards + again) + backward))
         attention = {"forward": 0.0, "backward": 0.0}
         if kind.attention is not None:
@@ -178,8 +192,7 @@ class _Passes:
         if self._work.micro_batches > 1:
             moved += 3 * model.wide_bytes * values
         if layout.degrees.sharded:
-            gathered = values * layout.sharding_ranks
-            moved += gathered * (2 * 2 * model.compute_bytes + model.compute_bytes + 4 + 4)
+            moved += self.gathered_values * (2 * 2 * model.compute_bytes + model.compute_bytes + 4 + 4)
         self._add("passes over memory", moved / self._rates.copy_bytes_per_s)
 
 
@@ -231,11 +244,11 @@ def _communication(
     hidden: dict[str, float] = {}
     for axis, (size, calls, groups) in traffic.axes.items():
         seconds = size / _rate(axis, layout, cluster) + calls * _latency(axis, layout, cluster, groups)
-        if axis in ("tensor", "context"):
+        if axis in ("tensor", "context", "expert"):
             room = 0.0
         elif axis == "pipeline":
             room = 0.5 * seconds
-        elif layout.degrees.sharded and axis != "replicate":
+        elif layout.degrees.sharded and not axis.endswith("replicate"):
             room = count * (passes.forward_s + passes.backward_s) * 0.9
         else:
             room = passes.backward_s * 0.9 * (count if layout.degrees.sharded else 1)
@@ -248,6 +261,10 @@ def _communication(
 def spans_machines(axis: str, layout: RankLayout, cluster: GpuCluster) -> bool:
     """Whether the ranks of an axis are on several machines: those further right in the mesh are neighbours."""
     order = ("tensor", "context", "shard", "replicate", "pipeline")
+    if axis == "expert":  # neighbours of the axis that they are a part of
+        reach = layout.degrees.tensor * layout.degrees.context * layout.degrees.expert
+        return reach > cluster.per_node
+    axis = axis.removeprefix("expert_")
     reach = 1
     for name in order:
         reach *= getattr(layout.degrees, name)
@@ -275,13 +292,15 @@ _KINDS = {
 def _measured_rate(axis: str, cluster: GpuCluster) -> float | None:
     """Inside this machine, where its collectives were timed; of several kinds the mean time of a byte."""
     measured = cluster.calibration.collectives if cluster.calibration is not None else {}
-    rates = [measured[kind] for kind in _KINDS.get(axis, ("all_to_all",)) if measured.get(kind)]
+    kinds = _KINDS.get(axis.removeprefix("expert_"), ("all_to_all",))
+    rates = [measured[kind] for kind in kinds if measured.get(kind)]
     return len(rates) / sum(1 / rate for rate in rates) if rates else None
 
 
 def _shared_network(axis: str, layout: RankLayout, cluster: GpuCluster) -> float:
     """A ring over machines crosses each machine's border once: with all of its GPUs in one ring they share what all
     their adapters send."""
+    axis = axis.removeprefix("expert_")
     if axis in ("shard", "shard_context", "replicate") and layout.degrees.num_ranks > cluster.per_node:
         inside = cluster.per_node
         size = layout.sharding_ranks if axis != "replicate" else 1

@@ -23,8 +23,21 @@ class RankLayout:
         """Over which FSDP2 splits parameters: those of the context axis count."""
         return self.degrees.shard * self.degrees.context if self.degrees.sharded else 1
 
+    @property
+    def expert_sharding_ranks(self) -> int:
+        """The same of experts that are divided over ranks: those that have the same ones."""
+        degrees = self.degrees
+        return self.sharding_ranks // (degrees.expert if degrees.expert_axis == "shard" else 1)
+
+    def expert_place(self, place: int) -> int:
+        """Among those, of the rank at `place` of the ranks that shard."""
+        if self.degrees.expert_axis != "shard":
+            return place
+        shard, context = divmod(place, self.degrees.context)
+        return shard // self.degrees.expert * self.degrees.context + context
+
     def __str__(self) -> str:
-        named = " x ".join(f"{axis} {size}" for axis, size in self.degrees._asdict().items() if size > 1) or "one rank"
+        named = self.degrees.name
         flags = [name for name in ("keep_parameters", "offload") if getattr(self, name)]
         schedule = [self.schedule] if self.degrees.pipeline > 1 else []
         return ", ".join([named, *schedule, *flags])

@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from equivalence.layouts import batches, spawn
+from equivalence.mixtures import FAMILIES
 from equivalence.plain import STEP, make_model, scale_of
-from equivalence.simulated import Case, simulate_ranks
+from equivalence.simulated import Case, build, simulate_ranks
 from tiny import run_lockstep, write_config, write_model
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -29,6 +30,7 @@ from lockstep.plan.memory import persistent_bytes
 from lockstep.plan.trace import describe_model
 from lockstep.plan.work import RankLayout
 from lockstep.types import LossSpec
+from lockstep.verification.assumed_routing import assume_choices
 
 Found = dict[str, Any]
 LAYOUTS = {
@@ -39,10 +41,13 @@ LAYOUTS = {
     "sequence": (2, ParallelConfig(tensor=2)),  # with norms on a part of the tokens
     "context": (2, ParallelConfig(context=2)),
     "pipeline": (2, ParallelConfig(pipeline=2)),
+    "experts": (2, ParallelConfig(shard=2, expert=2)),
     "hybrid": (4, ParallelConfig(replicate=2, shard=2)),
     "hybrid_grad_op": (4, ParallelConfig(replicate=2, shard=2, keep_parameters=True)),
 }
-MODELS = [("llama", False), ("qwen3", True)]
+DENSE = [("llama", False), ("qwen3", True)]
+MODELS = {layout: DENSE if layout != "experts" else [("mixtral", False)] for layout in LAYOUTS}
+CELLS = [(layout, family) for layout, models in MODELS.items() for family, _ in models]
 SMALL = 256  # bytes of norms and losses in a step, which theory leaves out
 
 
@@ -80,7 +85,7 @@ def _layouts_of(num_ranks: int, out: Path) -> None:
             # One token too many fills the pieces of an odd micro-batch: in a large one that is little.
             plan, budget = ("-sequence", 512) if name == "sequence" else ("", 96)
             found[name] = {
-                family: _measure_step(family + plan, lora, budget, parallel, group) for family, lora in MODELS
+                family: _measure_step(family + plan, lora, budget, parallel, group) for family, lora in MODELS[name]
             }
     if num_ranks == 2:
         found["slow rank"] = _measure_slow_rank()
@@ -91,8 +96,10 @@ def _layouts_of(num_ranks: int, out: Path) -> None:
 
 
 def _measure_step(family: str, lora: bool, budget: int, parallel: ParallelConfig, group: Any) -> Found:
-    model = make_model(family, lora=lora)
-    backend = TorchBackend(model, micro_batch_tokens=budget, precision="fp64", group=group, parallel=parallel)
+    model = build(Case(family, lora, budget))
+    precision = precision_of(family)
+    backend = TorchBackend(model, micro_batch_tokens=budget, precision=precision, group=group, parallel=parallel)
+    assume_choices(model)
     batch, loss = batches()[0], LossSpec(scale=scale_of(batches()[0]))
     stepped: list[torch.optim.Optimizer] = []
     hook = register_optimizer_step_post_hook(lambda optimizer, *_: stepped.append(optimizer))
@@ -111,6 +118,11 @@ def _measure_step(family: str, lora: bool, budget: int, parallel: ParallelConfig
         "calls": dict(counts.num_calls),
         "seen": dict(seen.num_calls),
     }
+
+
+def precision_of(family: str) -> str:
+    """Grouped products of experts are described in bf16."""
+    return "bf16" if family in FAMILIES else "fp64"
 
 
 def _held_bytes(backend: TorchBackend, optimizer: torch.optim.Optimizer) -> dict[str, int]:
@@ -154,21 +166,20 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 def described(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelDescription]:
     """Each model as a plan knows it, from its configuration alone."""
     found = {}
-    for family, lora in MODELS:
+    for family, lora in {model for models in MODELS.values() for model in models}:
         folder = tmp_path_factory.mktemp("described")
-        causal_lm(make_model(family, lora=lora)).config.save_pretrained(folder)
+        causal_lm(build(Case(family, lora, 96))).config.save_pretrained(folder)
         tree: dict[str, Any] = {"model": {"path": str(folder)}, "data": {"train": ["rows"]}}
         tree |= {"lora": {"rank": 4, "alpha": 8}} if lora else {}
-        found[family] = describe_model(resolve_config(tree), "fp64", compiled=False)
+        found[family] = describe_model(resolve_config(tree), precision_of(family), compiled=False)
     return found
 
 
-every_layout = pytest.mark.parametrize("layout", LAYOUTS)
-every_model = pytest.mark.parametrize("family", [family for family, _ in MODELS])
+every_cell = pytest.mark.parametrize(("layout", "family"), CELLS)
 
 
-@every_layout
-@every_model
+# Rows to experts depend on how many tokens each rank has: equivalence/test_simulated_traffic.py counts them.
+@pytest.mark.parametrize(("layout", "family"), [cell for cell in CELLS if cell[0] != "experts"])
 def test_a_step_sends_what_theory_says(ranks: dict[str, list[Any]], layout: str, family: str) -> None:
     for metrics in (rank[family]["metrics"] for rank in ranks[layout]):
         sent, least = flows(metrics, "traffic/"), flows(metrics, "traffic_least/")
@@ -187,8 +198,7 @@ def test_a_simulated_rank_sends_what_a_real_one_does(ranks: dict[str, list[Any]]
     assert said.calls == found["calls"]
 
 
-@every_layout
-@every_model
+@every_cell
 def test_a_plan_counts_what_ranks_hold(
     ranks: dict[str, list[Any]], described: dict[str, ModelDescription], layout: str, family: str
 ) -> None:
@@ -200,8 +210,7 @@ def test_a_plan_counts_what_ranks_hold(
         assert persistent_bytes(described[family], planned, **found["place"]) == found["held"], found["place"]
 
 
-@every_layout
-@every_model
+@every_cell
 def test_no_collective_goes_unseen(ranks: dict[str, list[Any]], layout: str, family: str) -> None:
     for found in (rank[family] for rank in ranks[layout]):
         ours: dict[str, int] = defaultdict(int)
@@ -213,8 +222,7 @@ def test_no_collective_goes_unseen(ranks: dict[str, list[Any]], layout: str, fam
         assert found["seen"].keys() <= known, "an operator that nobody counts"
 
 
-@every_layout
-@every_model
+@every_cell
 def test_ranks_agree_on_time_memory_and_balance(ranks: dict[str, list[Any]], layout: str, family: str) -> None:
     keys = ("compute_s", "wait_s", "memory_gib_max", "straggler", "token_balance")
     told = [{key: rank[family]["metrics"].get(key) for key in keys} for rank in ranks[layout]]

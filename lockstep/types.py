@@ -6,6 +6,7 @@ Token sequences are any `Sequence` of numbers (lists, tuples, numpy arrays); a b
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -192,11 +193,14 @@ class OptimResult(Pending[float]):
         peak_memory_gib: float = 0.0,
         loss_scale: float | None = None,
         deferred: bool = False,
+        ended_at: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`loss_scale`: of fp16, for the next step. It has been lowered where this one overflowed."""
+        """`loss_scale`: of fp16, for the next step. It has been lowered where this one overflowed. `ended_at`: when the
+        step was done, in seconds of time.perf_counter(), where that may be before it is read."""
         super().__init__(read, deferred=deferred)
         self.peak_memory_gib = peak_memory_gib
         self.loss_scale = loss_scale
+        self.ended_at = ended_at
 
     @property
     def grad_norm(self) -> float:

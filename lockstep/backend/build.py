@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lockstep.config import ParallelConfig
 from lockstep.model import attention
-from lockstep.model.compiled_code import keep_compiled_code
+from lockstep.model.compiled_code import any_number_of_tokens, keep_compiled_code
 from lockstep.model.experts import (
     compute_experts_exactly,
     divide_experts,
@@ -93,20 +93,11 @@ def build_policy(
     stages, num_stages = cut_stages(policy, group, parallel.schedule)
     experts = [module for module in policy.modules() if module in divided]  # of this rank's stages
     layers = [layer for layer in decoder_layers(model) if not isinstance(layer, PassThrough)]
-    eager: dict[nn.Module, Callable[..., object]] = {}
-    for layer in layers:
-        if activation_checkpointing != "none":
+    if activation_checkpointing != "none":
+        for layer in layers:
             selective = activation_checkpointing == "selective"
             layer.forward = recomputed(layer.forward, policy, selective=selective)
-        if compile_layers:
-            eager[layer] = layer.forward
-            layer.forward = torch.compile(layer.forward, dynamic=True)
-    if compile_layers:
-        keep_compiled_code()
-        # Numbers such as LoRA's scale are constants of a layer: as inputs they become tensors on the host, and a C++
-        # kernel for them takes most of a minute to build.
-        torch._dynamo.config.specialize_float = True
-        _ask_for_input_gradients(policy)
+    eager = _compile(layers, policy, group.device) if compile_layers else {}
     # Adds to products in place: wrong for split layers and for kept activations.
     if not compile_layers and group.degrees.tensor == 1 and activation_checkpointing != "selective":
         speed_up_eager(model)
@@ -180,6 +171,19 @@ def _describe(
             f"packed documents attend in torch's variable-length kernel, not in our own, which {policy.why_not_tiles}: "
             "about half as fast over short ones"
         )
+
+
+def _compile(layers: list[nn.Module], policy: Policy, device: torch.device) -> dict[nn.Module, Callable[..., object]]:
+    """What each of the layers computed with before."""
+    keep_compiled_code()
+    # Numbers such as LoRA's scale are constants of a layer: as inputs they become tensors on the host, and a C++
+    # kernel for them takes most of a minute to build.
+    torch._dynamo.config.specialize_float = True
+    _ask_for_input_gradients(policy)
+    eager, options = {layer: layer.forward for layer in layers}, any_number_of_tokens(device)
+    for layer, forward in eager.items():
+        layer.forward = torch.compile(forward, dynamic=True, options=options)
+    return eager
 
 
 def _ask_for_input_gradients(policy: Policy) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import math
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -33,6 +34,7 @@ from lockstep.backend.rank_batches import RankBatches, tile_tokens
 from lockstep.backend.reference import make_reference
 from lockstep.backend.router_balance import NO_LOSSES, RouterBalance, RouterLosses
 from lockstep.backend.staging import StagingArea
+from lockstep.backend.step_clock import StepClock
 from lockstep.config import ParallelConfig
 from lockstep.data.packing import Cost
 from lockstep.model.export import save_weights
@@ -91,8 +93,7 @@ class TorchBackend:
         images: ImageProcessor | None = None,
     ) -> None:
         """`reference`: none, adapter_off or copy: what `forward(reference=True)` computes with, and losses.
-
-        `temperature`: of all log-probs and entropies, the reference's too: where answers are sampled, that of sampling.
+        `temperature`: of all log-probs and entropies, also the reference's: where answers are sampled, that of sampling.
         `stages_saves`: on a GPU, saved states are copied while training goes on (StagingArea). `deterministic`: there,
         sums are taken in a fixed order. `images`: of a vision-language model whose batches have some.
         `router_replay`: experts are those of the completions' `routing`. `on_out_of_memory`: as in BatchConfig.
@@ -132,6 +133,7 @@ class TorchBackend:
         self._reference, self._reference_mixed = make_reference(reference, model, self.parameters()), False
         self._optimizer = optimizers.build_optimizer(self.parameters(), self.device, optimizer, model)
         self._staging = StagingArea(self.device) if stages_saves and on_gpu else None
+        self._clock = StepClock() if on_gpu else None
         self.traffic = Traffic(self.group, unseen=("tensor", "context") if compiles else ())
         self._expected = expect_traffic(built, self.group, parallel, DTYPES[self.precision].itemsize)
         state.seed_rank(seed, self.group.dropout_rank)
@@ -294,7 +296,12 @@ class TorchBackend:
         self._optimizer.zero_grad(set_to_none=True)
         memory = peak_memory_gib(self.device)
         if self._scale is None:
-            return OptimResult(lambda: numbers.result()[0], peak_memory_gib=memory, deferred=numbers.deferred)
+            return OptimResult(
+                lambda: numbers.result()[0],
+                peak_memory_gib=memory,
+                deferred=numbers.deferred,
+                ended_at=time.perf_counter if self._clock is None else self._clock.mark(),
+            )
         (value,) = numbers.result()
         self._scale.update(finite=math.isfinite(value))
         return OptimResult(lambda: value, peak_memory_gib=memory, loss_scale=self._scale.value)

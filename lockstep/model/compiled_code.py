@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
+
+import torch
 
 _TORCH, _TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 
@@ -37,3 +40,18 @@ def _is_private(folder: Path) -> bool:
     except (OSError, RuntimeError):  # a read-only home, or none
         return False
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+
+
+def any_number_of_tokens(device: torch.device) -> dict[str, str | int | bool | Callable[..., object]]:
+    """Options of torch.compile, for one code that serves batches of all sizes.
+
+    Inductor fuses the gradients of a norm's input and weight into one kernel where it expects that to be faster, which
+    it decides by the number of tokens (more than 5,120 for a hidden size of 1,024): the short batch that ends an epoch
+    was compiled on its own, for seconds. This way it is always fused.
+    """
+    if device.type != "cuda":
+        return {}
+    from torch import _inductor
+
+    wanted = "triton.mix_order_reduction_non_strict_mode"
+    return {wanted: True} if wanted in _inductor.list_options() else {}

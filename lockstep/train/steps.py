@@ -145,15 +145,10 @@ def interrupted_after(progress: Progress) -> RunInterrupted:
     return RunInterrupted(f"asked to stop: the checkpoint of step {progress.step} is written, and the run can go on")
 
 
-_WAITED_S = 5e-4  # reading what is there already takes less
-
-
 class StepLogger:
     """Reads each step's numbers as late as possible: on a GPU the next step is already running by then.
 
-    The time of a step is from the end of the one before to its own. Where reading has to wait for the device, its end
-    is when the wait is over. Where it has not, the device had finished before, and what took the time is the host's own
-    work on the step. The host's work on the next step, done before this one is read, belongs to that.
+    The time of a step is from the end of the one before to its own, by the clock of the device that computes it.
     """
 
     def __init__(
@@ -166,7 +161,7 @@ class StepLogger:
         self.num_logged = 0
         self.asked_to_stop = False
         """Whether a rank was, by the steps that have been read. The same on all ranks."""
-        self._ended_at = self._begun_at = self._waited_s = 0.0
+        self._ended_at = 0.0
         self.restart_clock()
 
     def record(
@@ -182,9 +177,7 @@ class StepLogger:
             "row_range": [cursor - len(batch), cursor],
             **facts,
         }
-        now = time.perf_counter()
-        self._unread = _Unread(batch, result, optim, known, now, now - self._begun_at - self._waited_s)
-        self._begun_at, self._waited_s = now, 0.0
+        self._unread = _Unread(batch, result, optim, known)
         if not optim.deferred:
             self.flush()
 
@@ -195,9 +188,8 @@ class StepLogger:
         unread, self._unread = self._unread, None
         batch, result, optim, facts = unread.batch, unread.result, unread.optim, unread.facts
         step = int(facts.pop("step"))
-        asked_at = time.perf_counter()
         stop_if_not_finite(batch, result, optim, step)
-        elapsed = self._end_step(unread, asked_at)
+        elapsed = self._end_step(optim)
         self._tokens += result.num_tokens
         self.num_logged += 1
         self.asked_to_stop |= result.asked_to_stop
@@ -222,31 +214,26 @@ class StepLogger:
     def mean_tokens_per_s(self) -> float | None:
         return self._tokens / self._seconds if self._seconds else None
 
-    def _end_step(self, unread: _Unread, asked_at: float) -> float:
-        """Seconds of the step whose numbers have just been read, asked for at `asked_at`."""
-        waited_s = time.perf_counter() - asked_at
-        self._waited_s += waited_s
-        ended_at = max(asked_at + waited_s if waited_s > _WAITED_S else unread.recorded_at, self._ended_at)
+    def _end_step(self, optim: OptimResult) -> float:
+        """Seconds of the step whose numbers have just been read."""
+        ended_at = max(optim.ended_at(), self._ended_at)
         elapsed, self._ended_at = ended_at - self._ended_at, ended_at
         self._seconds += elapsed
-        return max(elapsed, unread.host_s)
+        return max(elapsed, 1e-9)
 
     def restart_clock(self) -> None:
         """Evaluation and checkpoints are not part of a step's time."""
-        self._ended_at = self._begun_at = time.perf_counter()
-        self._waited_s = 0.0
+        self._ended_at = time.perf_counter()
 
 
 @dataclass(frozen=True)
 class _Unread:
-    """A step whose numbers are not read yet. `host_s`: what this process did for it, without waiting for others."""
+    """A step whose numbers are not read yet."""
 
     batch: Sequence[Datum]
     result: LossResult
     optim: OptimResult
     facts: dict[str, Any]
-    recorded_at: float
-    host_s: float
 
 
 class MetricsLog:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from lockstep.backend.step_clock import StepClock
 from lockstep.backend.torch_backend import TorchBackend
 from lockstep.config import LoraConfig
 from lockstep.model.attention import PackedLayout, packed_attention
@@ -333,6 +335,36 @@ def test_a_step_in_bf16_is_as_near_to_float64_as_the_plain_model_in_bf16(lengths
     assert total_distance(ours, exact) < 1.2 * total_distance(plain, exact)
     norm = math.sqrt(sum(float(g.square().sum()) for g in exact.values()))
     assert backend.optim_step(OptimStep(1e-3)).grad_norm == pytest.approx(norm, rel=2e-2)
+
+
+def test_a_short_batch_is_computed_by_the_code_of_a_long_one():
+    backend = TorchBackend(
+        make_model(torch.float32, True), micro_batch_tokens=32768, precision="bf16", device="cuda", compile=True
+    )
+    lengths = torch.randint(200, 900, (50,), generator=torch.Generator().manual_seed(2)).tolist()
+    known = []
+    for batch in (make_batch(tuple(lengths)), make_batch((300, 37))):
+        assert math.isfinite(backend.forward_backward(batch, LossSpec(scale=1e-4)).loss)
+        known.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert 0 < known[0] == known[1]
+
+
+def test_steps_end_when_the_device_says_so():
+    clock, matrix = StepClock(), torch.randn(4096, 4096, device=CUDA)
+    before = time.perf_counter()
+    moments = []
+    for _ in range(3):
+        for _ in range(20):
+            matrix @ matrix
+        moments.append(clock.mark())
+    launched = time.perf_counter()
+    torch.cuda.synchronize()
+    after = time.perf_counter()
+    time.sleep(0.2)  # they are read late, and ended then all the same
+    first, second, third = (moment() for moment in moments)
+    assert before < first < second < third < after + 0.005
+    assert third > launched
+    assert second - first == pytest.approx(third - second, rel=0.3)
 
 
 def test_micro_batches_on_the_gpu_do_not_change_the_gradient():

@@ -30,6 +30,7 @@ class StepGraphs:
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Outputs]] = {}
         self._fingerprint: Hashable = None
         self._pool: torch.cuda._POOL_HANDLE | None = None
+        self._stream: torch.cuda.Stream | None = None  # of all captures: their memory is kept by stream
         self.problem: str | None = None
         """Why steps are no longer captured, in one line."""
 
@@ -65,23 +66,39 @@ class StepGraphs:
     def _capture(self, key: Hashable, step: Callable[[], Outputs], state: Sequence[Tensor]) -> bool:
         self._warm_up(step, state)
         reason = ""
-        for _ in range(_NUM_TRIES):
-            self._pool = self._pool or torch.cuda.graph_pool_handle()
+        for attempt in range(_NUM_TRIES):
+            if attempt:
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
             graph = torch.cuda.CUDAGraph()
             try:
-                with torch.cuda.graph(graph, pool=self._pool):
+                with self._capturing(graph):
                     outputs = step()
-            except torch.OutOfMemoryError:
-                raise
             except RuntimeError as error:
+                if isinstance(error, torch.OutOfMemoryError) and attempt == _NUM_TRIES - 1:
+                    raise
                 reason = str(error).strip().split("\n")[0]
                 self.clear()  # what a failed capture leaves in its pool may fail the next one too
-                torch.cuda.synchronize()
             else:
                 self._graphs[key] = (graph, outputs)
                 return True
+        torch.cuda.synchronize()
         self.problem = reason
         return False
+
+    @contextlib.contextmanager
+    def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        """As torch.cuda.graph, which frees all cached memory first: the next training step would ask for it anew, and
+        a step in which a graph is captured took half as long again."""
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        self._stream = self._stream or torch.cuda.Stream()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool)
+            try:
+                yield
+            finally:
+                graph.capture_end()
 
     def _warm_up(self, step: Callable[[], Outputs], state: Sequence[Tensor]) -> None:
         """Libraries initialise and code is compiled in the first run, which cannot be captured."""

@@ -57,6 +57,8 @@ class LocalEngine:
         sharded: bool = False,
         max_cache_bytes: int | None = None,
         steps_per_read: int | None = None,
+        min_length: int = 0,
+        min_length_bytes: int = 0,
         graphs: bool = True,
         compiles: bool = False,
         records_routing: bool = False,
@@ -65,6 +67,7 @@ class LocalEngine:
         """`batch_size`: sequences decoded at once; fewer where their cache would exceed `max_cache_bytes`, by default
         half of the free memory. `sharded`: several processes hold the model together, and all make the same calls.
         `steps_per_read`: tokens are fetched from the device only so often. `graphs`: on a GPU, replay CUDA graphs.
+        `min_length` and `min_length_bytes`: see BatchLimits.
         `compiles`: on a GPU, compile the captured steps: half a minute once, and steps take a third of the time.
         `records_routing`: completions tell which experts their tokens chose; for mixtures alone.
         `report` is told, once, of each fast way that cannot be taken.
@@ -75,7 +78,14 @@ class LocalEngine:
         self._decoder: Decoder | None = None
         on_gpu = model.device.type == "cuda"
         self.batch_size = batch_size or (_GPU_ROWS if on_gpu else 16)
-        self.limits = BatchLimits(self.batch_size, max_cache_bytes, steps_per_read or (8 if on_gpu else 1))
+        steps_per_read = steps_per_read or (8 if on_gpu else 1)
+        self.limits = BatchLimits(
+            self.batch_size,
+            max_cache_bytes,
+            steps_per_read,
+            min_length=min_length,
+            min_length_bytes=min_length_bytes,
+        )
         self._sharded, self._graphs, self._compiles, self._report = sharded, graphs, compiles, report
         self._records_routing = records_routing
         self.version = 0

@@ -164,12 +164,15 @@ class BatchLimits:
 
     `steps_per_read`: tokens are fetched from the device only so often; tokens after the end of a sequence are dropped.
     `min_slots`: at least as many slots are made, also for fewer sequences, so that steps keep their shape.
+    `min_length`: slots are at least so long, if all of them take no more than `min_length_bytes`.
     """
 
     max_slots: int
     max_bytes: int | None = None
     steps_per_read: int = 1
     min_slots: int = 1
+    min_length: int = 0
+    min_length_bytes: int = 0
 
 
 def decode_all(decoder: Decoder, sequences: Sequence[TokenSequence], limits: BatchLimits) -> None:
@@ -271,6 +274,7 @@ class ContinuousBatch:
         num_wanted = max(len(self._sequences), self._limits.min_slots)
         if self._decoder.has_fixed_batch:
             num_wanted = 1 << (num_wanted - 1).bit_length()  # calls of about one size then share their graphs
+        length = self._keeping_length(length, num_wanted)
         num_slots = min(self._limits.max_slots, num_wanted, self._max_bytes // self._decoder.slots.bytes_for(length))
         self._has_new = False
         if length <= self._max_length and num_slots <= self._schedule.num_slots:
@@ -286,6 +290,13 @@ class ContinuousBatch:
             return
         self._schedule.resize(num_slots)
         self._max_length = length
+
+    def _keeping_length(self, length: int, num_slots: int) -> int:
+        """Long enough for later calls too, where that is cheap: what is captured for slots goes with them."""
+        limits = self._limits
+        longer = max(length, limits.min_length)
+        num_bytes = min(num_slots, limits.max_slots) * self._decoder.slots.bytes_for(longer)
+        return longer if num_bytes <= min(limits.min_length_bytes, self._max_bytes) else length
 
     def _recompute_cache(self) -> None:
         """Keys and values of every active sequence; cached prompts of others are forgotten."""

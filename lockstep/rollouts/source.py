@@ -165,6 +165,13 @@ class PromptData:
     digest: str
     reader: PromptReader
 
+    def longest_text(self, algorithm: GrpoConfig, max_length: int) -> int:
+        """Tokens of the longest prompt and all that may follow it."""
+        prompts = (*self.train, *self.validation)
+        if algorithm.environment is not None and algorithm.max_turns > 1:
+            return max_length
+        return max((prompt.num_tokens for prompt in prompts), default=0) + algorithm.max_tokens
+
     def warnings(self) -> list[str]:
         num_dropped = self.train.num_dropped + self.validation.num_dropped
         if not num_dropped:
@@ -241,6 +248,7 @@ class ColocatedEngine:
         shards: int = 1,
         batch_size: int | None = None,
         max_kept_bytes: int = 0,
+        longest: int = 0,
         compiles: bool = False,
         records_routing: bool = False,
         report: Callable[[str], None] = warnings.warn,
@@ -248,11 +256,13 @@ class ColocatedEngine:
         """Ranks of one replica are adjacent: `rank // shards` is the replica.
 
         `max_kept_bytes`: a KV cache of at most this size is kept between calls. Training then has less memory, and
-        CUDA graphs need no second capture. `compiles`, `records_routing` and `report`: see LocalEngine.
+        CUDA graphs need no second capture. `longest`: of the texts to come, in tokens: it is made for them at once, if
+        it can be kept. A resumed run has the same cache, and rounds alike.
+        `compiles`, `records_routing` and `report`: see LocalEngine.
         """
         self._borrow, self._tokenizer, self._gather = borrow, tokenizer, gather
         self._replica, self._replicas, self._shards = rank // shards, replicas, shards
-        self._batch_size, self._max_kept_bytes = batch_size, max_kept_bytes
+        self._batch_size, self._max_kept_bytes, self._longest = batch_size, max_kept_bytes, longest
         self._compiles, self._records_routing, self._report = compiles, records_routing, report
         self._engine: LocalEngine | None = None
         self.version = 0
@@ -286,6 +296,8 @@ class ColocatedEngine:
                 self._tokenizer,
                 self._batch_size,
                 sharded=self._shards > 1,
+                min_length=self._longest,
+                min_length_bytes=self._max_kept_bytes,
                 compiles=self._compiles,
                 records_routing=self._records_routing,
                 report=self._report,

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lockstep.backend.optimizers import OptimizerSettings
 from lockstep.backend.router_balance import RouterLosses
 from lockstep.backend.torch_backend import TorchBackend, agree_on_precision, join_group
-from lockstep.config import ConfigError, RunConfig
+from lockstep.config import ConfigError, GrpoConfig, RunConfig
 from lockstep.data.cache import cache_folder
 from lockstep.data.dataset import CompiledData
 from lockstep.evaluation import metrics
@@ -341,6 +341,8 @@ def compose_rollouts(
     num_steps: int,
 ) -> AbstractContextManager[RolloutSource]:
     """Who samples: this process, engines of the run, or a server. All ranks."""
+    algorithm = config.algorithm
+    assert isinstance(algorithm, GrpoConfig)
 
     def start() -> Engines:
         if config.rollouts.endpoint is not None:
@@ -362,6 +364,7 @@ def compose_rollouts(
             tokenizer,
             run,
             compiles=config.model.compile is not False,
+            longest=data.longest_text(algorithm, config.data.max_length),
             records_routing=config.router_replay,
         ),
         start_engines=start,
@@ -399,9 +402,11 @@ def colocated_engine(
     run: RunDir,
     *,
     compiles: bool | None = None,
+    longest: int = 0,
     records_routing: bool = False,
 ) -> ColocatedEngine:
-    """`compiles`: for an engine that samples in every step; on a GPU its cache is then kept between calls."""
+    """`compiles`: for an engine that samples in every step; on a GPU its cache is then kept between calls, and made for
+    the `longest` text."""
     degrees, device = backend.group.degrees, backend.group.device
     keeps_cache = compiles is not None and device.type == "cuda"
     return ColocatedEngine(
@@ -412,6 +417,7 @@ def colocated_engine(
         replicas=degrees.replicas,
         shards=degrees.data // degrees.replicas * degrees.context * degrees.tensor,
         max_kept_bytes=torch.cuda.get_device_properties(device).total_memory // 20 if keeps_cache else 0,
+        longest=longest,
         compiles=bool(compiles),
         records_routing=records_routing,
         report=run.report_slow,

@@ -254,13 +254,13 @@ def test_weights_of_a_model_in_training_stay_where_they_are_so_that_graphs_serve
         lambda: backend.lend_model(stable=True), NoText(), lambda mine: [mine], max_kept_bytes=1 << 30, compiles=True
     )
     prompts = make_prompts()
-    captures, capture = [0], torch.cuda.graph
+    captures, capture = [0], torch.cuda.CUDAGraph.capture_begin
 
     def count(*arguments: Any, **options: Any) -> Any:
         captures[0] += 1
         return capture(*arguments, **options)
 
-    monkeypatch.setattr(torch.cuda, "graph", count)
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", count)
     engine.sample(prompts, PARAMS)
     first = engine.sample(prompts, PARAMS)  # prompts of a size are captured when they come again
     num_captures = captures[0]
@@ -286,7 +286,7 @@ def test_a_capture_that_always_fails_is_reported_once_with_its_cost(monkeypatch:
     def fail(*arguments: Any, **options: Any) -> Any:
         raise RuntimeError("captures are out of order")
 
-    monkeypatch.setattr(torch.cuda, "graph", fail)
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", fail)
     for _ in range(2):
         found = engine.sample(prompts, PARAMS)
         assert [[a.tokens for a in own] for own in found] == [[a.tokens for a in own] for own in expected]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,19 +18,19 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The pool of every capture, with CUDA replaced by stand-ins."""
     used: list[Any] = []
 
-    @contextlib.contextmanager
-    def graph(_: Any, pool: Any) -> Iterator[None]:
-        used.append(pool)
-        yield
+    def graph() -> Any:
+        return SimpleNamespace(
+            capture_begin=lambda pool: used.append(pool), capture_end=lambda: None, replay=lambda: None
+        )
 
     stream = SimpleNamespace(wait_stream=lambda other: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
-    monkeypatch.setattr(torch.cuda, "graph", graph)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     return used
 
 
@@ -61,6 +60,27 @@ def test_the_run_before_a_capture_leaves_the_state_as_it_was(pools: list[Any]) -
 
     StepGraphs(nn.Linear(2, 2)).run("a", step, [state])
     assert seen == [0.0, 0.0]  # the warm-up, then the capture
+
+
+def test_memory_that_training_keeps_is_freed_only_where_a_capture_needs_it(
+    pools: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emptied, left, state = [], [1, 1, 0], torch.zeros(1)  # failures of the captures to come
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(len(pools)))
+
+    def step() -> tuple[torch.Tensor]:
+        if len(pools) and left[len(pools) - 1]:
+            raise torch.OutOfMemoryError("no room")
+        return (state.add_(1).clone(),)
+
+    graphs = StepGraphs(nn.Linear(2, 2))
+    with pytest.raises(torch.OutOfMemoryError):
+        graphs.run("a", step, [state])
+    assert emptied == [1]
+    left[:2] = [0, 0]
+    graphs.run("a", step, [state])
+    assert emptied == [1]
+    assert graphs.keys == {"a"}
 
 
 @pytest.mark.parametrize("num_failures", [1, 2])

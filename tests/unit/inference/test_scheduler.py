@@ -256,6 +256,17 @@ def test_where_memory_is_short_the_longer_sequence_waits() -> None:
     assert_alike(calls[2].completions(), [WHOLE[1]])
 
 
+@pytest.mark.parametrize("is_cheap", [True, False])
+def test_a_cache_for_the_longest_text_to_come_is_made_at_once_where_it_is_cheap(is_cheap: bool) -> None:
+    needed = 10 * 128 * 2 * 2 * 2 * 8 * 8  # slots, tokens of a slot, and the bytes of a token as above
+    limit = needed if is_cheap else needed - 1
+    engine = LocalEngine(ENGINE.model, ENGINE.tokenizer, batch_size=16, min_length=110, min_length_bytes=limit)
+    assert_alike(engine.sample(PROMPTS, PARAMS), WHOLE)
+    before, longer = engine.cache_bytes, replace(PARAMS, max_tokens=100)
+    assert_alike(engine.sample(PROMPTS, longer), ENGINE.sample(PROMPTS, longer))
+    assert (engine.cache_bytes == before) == is_cheap
+
+
 def test_calls_that_draw_differently_do_not_disturb_each_other() -> None:
     engine = ContinuousEngine(LocalEngine(ENGINE.model, ENGINE.tokenizer, batch_size=8))
     ways = [PARAMS, SamplingParams(max_tokens=9, logprobs=True), replace(PARAMS, temperature=0.5, top_k=7), PARAMS]

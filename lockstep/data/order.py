@@ -6,7 +6,7 @@ A pure function of (seed, epoch, number and lengths of rows), independent of the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from math import ceil
 
@@ -97,16 +97,28 @@ class Batches:
         end = self._end_of_batch(start)
         return [self._data[i] for i in self._order[start:end]], epoch * self.num_rows + end
 
-    def num_steps(self, epochs: float) -> int:
-        """Steps until `epochs` times all rows are consumed; the last batch may go past a fraction of an epoch."""
+    def num_steps(self, epochs: float, most: int | None = None) -> int:
+        """Steps until `epochs` times all rows are consumed; the last batch may go past a fraction of an epoch. With
+        `most` not more than that, and the epochs after it are not counted."""
+        total = 0
+        for steps in self._steps_by_epoch(epochs):
+            total += steps
+            if most is not None and total >= most:
+                return most
+        return total
+
+    def _steps_by_epoch(self, epochs: float) -> Iterator[int]:
+        """In one number where all epochs have as many."""
         # repr, because 0.07 means 7 hundredths: 0.07 * 100 in floats is more than 7 rows.
         num_rows = ceil(Fraction(repr(float(epochs))) * self.num_rows)
         whole, rest = divmod(num_rows, self.num_rows)
         if self._samples is not None:
-            return whole * ceil(self.num_rows / self._samples) + ceil(rest / self._samples)
-        if not self._shuffle:
-            return whole * self._steps_in(0, self.num_rows) + self._steps_in(0, rest)
-        return sum(self._steps_in(epoch, self.num_rows) for epoch in range(whole)) + self._steps_in(whole, rest)
+            yield whole * ceil(self.num_rows / self._samples) + ceil(rest / self._samples)
+        elif not self._shuffle:
+            yield whole * self._steps_in(0, self.num_rows) + self._steps_in(0, rest)
+        else:
+            yield from (self._steps_in(epoch, self.num_rows) for epoch in range(whole))
+            yield self._steps_in(whole, rest)
 
     def _steps_in(self, epoch: int, num_rows: int) -> int:
         """Steps of one epoch until at least `num_rows` of its rows are consumed."""

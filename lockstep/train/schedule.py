@@ -9,8 +9,7 @@ from lockstep.data.order import Batches
 
 
 def num_steps(config: RunConfig, batches: Batches) -> int:
-    steps = batches.num_steps(config.optim.epochs)
-    return min(steps, config.optim.max_steps) if config.optim.max_steps else steps
+    return batches.num_steps(config.optim.epochs, config.optim.max_steps or None)
 
 
 def warmup_steps(config: OptimConfig, num_steps: int) -> int:

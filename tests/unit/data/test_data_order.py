@@ -123,11 +123,17 @@ def test_num_steps_counts_what_walking_takes(config: BatchConfig, shuffle: bool)
                 _, cursor = batches.batch_at(cursor)
                 steps += 1
             assert batches.num_steps(epochs) == steps
+            assert [batches.num_steps(epochs, most) for most in (1, steps, steps + 1)] == [1, steps, steps]
 
 
 def test_epochs_mean_their_decimal_digits() -> None:
     assert 0.07 * 100 > 7  # in floats: one row more than meant
     assert Batches(make_data([2] * 100), BatchConfig(samples=1), seed=0, shuffle=True).num_steps(0.07) == 7
+
+
+def test_epochs_after_the_last_step_are_not_counted() -> None:
+    batches = Batches(make_data([2] * 100), BatchConfig(tokens=8), seed=0, shuffle=True)
+    assert batches.num_steps(1e9, 70) == 70  # to count them all would take days
 
 
 def test_no_rows() -> None:

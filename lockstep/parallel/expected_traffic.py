@@ -254,13 +254,13 @@ class ExpectedTraffic:
         stages: Collection[int] = (),
         num_stages: int = 0,
     ) -> None:
-        self._sizes, self._degrees, self._keep_parameters = sizes, degrees, keep_parameters
+        self.sizes, self._degrees, self._keep_parameters = sizes, degrees, keep_parameters
         self._stage_sends = sum((i > 0) + (i < num_stages - 1) for i in stages)
 
     def metrics(self, tokens: int, targets: int, micro_batches: int) -> dict[str, float]:
         """`tokens` as this rank computes them."""
         work = RankWork(tokens, targets, micro_batches, self._stage_sends)
-        least = least_traffic(self._sizes, self._degrees, work, keep_parameters=self._keep_parameters)
+        least = least_traffic(self.sizes, self._degrees, work, keep_parameters=self._keep_parameters)
         return {f"traffic_least/{axis}/{kind}": count for (axis, kind), count in sorted(least.items())}
 
     def exact(
@@ -275,7 +275,7 @@ class ExpectedTraffic:
         parts = self._degrees.tensor
         gathered = sum(-(-count // parts) * parts for count in tokens)
         work = RankWork(sum(tokens), targets, len(tokens), self._stage_sends, gathered, summed_numbers, weight_bytes)
-        return exact_traffic(self._sizes, self._degrees, work, keep_parameters=self._keep_parameters, trips=trips)
+        return exact_traffic(self.sizes, self._degrees, work, keep_parameters=self._keep_parameters, trips=trips)
 
 
 def _sharded(sizes: Sizes, degrees: Degrees, work: RankWork, keep_parameters: bool) -> Bytes:

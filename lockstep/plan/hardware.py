@@ -64,8 +64,8 @@ class Calibrations:
     """The ones that were kept, one file for each device."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        self.folder = folder or cache / "lockstep" / "calibrations"
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep"
+        self.folder = folder or Path(os.environ.get("LOCKSTEP_CACHE") or cache) / "calibrations"
 
     def write(self, calibration: Calibration) -> Path:
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -30,7 +30,7 @@ from lockstep.model.load import build_model, load_hf_config
 from lockstep.model.policy import Policy
 from lockstep.model.vision import sees
 from lockstep.parallel.collectives import Call, Mismatch, Record, find_mismatches
-from lockstep.parallel.expected_traffic import Bytes
+from lockstep.parallel.expected_traffic import Bytes, Sizes
 from lockstep.parallel.group import ProcessGroup
 from lockstep.processes.pool import WorkerPool
 from lockstep.processes.worker import WorkerFailed
@@ -106,6 +106,11 @@ class SimulatedBackend(TorchBackend):
         super().__init__(model, compile=False, group=fake.group, **settings)
         self._trades = AssumedTrades(self.policy, self.group, imbalance)
         fake.recorder.arriving = self._trades.answer
+
+    @property
+    def sizes(self) -> Sizes | None:
+        """Of what this rank has, by which the formula goes; None on one rank."""
+        return None if self._expected is None else self._expected.sizes
 
     @property
     def _tile_tokens(self) -> int:

@@ -93,7 +93,7 @@ class TorchBackend:
         images: ImageProcessor | None = None,
     ) -> None:
         """`reference`: none, adapter_off or copy: what `forward(reference=True)` computes with, and losses.
-        `temperature`: of all log-probs and entropies, also the reference's: where answers are sampled, that of sampling.
+        `temperature`: of all log-probs and entropies, the reference's too: where answers are sampled, that of sampling.
         `stages_saves`: on a GPU, saved states are copied while training goes on (StagingArea). `deterministic`: there,
         sums are taken in a fixed order. `images`: of a vision-language model whose batches have some.
         `router_replay`: experts are those of the completions' `routing`. `on_out_of_memory`: as in BatchConfig.

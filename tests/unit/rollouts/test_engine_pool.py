@@ -31,7 +31,7 @@ from lockstep.types import PartialCompletion
 
 @pytest.fixture
 def towns(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Town]]:
-    monkeypatch.setattr("lockstep.inference.engine.ContinuousEngine.slice_s", 0.0)  # one step at a time
+    monkeypatch.setattr("lockstep.inference.continuous_engine.ContinuousEngine.slice_s", 0.0)  # one step at a time
     made: list[Town] = []
 
     def make(*arguments: Any, **options: Any) -> Town:

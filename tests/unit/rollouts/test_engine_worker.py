@@ -112,7 +112,7 @@ def test_an_engine_without_weights_or_with_others_refuses(tmp_path: Path) -> Non
 
 
 def test_a_ping_tells_how_far_answers_are_and_whether_there_is_progress(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("lockstep.inference.engine.ContinuousEngine.slice_s", 0.0)
+    monkeypatch.setattr("lockstep.inference.continuous_engine.ContinuousEngine.slice_s", 0.0)
     write_model(tmp_path / "model")
     handler = start(engine_settings(load_config(write_config(tmp_path, tmp_path / "model")), precision="fp32"))
     model = build_model(ModelConfig(path=str(tmp_path / "model")), None, "fp32", with_weights=True)

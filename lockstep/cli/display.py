@@ -409,6 +409,9 @@ def print_summary(console: Console, run: RunDir) -> None:
         rows["time"] += _where_time_went(status)
     if status.get("export"):
         rows["export"] = str(status["export"])
+    if state == "completed" and (better := _better_step(run, status)):
+        path = shlex.quote(str(run.path))
+        rows["best"] = f"step {better}, the export is of step {status['step']}: lockstep export {path} --step {better}"
     if state == "completed":
         rows["next"] = f"lockstep chat {shlex.quote(str(run.path))}"
     elif not any(failure.get("exit_code") == 2 for failure in run.failures()):
@@ -417,6 +420,14 @@ def print_summary(console: Console, run: RunDir) -> None:
         rows["continue"] = f"lockstep train --resume {shlex.quote(str(run.path))}  ({start})"
     _print_pairs(console, rows)
     _print_warnings(console, run)
+
+
+def _better_step(run: RunDir, status: Mapping[str, Any]) -> int | None:
+    """Of a checkpoint that did better on the validation rows than what the run ended with."""
+    best = status.get("best_step")
+    if best is None or best == status.get("step"):
+        return None
+    return next((saved.step for saved in run.list_checkpoints() if saved.step == best), None)
 
 
 def _print_warnings(console: Console, run: RunDir) -> None:

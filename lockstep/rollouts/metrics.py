@@ -98,6 +98,33 @@ def describe_groups(groups: Sequence[Group], left_out: Sequence[Group]) -> Metri
     return metrics | ({"entropy_estimate": -statistics.fmean(logprobs)} if logprobs else {})
 
 
+class RewardWatch:
+    """Notices rewards that do not tell answers apart: nothing is learned from them, and no number is wrong."""
+
+    patience = 10
+    """Such steps in a row, before it is said. A run in which all steps were such is told at its end."""
+
+    def __init__(self) -> None:
+        self._num_flat = self._num_steps = 0
+        self._said = False
+
+    def add(self, advantages: Sequence[Sequence[float]], sampling: Metrics, *, last: bool) -> str | None:
+        """One more step, with the metrics of its rollouts. Returns what to say, once."""
+        is_flat = not any(math.isfinite(a) and a != 0 for group in advantages for a in group)
+        self._num_steps += 1
+        self._num_flat = self._num_flat + 1 if is_flat else 0
+        if self._said or not (self._num_flat == self.patience or (last and self._num_flat == self._num_steps)):
+            return None
+        self._said = True
+        steps = f"{self._num_flat} steps" if self._num_flat > 1 else "a step"
+        cut = sampling["truncated_frac"]
+        return (
+            f"for {steps} all answers to a prompt have earned the same (on average {sampling['reward']:g}), so their "
+            "rewards teach nothing: look at them with lockstep samples, and change the reward, the prompts or "
+            "algorithm.temperature" + (f"; {cut:.0%} of them were cut at algorithm.max_tokens" if cut > 0.5 else "")
+        )
+
+
 def measure_staleness(groups: Sequence[Group], version: int) -> Metrics:
     """By how many optimizer steps the weights behind sampled tokens are older than `version`."""
     ages = [version - v for group in groups for rollout in group.rollouts for v in rollout.sampled_versions]

@@ -27,7 +27,14 @@ from lockstep.rollouts.batch import (
 )
 from lockstep.rollouts.buffer import RolloutBatch
 from lockstep.rollouts.episode import Group
-from lockstep.rollouts.metrics import Updates, describe_groups, measure_staleness, validation_scores, write_samples
+from lockstep.rollouts.metrics import (
+    RewardWatch,
+    Updates,
+    describe_groups,
+    measure_staleness,
+    validation_scores,
+    write_samples,
+)
 from lockstep.rollouts.source import RolloutSource, read_prompt_data
 from lockstep.rundir import RunDir
 from lockstep.train.checkpoints import Progress
@@ -56,7 +63,7 @@ def train(inputs: LoopInputs[PromptRow], rollouts: RolloutSource, total: int) ->
     validation, checkpoints, algorithm = inputs.validation, inputs.checkpoints, config.algorithm
     assert isinstance(algorithm, GrpoConfig)
     metrics = MetricsLog(run, config.logging, last_step=progress.step)
-    check = SamplerCheck(algorithm, config.rollouts.max_staleness)
+    check, watch = SamplerCheck(algorithm, config.rollouts.max_staleness), RewardWatch()
     run.write_status(state="running", phase="publishing", step=progress.step, total_steps=total)
     rollouts.start()
 
@@ -86,6 +93,8 @@ def train(inputs: LoopInputs[PromptRow], rollouts: RolloutSource, total: int) ->
         rollouts.advance()
 
         last = progress.step == total
+        if message := watch.add(advantages, sampling, last=last):
+            run.log_event("warning", step=progress.step, kind="rewards", message=message)
         if last or progress.step % config.logging.every_steps == 0:
             now = time.perf_counter()
             # Engines that sample ahead do so during evaluations and checkpoints, too: all of that time is in the rate.

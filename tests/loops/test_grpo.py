@@ -173,6 +173,31 @@ def test_groups_without_spread_are_kept_dropped_or_refilled(tmp_path):
         assert record["zero_std_groups"] == record["left_out_groups"]
 
 
+class EqualScorer(SumScorer):
+    """The same for every answer; other rewards for steps up to `until`, by the number of answers scored."""
+
+    def __init__(self, until: int = 0) -> None:
+        super().__init__()
+        self._until = until
+
+    def _score(self, text: str) -> Outcome:
+        return super()._score(text) if len(self.scored) <= self._until else Outcome(0.25, {"mean": 0.25})
+
+
+@pytest.mark.parametrize(
+    ("steps", "different", "warned_at"),
+    [(3, 0, [3]), (12, 0, [10]), (25, 0, [10]), (13, 4, []), (15, 4, [14]), (9, 0, [9])],
+)
+def test_rewards_that_teach_nothing_are_said_once(tmp_path, steps, different, warned_at):
+    config = grpo_config(optim={"max_steps": steps, "epochs": 99}, logging={"tensorboard": False, "every_steps": 7})
+    scorer = EqualScorer(until=different * 4 * 3)
+    run, _ = train(tmp_path / "run", config, FakeBackend(), make_prompts(20), scorer=scorer)
+    warnings = [e for e in run.events() if e["event"] == "warning"]
+    assert [e["step"] for e in warnings] == warned_at
+    for event in warnings:
+        assert "all answers to a prompt have earned the same (on average 0.25)" in event["message"]
+
+
 def test_refilling_ends(tmp_path):
     class AllFlat(SumScorer):
         def score(self, attempts: Sequence[Attempt]) -> list[Outcome]:

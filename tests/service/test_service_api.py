@@ -66,6 +66,16 @@ def messages(text: str) -> list[tuple[str, str, Any]]:
     return found
 
 
+def test_a_body_that_is_not_sent_as_json_is_told_how(http: TestClient):
+    body = json.dumps({"config": tree("quick")})
+    for kind in ("application/x-www-form-urlencoded", "text/plain", None):  # the first is what curl -d sends
+        answer = http.post("/api/jobs", content=body, headers={"Content-Type": kind} if kind else {})
+        assert answer.status_code == 422
+        assert answer.json()["error"]["message"].endswith("send it with Content-Type: application/json")
+    assert http.post("/api/jobs", content="3", headers={"Content-Type": "application/json"}).status_code == 422
+    assert http.get("/api/jobs").json()["total"] == 0
+
+
 def test_a_job_over_http(http: TestClient) -> None:
     view = submit(http, id="mine", name="My job")
     assert (view["id"], view["name"], view["state"]) == ("mine", "My job", "queued")

@@ -24,6 +24,7 @@ from lockstep.rollouts.environments.reasoning import reasoning_gym
 from lockstep.rollouts.rewards import Attempt, Environment, Outcome, RewardFunction, Row, Turn
 
 _MAX_EVENTS = 200  # on record: one bad reward must not fill the disk
+_MAX_SCORE = 1e30  # beyond it sums and squares of rewards are no longer finite
 ENVIRONMENT = "environment"
 """The name of the reward that the environment itself gives, summed over the turns."""
 ENVIRONMENTS: dict[str, Callable[..., Environment]] = {"calculator": Calculator}
@@ -215,6 +216,8 @@ class LoadedRewards:
                 return Outcome.failed(f"reward {name} failed: {_describe(error)}")
             if not math.isfinite(scores[name]):
                 return Outcome.failed(f"reward {name} is {scores[name]}, which is not a finite number")
+            if abs(scores[name]) > _MAX_SCORE:
+                return Outcome.failed(f"reward {name} is {scores[name]:g}, and rewards are taken up to {_MAX_SCORE:g}")
         return Outcome(scores[only], scores) if only else self._spec.combine(scores)
 
     def play(self, attempt: Attempt) -> Turn:

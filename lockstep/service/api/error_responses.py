@@ -69,7 +69,11 @@ def install_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def bad_request(request: Request, error: RequestValidationError) -> JSONResponse:
-        return error_response(422, "invalid", "; ".join(_explain(problem) for problem in error.errors()))
+        problems = error.errors()
+        kind = request.headers.get("content-type", "")
+        if "json" not in kind and any(tuple(problem["loc"]) == ("body",) for problem in problems):
+            return error_response(422, "invalid", "the body must be JSON: send it with Content-Type: application/json")
+        return error_response(422, "invalid", "; ".join(_explain(problem) for problem in problems))
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:

@@ -148,6 +148,23 @@ def test_summary_says_how_to_go_on(run: RunDir) -> None:
     assert "(from step 2)" in text_of(console)
 
 
+def test_summary_names_a_checkpoint_that_is_better_than_the_export(run: RunDir) -> None:
+    console = make_console(terminal=False)
+    run.write_status(
+        state="completed", step=9, total_steps=9, validation_loss=0.5, best_validation_loss=0.4, best_step=6
+    )
+    print_summary(console, run)
+    assert "lockstep export" not in text_of(console)  # its checkpoint was not kept
+    run.begin_checkpoint(6)
+    run.commit_checkpoint(6, {})
+    print_summary(console, run)
+    assert f"step 6, the export is of step 9: lockstep export {run.path} --step 6" in text_of(console)
+    console = make_console(terminal=False)
+    run.write_status(best_step=9)
+    print_summary(console, run)
+    assert "lockstep export" not in text_of(console)
+
+
 def test_how_long_a_run_took_is_not_what_the_clock_says_after_it_was_set(run: RunDir) -> None:
     console = make_console(terminal=False)
     run.write_status(state="completed", step=3, started_at=time.time() + 3600, duration_s=75.0)

@@ -48,8 +48,8 @@ MODULE = textwrap.dedent(
         if text == "die once" and not os.path.exists("died"):
             open("died", "w").close()
             os.kill(os.getpid(), 9)
-        if text == "nan":
-            return float("nan")
+        if text in ("nan", "-1e308"):
+            return float(text)
         if text == "words":
             return "very good"
         if text == "stubborn":
@@ -170,6 +170,7 @@ def test_several_rewards_are_added_with_their_weights(own_module):
     [
         ("fails", "x", "failed: KeyError: 'nothing here'"),
         ("moody", "nan", "is nan, which is not a finite number"),
+        ("moody", "-1e308", "is -1e+308, and rewards are taken up to 1e+30"),
         ("moody", "words", "failed: TypeError: it returned 'very good', which is not a number"),
     ],
 )

@@ -44,7 +44,7 @@ from lockstep.parallel.gradients import clip, gradient_norm
 from lockstep.parallel.group import ProcessGroup, choose_device, join, peak_memory_gib
 from lockstep.parallel.loss_scale import LossScale
 from lockstep.parallel.replicate import NarrowCopies, finish_gradients
-from lockstep.parallel.shard import reshard, unsharded
+from lockstep.parallel.shard import has_shards, reshard, unsharded
 from lockstep.parallel.traffic import Traffic
 from lockstep.types import (
     Datum,
@@ -123,7 +123,7 @@ class TorchBackend:
         self.policy, self._module, self.parts = built.policy, built.module, built.parts
         self._pipelined = PipelinedPasses.of(built, self.group, parallel.schedule, DTYPES[self.precision])
         self._narrow = _narrow_copies(self.policy, None if self.group.degrees.sharded else compute_dtype)
-        self._roots: list[nn.Module] = [self.policy, *built.stages.values()]
+        self._sharded_roots = [root for root in (self.policy, *built.stages.values()) if has_shards(root)]
         self.slow = self._check_passes(built)
         self._images = None if images is None else self._see(images)
         self._end_checks(built, temperature)
@@ -131,7 +131,9 @@ class TorchBackend:
         self.warnings = [*built.warnings, *self.balance.warnings]
         self._batches = self._split_batches(built)
         self._reference, self._reference_mixed = make_reference(reference, model, self.parameters()), False
-        self._optimizer = optimizers.build_optimizer(self.parameters(), self.device, optimizer, model)
+        # As the optimizer has them: to look for them in thousands of modules takes longer than some steps of it.
+        self._trained = self.parameters()
+        self._optimizer = optimizers.build_optimizer(self._trained, self.device, optimizer, model)
         self._staging = StagingArea(self.device) if stages_saves and on_gpu else None
         self._clock = StepClock() if on_gpu else None
         self.traffic = Traffic(self.group, unseen=("tensor", "context") if compiles else ())
@@ -277,7 +279,7 @@ class TorchBackend:
         return LossResult(read, num_tokens=plan.num_tokens, num_supervised=plan.num_targets, deferred=numbers.deferred)
 
     def optim_step(self, step: OptimStep) -> OptimResult:
-        parameters = list(self.parameters().values())
+        parameters = list(self._trained.values())
         counted = parameters if self._pipelined is None else self._pipelined.own_parameters(parameters)
         with self._in_fixed_order(), self.traffic.counting():
             norm = gradient_norm(counted, self.group) / self._loss_scale
@@ -480,7 +482,7 @@ class TorchBackend:
             with torch.no_grad(), self._narrowed(kept=stable):
                 yield
         finally:
-            for root in self._roots:
+            for root in self._sharded_roots:
                 reshard(root)
             self.policy.train()
 

@@ -17,6 +17,7 @@ from torch.fx.experimental import _config as shape_config
 from lockstep.inference.forwards import Forward, replaced_forwards
 from lockstep.inference.token_sampling import Truncation
 from lockstep.model.compiled_code import keep_compiled_code
+from lockstep.model.policy import every_module
 
 Outputs = tuple[Tensor, ...]
 
@@ -118,7 +119,7 @@ def model_fingerprint(model: nn.Module) -> Hashable:
     """Addresses of all tensors, and which adapters are active. One walk: it is taken before every call."""
     tensors: list[Hashable] = []
     adapters: list[Hashable] = []
-    for module in model.modules():
+    for module in every_module(model):
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None:
                 tensors.append((tensor.data_ptr(), tensor.dtype, tensor.shape))

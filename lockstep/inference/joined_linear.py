@@ -38,14 +38,16 @@ class JoinedLinears:
             for layers, parts in zip(self._groups, self._parts, strict=True):
                 for layer, copy, bias in parts[0].product.slices(layers):
                     base = _base(layer)
-                    copies.append(copy)
-                    weights.append(base.weight)
                     if (adapter := _adapter(layer, base)) is not None:
                         down, up, scale = adapter
                         adapted.setdefault((up.shape, down.shape, scale), []).append((copy, base.weight, down, up))
+                    else:
+                        copies.append(copy)
+                        weights.append(base.weight)
                     if bias is not None and base.bias is not None:
                         bias.copy_(base.bias)
-            torch._foreach_copy_(copies, weights)
+            if copies:
+                torch._foreach_copy_(copies, weights)
             _add_adapters(adapted)
 
     @contextlib.contextmanager

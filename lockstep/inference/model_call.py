@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lockstep.inference import kv_cache
 from lockstep.inference.kv_cache import AttentionPass
 from lockstep.inference.slot_cache import SlotCache
+from lockstep.model.attention import AttentionSwitch
 from lockstep.model.policy import CausalLM, causal_lm, headless
 
 
@@ -28,6 +29,7 @@ class ModelCall:
     def __init__(self, model: CausalLM, *, attends: bool, cache: SlotCache | None = None, whole: bool = False) -> None:
         self.model, self.causal = model, causal_lm(model)
         self.attends, self.cache, self.whole = attends, cache, whole
+        self._attention = AttentionSwitch(self.causal)
         self.body: nn.Module = self.causal if whole else headless(self.causal)
         self._head_dtype: torch.dtype | None = getattr(
             getattr(self.causal.get_output_embeddings(), "weight", None), "dtype", None
@@ -44,12 +46,12 @@ class ModelCall:
         if training:
             self.model.eval()
         if self.attends:
-            self.causal.set_attn_implementation(kv_cache.CACHED)
+            self._attention.set(kv_cache.CACHED)
         try:
             yield
         finally:
             if self.attends:
-                self.causal.set_attn_implementation(own)
+                self._attention.set(own)
             if training:
                 self.model.train()
 

@@ -11,7 +11,7 @@ import inspect
 import itertools
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -22,12 +22,48 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 PACKED = "lockstep_packed"
 _FASTEST_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 # torch 2.11 detects grouped heads itself; later versions have an option for it.
 _GROUPED_HEADS: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )
+
+
+class AttentionSwitch:
+    """transformers' `set_attn_implementation`, which looks at all modules each time: with adapters those are thousands,
+    and every call of a sampler switches four times. What it did for a name is remembered."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._configs: list[Any] = []  # of the model and all models inside of it
+        self._known: dict[str, list[Any]] = {}
+
+    def set(self, implementation: str) -> None:
+        if not self._configs or self._configs[0] is not self._model.config:
+            self._configs, self._known = _all_configs(self._model), {}
+        if (known := self._known.get(implementation)) is not None:
+            for config, found in zip(self._configs, known, strict=True):
+                config._attn_implementation_internal = found
+            return
+        self._model.set_attn_implementation(implementation)
+        self._known[implementation] = [config._attn_implementation_internal for config in self._configs]
+
+
+def _all_configs(model: PreTrainedModel) -> list[Any]:
+    """Each once, the model's own first."""
+    models: list[Any] = [module for module in model.modules() if hasattr(module, "set_attn_implementation")]
+    waiting = [part.config for part in models]
+    found: dict[int, Any] = {}
+    while waiting:
+        config = waiting.pop(0)
+        if config is not None and id(config) not in found:
+            found[id(config)] = config
+            waiting += [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
+    return list(found.values())
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,10 @@ def _prefetch(units: Sequence[FSDPModule], depth: int) -> None:
         unit.set_modules_to_backward_prefetch(list(reversed(units[max(i - depth, 0) : i])))
 
 
+def has_shards(module: nn.Module) -> bool:
+    return any(isinstance(part, FSDPModule) for part in module.modules())
+
+
 def reshard(module: nn.Module) -> None:
     """After a pass without backward FSDP2 keeps the root unit gathered: drop that copy, it goes stale."""
     for part in module.modules():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 
 from lockstep.backend.torch_backend import TorchBackend
 from lockstep.config import LoraConfig
-from lockstep.model.attention import PACKED, variable_length_problem
+from lockstep.model.attention import PACKED, AttentionSwitch, variable_length_problem
 from lockstep.model.head import LogitTransform
 from lockstep.model.lora import add_lora
 from lockstep.model.policy import (
@@ -20,6 +21,7 @@ from lockstep.model.policy import (
     Policy,
     causal_lm,
     decoder_layers,
+    every_module,
     head_dim,
     logit_transform,
     max_positions,
@@ -308,3 +310,23 @@ def test_a_text_beyond_the_learned_positions_is_a_sentence_that_names_it() -> No
     long = Datum([5] * 100, [Completion([6] * 3, [1.0] * 3), Completion([6] * 29, [1.0] * 29)], "train.jsonl:7")
     with pytest.raises(ValueError, match=r"train.jsonl:7 has 129 tokens, and the model learned positions for 128"):
         backend.forward([exact, long])
+
+
+def test_switching_attention_again_does_what_transformers_does():
+    config = transformers.Qwen3Config(
+        vocab_size=20, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, head_dim=4
+    )
+    inner = transformers.AutoModelForCausalLM.from_config(config)
+    outer = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    outer.inside = inner  # a model in a model, with a configuration of its own
+    assert set(every_module(outer)) == set(outer.modules())
+    switch = AttentionSwitch(outer)
+    for name in ("eager", "sdpa", "eager", "sdpa"):
+        switch.set(name)
+        assert outer.config._attn_implementation == inner.config._attn_implementation == name
+    inner.set_attn_implementation("eager")  # by somebody else
+    switch.set("sdpa")
+    assert inner.config._attn_implementation == "sdpa"
+    outer.config = copy.deepcopy(config)
+    switch.set("eager")
+    assert outer.config._attn_implementation == "eager"

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import itertools
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -369,9 +370,13 @@ def _local(tensor: Tensor) -> Tensor:
 def attention_problem(causal: PreTrainedModel) -> str:
     """Why attention of ours cannot be its attention, as far as the model's class and settings tell; empty: it may."""
     name = type(causal).__name__
-    if not getattr(causal, "_supports_attention_backend", False):
+    # Hybrids take it without saying so (transformers 5.22): whether it is right is measured in any case.
+    takes = hasattr(sys.modules[type(causal).__module__], "ALL_ATTENTION_FUNCTIONS")
+    if not takes and not getattr(causal, "_supports_attention_backend", False):
         return f"{name} does not take its attention from transformers' AttentionInterface"
     config = causal.config.get_text_config()
+    if not hasattr(config, "num_hidden_layers"):
+        return f"{name} has several stacks of layers, each with a configuration of its own"
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         return f"{name} attends within chunks that are counted from the start of a row"
     return ""

@@ -50,21 +50,28 @@ def runnable() -> list[Any]:
 
 @pytest.fixture(scope="session")
 def desk(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    """A folder as readers have it by then: a configuration, rows, two runs. Its model is a tiny one."""
+    """A folder as readers have it by then: a configuration and rows. Its model is a tiny one."""
     folder = tmp_path_factory.mktemp("desk")
     (folder / "examples").symlink_to(ROOT / "examples")
     tiny.write_rows(folder / "train.jsonl", 16)
     sums = [{"prompt": f"What is {n} + 1?", "completion": f"{n + 1}"} for n in range(8)]
     (folder / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
     tiny.write_config(folder, tiny_model).rename(folder / "lockstep.yaml")
-    code, _, err = tiny.run_lockstep("train", folder / "lockstep.yaml", "--run-dir", folder / "runs" / "a")
-    assert code == 0, err
-    shutil.copytree(folder / "runs" / "a", folder / "runs" / "b")
     return folder
 
 
+@pytest.fixture(scope="session")
+def desk_with_runs(desk: Path) -> Path:
+    """And two runs."""
+    code, _, err = tiny.run_lockstep("train", desk / "lockstep.yaml", "--run-dir", desk / "runs" / "a")
+    assert code == 0, err
+    shutil.copytree(desk / "runs" / "a", desk / "runs" / "b")
+    return desk
+
+
 @pytest.mark.parametrize("block", runnable())
-def test_python_runs(block: Block, desk: Path, tiny_model: Path, tmp_path: Path):
+def test_python_runs(block: Block, request: pytest.FixtureRequest, tiny_model: Path, tmp_path: Path):
+    desk: Path = request.getfixturevalue("desk_with_runs" if "runs/" in block.text else "desk")
     shutil.copytree(desk, tmp_path, symlinks=True, dirs_exist_ok=True)
     for other in pages.blocks():  # what the same page calls a file is one
         if other.page == block.page and other.file and other.is_run:

@@ -13,6 +13,7 @@ from service_process import job, processes_of, tree, wait_for
 
 from lockstep.service.errors import Conflict, JobConflict, NotFound, ServiceError
 from lockstep.service.jobs import JobManager, numbers_of
+from lockstep.service.memory_door import UNKNOWN, MemoryDoor
 from lockstep.service.scheduler import Slots, find_slots
 from lockstep.service.schemas import FINISHED, JobRequest, JobView
 
@@ -247,6 +248,8 @@ def test_slots_are_gpus_where_there_are_some(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_job_sees_only_its_gpus(make_manager: Callable[..., JobManager], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,7")
+    # There is no such model to plan: the door would look for it on the Hub until its deadline.
+    monkeypatch.setattr(MemoryDoor, "check", lambda door, config: UNKNOWN)
     manager = make_manager(procs=None)
     manager.start()
     manager.submit(job("hangs", "other"))

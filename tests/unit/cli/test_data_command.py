@@ -122,9 +122,9 @@ def test_tokens_of_half_a_character_are_put_together() -> None:
 def test_the_command(tmp_path: Path, tiny_model: Path) -> None:
     config = tiny.write_config(tmp_path, tiny_model)
     page = tmp_path / "data.html"
-    code, out, err = tiny.run_lockstep("data", config, "--html", page, "--random", 1)
-    assert code == 0, err
-    assert "an epoch" in out
+    result = CliRunner().invoke(app, ["data", str(config), "--html", str(page), "--random", "1"])
+    assert result.exit_code == 0, result.stderr
+    assert "an epoch" in result.stdout
     assert page.read_text().startswith("<!doctype html>")
     result = CliRunner().invoke(app, ["data", str(config), "--json"])
     assert result.exit_code == 0

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -102,6 +103,10 @@ class LossSpec:
     scale: float = 1.0
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if isinstance(self.scale, float) and not math.isfinite(self.scale):
+            raise ValueError(f"the scale of a loss is {self.scale}: it must be a finite number")
+
 
 T = TypeVar("T")
 
@@ -121,6 +126,10 @@ class Pending(Generic[T]):
         if self._read is not None:
             self._value, self._read = self._read(), None
         return self._value  # type: ignore[return-value]
+
+    def __repr__(self) -> str:
+        """Of what has been read: to print it must not make one rank wait for the others."""
+        return f"{type(self).__name__}({'not read yet' if self._read is not None else self._value})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +187,22 @@ class OptimStep:
     eps: float = 1e-8
     weight_decay: float = 0.0
     max_grad_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        """A number that is none would go into every weight."""
+        for name in ("learning_rate", "eps", "weight_decay"):
+            self._check(name, math.inf)
+        for name in ("beta1", "beta2"):
+            self._check(name, 1.0)
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ValueError(f"step.max_grad_norm is {self.max_grad_norm}: it must be above 0, or None")
+
+    def _check(self, name: str, limit: float) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, Real):
+            raise ValueError(f"step.{name} is not a number: {value!r}")
+        if not 0 <= float(value) < limit:
+            raise ValueError(f"step.{name} is {value}: it must be from 0 to below {limit}")
 
 
 class OptimResult(Pending[float]):

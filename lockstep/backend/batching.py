@@ -111,7 +111,7 @@ def documents_of(
     """
     documents, offset = [], 0
     for d, datum in enumerate(batch):
-        prompt = np.asarray(datum.prompt, dtype=np.int64)
+        prompt = _token_ids(datum.prompt)
         together: list[Branch] = []
         num_tokens, last_group = len(prompt), None
         for c, completion in enumerate(datum.completions):
@@ -133,7 +133,9 @@ def documents_for(policy: Policy, batch: Sequence[Datum], budget_tokens: int) ->
     """As this policy can compute them: completions share a prompt where it allows that, within a micro-batch."""
     _refuse_too_long(batch, policy.max_positions)
     shared = budget_tokens if policy.shares_prompts else 0
-    return documents_of(batch, max_shared_tokens=shared, group_of=policy.rotary.group)
+    documents = documents_of(batch, max_shared_tokens=shared, group_of=policy.rotary.group)
+    _refuse_unknown_tokens(batch, documents, policy.num_embeddings)
+    return documents
 
 
 def _refuse_too_long(batch: Sequence[Datum], limit: int | None) -> None:
@@ -149,10 +151,40 @@ def _refuse_too_long(batch: Sequence[Datum], limit: int | None) -> None:
             )
 
 
+def _refuse_unknown_tokens(batch: Sequence[Datum], documents: Sequence[Document], limit: int | None) -> None:
+    """On a GPU an index outside of the table ends the process, and names nothing. `limit`: how many the model knows.
+
+    What stands for an image need not be one of them.
+    """
+    plain = [document for document in documents if not batch[document.datum].images]
+    if limit is None or not plain:
+        return
+    every = np.concatenate([part for d in plain for part in (d.prompt, *(b.tokens for b in d.branches))])
+    if every.min() >= 0 and every.max() < limit:
+        return
+    for document in plain:
+        tokens = np.concatenate([document.prompt, *(branch.tokens for branch in document.branches)])
+        unknown = tokens[(tokens < 0) | (tokens >= limit)]
+        if len(unknown):
+            name = batch[document.datum].origin or f"row {document.datum} of the batch"
+            raise ValueError(
+                f"{name} has token {unknown[0]}, and the model knows 0 to {limit - 1}: check the tokenizer"
+            )
+
+
+def _token_ids(tokens: Sequence[int]) -> np.ndarray:
+    ids = np.asarray(tokens)
+    if ids.dtype.kind not in "iu" and ids.size:
+        raise ValueError(f"tokens are whole numbers, and these are {ids.dtype}: {str(ids[:4].tolist())[:80]}")
+    return ids.astype(np.int64, copy=False)
+
+
 def _branch(index: int, completion: Completion, offset: int) -> Branch:
     weights = np.asarray(completion.weights, dtype=np.float64)
     supervised = np.flatnonzero(weights)
-    return Branch(index, np.asarray(completion.tokens, dtype=np.int64), supervised, weights[supervised], offset)
+    if not np.isfinite(weights).all():
+        raise ValueError("a completion has weights that are not finite numbers")
+    return Branch(index, _token_ids(completion.tokens), supervised, weights[supervised], offset)
 
 
 def plan_micro_batches(

@@ -63,7 +63,7 @@ def save(
             )
             host_files.collect(path, rank_file, group)
         except BaseException as error:  # torch's CheckpointException is no Exception: the waiting thread would miss it
-            failure = RuntimeError("the checkpoint could not be written")
+            failure = RuntimeError(f"the checkpoint could not be written: {error}")
             failure.__cause__ = error
             done.set_exception(failure)
         else:
@@ -210,11 +210,12 @@ def _forget_unused(
     wanted: dict[str, Tensor],
     stored: Mapping[str, object],
 ) -> None:
-    """A parameter that never had a gradient has no optimizer state, before and after a resume."""
+    """A parameter that never had a gradient has no optimizer state, before and after a resume. None has before the
+    first step."""
     keys = {name: [f"optimizer.{name}.{key}" for key in optimizer.state[p]] for name, p in parameters.items()}
     unused = [name for name in keys if not any(key in stored for key in keys[name])]
-    if len(unused) == len(parameters):
-        return  # no state at all is not a model with unused parameters
+    if len(unused) == len(parameters) and any(name.startswith("optimizer.") for name in stored):
+        return  # that is the state of another optimizer
     for name in unused:
         del optimizer.state[parameters[name]]
         for key in keys[name]:

@@ -323,7 +323,7 @@ class TorchBackend:
         kept = self._reference.state() if self._reference is not None and self._reference_mixed else {}
         numbers = self._numbers() | kept
         saved = {**self.parameters(), **self.balance.state()}
-        return state.save(path, saved, self._optimizer, self.group, numbers, self._staging)
+        return state.save(Path(path), saved, self._optimizer, self.group, numbers, self._staging)
 
     def _before_change(self) -> None:
         """Of what a checkpoint holds, which may be being copied."""
@@ -335,7 +335,7 @@ class TorchBackend:
         numbers, kept = self._numbers(), self._reference.state() if self._reference else {}
         optimizer = self._optimizer if with_optimizer else None
         held = {**self.parameters(), **self.balance.state()}
-        loaded = state.load(path, held, optimizer, self.group, {**numbers, **kept})
+        loaded = state.load(Path(path), held, optimizer, self.group, {**numbers, **kept})
         self._reference_mixed = bool(loaded & kept.keys())
         if self._scale is not None:
             self._scale.restore(numbers["loss_scale"].tolist())

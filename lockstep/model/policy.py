@@ -104,6 +104,7 @@ class Policy(nn.Module):
         self.routers = Routers(model)
         self.rotary = RotaryByLength.of(model)
         self.max_positions = max_positions(causal)
+        self.num_embeddings = num_embeddings(causal)
         self.image_forward: ImageForward | None = None  # of a model that is given images
         # Not as attributes of their own: they would be registered a second time.
         self._towers = tuple(vision_modules(causal).values())
@@ -468,6 +469,12 @@ def max_positions(causal: PreTrainedModel) -> int | None:
     # Some models keep a few entries of the table for padding.
     has_table = limit is not None and any(limit <= table.num_embeddings <= limit + 8 for table in tables)
     return limit if has_table else None
+
+
+def num_embeddings(causal: PreTrainedModel) -> int | None:
+    """How many tokens the model has a vector for; None: its embedding is not of a known kind."""
+    tables = [m.num_embeddings for m in causal.get_input_embeddings().modules() if isinstance(m, nn.Embedding)]
+    return max(tables, default=None)
 
 
 def headless(causal: PreTrainedModel) -> nn.Module:

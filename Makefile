@@ -20,7 +20,7 @@ QUICK_FAULTS := $(addprefix tests/distributed/test_,ray_launch.py fault_matrix.p
 QUICK_OTHERS := $(filter-out $(QUICK_FAULTS),$(wildcard tests/distributed/test_*.py)) tests/equivalence tests/service \
 	tests/docs tests/loops tests/unit tests/test_architecture.py
 
-.PHONY: demo test check sweep test-peers test-llama-stack test-sagemaker format hooks docs site release clean
+.PHONY: demo test check sweep test-transformers test-peers test-llama-stack test-sagemaker format hooks docs site release clean
 .DEFAULT_GOAL := test
 
 demo: $(BYTECODE)
@@ -66,6 +66,22 @@ sweep-deepspeed: $(STAMP)
 # For tests/test_architecture.py.
 sweep-files-%:
 	@echo $(SWEEP_$*)
+
+# Every family, the layouts of ten of them and sampling, with the oldest and the newest transformers that pyproject.toml allows,
+# each in a folder of its own in front of the environment's. `make test-transformers-oldest`: with one of them.
+TRANSFORMERS := $(shell sed -n 's/^ *"\(transformers[^"]*\)".*/\1/p' pyproject.toml)
+TRANSFORMERS_oldest := $(shell printf '%s' '$(TRANSFORMERS)' | sed 's/>=\([0-9.]*\).*/==\1.*/')
+TRANSFORMERS_newest := $(TRANSFORMERS)
+TRANSFORMERS_TESTS := $(addprefix tests/equivalence/test_,families.py family_layouts.py mixtures.py) tests/unit/inference \
+	tests/unit/model
+
+test-transformers:
+	$(MAKE) --keep-going test-transformers-oldest test-transformers-newest
+
+test-transformers-%: $(STAMP)
+	$(BIN)/python -m pip install --quiet --upgrade --target .transformers-$* '$(TRANSFORMERS_$*)'
+	PYTHONPATH=.transformers-$* $(BIN)/python -c "import transformers; print('transformers', transformers.__version__)"
+	PYTHONPATH=$(CURDIR)/.transformers-$* $(PYTEST) -m "not gpu and not peers" --timeout 1800 $(AT_ONCE) $(TRANSFORMERS_TESTS)
 
 # Beside TRL, loss by loss.
 test-peers: $(STAMP)
@@ -115,7 +131,7 @@ release: $(STAMP)
 	cd "$$(mktemp -d)" && env -u PYTHONPATH "$(CURDIR)/.venv-release/bin/python" "$(CURDIR)/tests/installed_wheel.py"
 
 clean:
-	rm -rf .venv .venv-stack .venv-sagemaker .venv-skypilot .venv-release build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .transformers-oldest .transformers-newest .venv .venv-stack .venv-sagemaker .venv-skypilot .venv-release build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find lockstep tests examples docs -name __pycache__ -type d -exec rm -rf {} +
 
 # Another torch means another environment: pip would take the one that is there for good enough.

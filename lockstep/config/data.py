@@ -110,8 +110,9 @@ class DataConfig(Section):
     image_folder: str | None = None
     """Where the images are that rows name by path. Default: the folder of the file that names them. None outside of it
     is read."""
-    image_urls: bool = False
-    """Also fetch images that rows name by an http or https address, once, when rows are compiled."""
+    image_urls: bool | Literal["private"] = False
+    """Also fetch images that rows name by an http or https address, once, when rows are compiled. private: from this
+    machine and its network too."""
     procs: PositiveInt | Literal["auto"] = "auto"
     """Processes that tokenise. auto: one for each core, fewer for few rows."""
     cache_dir: str | None = None

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import http.client
 import io
+import ipaddress
 import os
+import socket
+import threading
+import time
 import urllib.error
+import urllib.parse
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lockstep.data.formats.image_parts import ImageSource
 from lockstep.data.rendering import Rendered, Span, Variant
@@ -21,7 +29,9 @@ from lockstep.types import ImageProcessor, ImageRef, PreparedImage
 _FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF")
 _MAX_BYTES = 64 * 2**20
 _MAX_PIXELS = 2**27  # a small file can unpack to any size
-_FETCH_TIMEOUT_S = 30.0
+FETCH_TIMEOUT_S = 30.0  # for a whole image, with all redirects
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+Fetches = bool | Literal["private"]
 
 
 class ChangedImage(DataError):
@@ -34,7 +44,7 @@ class ImageReader:
 
     processor: ImageProcessor
     folder: str | None = None
-    fetches: bool = False
+    fetches: Fetches = False
 
     def add(self, row: Rendered, sources: Sequence[ImageSource], file: SourceFile) -> Rendered:
         """The row with its images, and their placeholders in its text."""
@@ -47,13 +57,13 @@ class ImageReader:
         (variant,) = row.variants
         images, prepared = list[ImageRef](), list[PreparedImage]()
         for number, source in enumerate(sources, start=1):
-            image, content = self._read(source, file, f"{row.origin}: image {number}")
+            image, content = self.read(source, file, f"{row.origin}: image {number}")
             prepared.append(prepare_image(self.processor, content, f"{row.origin}: image {image.name or number}"))
             images.append(image)
         expanded = _expand(row, variant, [image.text for image in prepared], self.processor.placeholder)
         return replace(row, variants=(expanded,), images=tuple(images)), prepared
 
-    def _read(self, source: ImageSource, file: SourceFile, where: str) -> tuple[ImageRef, bytes]:
+    def read(self, source: ImageSource, file: SourceFile, where: str) -> tuple[ImageRef, bytes]:
         if source.content:
             return _refer(source.content, source.content, os.path.basename(source.place)), source.content
         if "://" in source.place:
@@ -72,11 +82,136 @@ class ImageReader:
         if not address.startswith(("http://", "https://")):
             raise DataError(f"{where}: {address[:120]}: only http and https addresses are fetched")
         try:
-            with urllib.request.urlopen(address, timeout=_FETCH_TIMEOUT_S) as answer:
-                content: bytes = answer.read(_MAX_BYTES + 1)
-        except (urllib.error.URLError, OSError, ValueError) as error:
-            raise DataError(f"{where}: {address[:120]} could not be fetched ({error})") from error
-        return _bounded(content, where)
+            return _bounded(fetch(address, private=self.fetches == "private"), where)
+        except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError) as error:
+            if isinstance(error, DataError):
+                raise
+            reason = getattr(error, "reason", None) or error
+            raise DataError(f"{where}: {address[:120]} could not be fetched ({reason})") from error
+
+
+def fetch(address: str, *, private: bool, timeout_s: float = FETCH_TIMEOUT_S) -> bytes:
+    """At most one byte more than an image may have. Follows redirects, to http and https alone.
+
+    `private`: also from this machine and its network, where rows of somebody else could read what only we can reach."""
+    deadline, connections = time.monotonic() + timeout_s, list[_Guarded]()
+
+    def connect(kind: type[_Guarded], host: str, **options: Any) -> Any:
+        connections.append(kind(host, **{**options, "timeout": timeout_s}))
+        # A proxy connects for us, and decides for itself what can be reached.
+        connections[-1].check = _allow_all if private or proxies else refuse_private
+        return connections[-1]
+
+    scheme, host = urllib.parse.urlsplit(address).scheme, urllib.parse.urlsplit(address).hostname or ""
+    proxies = {} if urllib.request.proxy_bypass(host) else urllib.request.getproxies()
+    proxies = {scheme: proxies[scheme]} if scheme in proxies else {}
+    opener = urllib.request.OpenerDirector()
+    for handler in (
+        urllib.request.ProxyHandler(proxies),
+        _Http(functools.partial(connect, _Guarded)),
+        _Https(functools.partial(connect, _GuardedTls)),
+        urllib.request.HTTPRedirectHandler(),
+        urllib.request.HTTPErrorProcessor(),
+        urllib.request.HTTPDefaultErrorHandler(),
+        urllib.request.UnknownHandler(),
+    ):
+        opener.add_handler(handler)
+    # A server that sends a byte now and then resets the socket's own time limit each time.
+    stop = threading.Timer(timeout_s, _shut_all, [connections])
+    stop.daemon = True
+    stop.start()
+    try:
+        with opener.open(address, timeout=timeout_s) as answer:
+            if int(answer.headers.get("Content-Length") or 0) > _MAX_BYTES:
+                raise ValueError(f"larger than {_MAX_BYTES // 2**20} MiB: make it smaller")
+            content: bytes = answer.read(_MAX_BYTES + 1)
+    except (OSError, http.client.HTTPException):
+        if time.monotonic() >= deadline:
+            raise TimeoutError(f"not done after {timeout_s:g} s") from None
+        raise
+    finally:
+        stop.cancel()
+        _shut_all(connections)
+    if time.monotonic() >= deadline:  # what came so far looks like all of it where no length is given
+        raise TimeoutError(f"not done after {timeout_s:g} s")
+    return content
+
+
+def _shut_all(connections: Sequence[_Guarded]) -> None:
+    for connection in connections:
+        connection.shut()
+
+
+def _allow_all(address: str) -> None:
+    pass
+
+
+def refuse_private(address: str) -> None:
+    found = ipaddress.ip_address(address.split("%")[0])
+    inner: Any = found
+    if isinstance(found, ipaddress.IPv6Address):
+        translated = ipaddress.IPv4Address(int(found) & 0xFFFFFFFF) if found in _NAT64 else None
+        inner = found.ipv4_mapped or found.sixtofour or translated or found
+    if not inner.is_global or inner.is_multicast:
+        raise ValueError(
+            f"{address} is an address of this machine or its network: to fetch from there, set data.image_urls to "
+            "private"
+        )
+
+
+class _Guarded(http.client.HTTPConnection):
+    """Connects to addresses that `check` does not refuse: to those that it saw, whatever the name leads to later."""
+
+    check: Callable[[str], None]
+    _kept: socket.socket | None = None
+
+    def connect(self) -> None:
+        self._create_connection = self._connect_to
+        super().connect()
+
+    def _connect_to(self, place: tuple[str, int], *arguments: Any) -> socket.socket:
+        found = [str(information[4][0]) for information in socket.getaddrinfo(*place, type=socket.SOCK_STREAM)]
+        for address in found:
+            self.check(address)
+        error = OSError(f"{place[0]} has no address")
+        for address in found:
+            try:
+                connected = socket.create_connection((address, place[1]), *arguments)
+            except OSError as failed:
+                error = failed
+            else:
+                self._kept = connected.dup()  # TLS takes the other one over
+                return connected
+        raise error
+
+    def shut(self) -> None:
+        """End it, whoever waits for it."""
+        if self._kept is not None:
+            with contextlib.suppress(OSError):
+                self._kept.shutdown(socket.SHUT_RDWR)
+            self._kept.close()
+
+
+class _GuardedTls(_Guarded, http.client.HTTPSConnection):
+    pass
+
+
+class _Http(urllib.request.HTTPHandler):
+    def __init__(self, connect: Any) -> None:
+        super().__init__()
+        self._connect = connect
+
+    def http_open(self, request: urllib.request.Request) -> Any:
+        return self.do_open(self._connect, request)
+
+
+class _Https(urllib.request.HTTPSHandler):
+    def __init__(self, connect: Any) -> None:
+        super().__init__()
+        self._connect = connect
+
+    def https_open(self, request: urllib.request.Request) -> Any:
+        return self.do_open(self._connect, request)
 
 
 def find_image(place: str, file: SourceFile, folder: str | None, where: str) -> Path:

@@ -10,8 +10,12 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 import tiny
+import transformers
+from equivalence.families import tiny_config
+from served_model import serve_command
 from service_process import free_port, processes_of, wait_for
 
 from lockstep.rundir import RunDir
@@ -23,7 +27,8 @@ def server(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) ->
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     monkeypatch.setenv("LOCKSTEP_SERVER", url)
-    options = ["--data-dir", tmp_path / "data", "--port", port, "--procs", 1, "--allow-path", tiny_model]
+    options = ["--data-dir", tmp_path / "data", "--port", port, "--procs", 1]
+    options += ["--allow-path", tiny_model, "--allow-path", tmp_path / "models"]
     process = tiny.start_lockstep("serve", *options)
     try:
         wait_for(lambda: is_up(url))
@@ -92,6 +97,30 @@ def assert_download_goes_on(tmp_path: Path, exported: Path) -> None:
     copy = RunDir(tmp_path / "copy")
     assert [event["step"] for event in copy.events() if event["event"] == "resumed"] == [5]
     assert tiny.digest_weights(copy.export / "adapter") == tiny.digest_weights(exported)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_next", "qwen3_moe"])
+def test_a_hybrid_or_a_mixture_is_trained_and_then_served(server: str, family: str, tmp_path: Path) -> None:
+    settings = tiny_config(family)
+    settings.vocab_size = tiny.VOCABULARY
+    model = tmp_path / "models" / family
+    transformers.AutoModelForCausalLM.from_config(settings).save_pretrained(model)
+    tiny.build_tokenizer().save_pretrained(model)
+    config = tiny.write_config(tmp_path, model, lora={"rank": 2})
+    code, _, err = tiny.run_lockstep("submit", config, "optim.max_steps=3", "--id", family)
+    assert code == 0, err
+    with Client(server) as client:
+        job = client.wait(family, timeout_s=300)
+        assert (job.state, job.progress.step) == ("completed", 3)
+    code, _, err = tiny.run_lockstep("artifacts", family, "--download", tmp_path / "fetched")
+    assert code == 0, err
+    with serve_command(tmp_path / "fetched" / "export" / "adapter") as (_, url):
+        (served,) = httpx.get(f"{url}/v1/models", timeout=60).json()["data"]
+        body = {"model": served["id"], "messages": [{"role": "user", "content": "red"}], "max_tokens": 4}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] >= 1
 
 
 @pytest.mark.slow

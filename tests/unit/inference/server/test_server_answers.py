@@ -11,6 +11,8 @@ import openai
 import peft
 import pytest
 import torch
+import transformers
+from equivalence.families import tiny_config
 from served_model import BASE, ServedModel, serve, write_adapter
 from tiny import build_model, build_tokenizer, run_lockstep, write_config, write_model
 
@@ -75,6 +77,43 @@ def test_a_stream_has_the_same_text_scores_and_counts(client: openai.OpenAI) -> 
     assert reasons == [choice.finish_reason for choice in whole.choices]
     assert scores == [choice.logprobs and choice.logprobs.content for choice in whole.choices]
     assert usage == whole.usage
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2", "qwen3_moe"])
+def test_hybrids_and_mixtures_are_served_by_the_engine(family: str) -> None:
+    """Two at a time: log-probs are those of the likeliest tokens in the model's own forward pass."""
+    settings = tiny_config(family)
+    settings.vocab_size = len(ENGINE.tokenizer)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(settings).eval()
+    with serve(model) as served, openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+
+        def ask(text: str) -> list[float]:
+            turns: Any = [{"role": "user", "content": text}]
+            pieces = client.chat.completions.create(
+                model=BASE, messages=turns, max_tokens=6, temperature=0, stream=True, logprobs=True
+            )
+            scores = [p.choices[0].logprobs.content or () for p in pieces if p.choices[0].logprobs]
+            return [round(score.logprob, 3) for part in scores for score in part]
+
+        texts = ["red blue", "a longer question: green?"]
+        with ThreadPoolExecutor(2) as pool:
+            found = list(pool.map(ask, texts))
+    for text, answer in zip(texts, found, strict=True):
+        assert answer == pytest.approx(
+            likeliest(model, ENGINE.encode([{"role": "user", "content": text}]), 6), abs=2e-3
+        )
+
+
+@torch.no_grad()
+def likeliest(model: Any, prompt: list[int], count: int) -> list[float]:
+    """Log-probs of the likeliest tokens, one after another."""
+    tokens, scores = list(prompt), list[float]()
+    while len(scores) < count and tokens[-1] != ENGINE.tokenizer.eos_token_id:
+        logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
+        tokens.append(int(logits.argmax()))
+        scores.append(float(logits.log_softmax(-1).max()))
+    return scores
 
 
 def test_stop_texts_end_an_answer_and_neither_text_nor_scores_have_them(client: openai.OpenAI) -> None:

@@ -36,8 +36,8 @@ REFUSED = {
         r"embedding, layers and a norm: set parallel.pipeline to 1$"
     },
     "context": {
-        "qwen3_next": f"^Qwen3NextAttention, Qwen3NextGatedDeltaNet {_WHOLE_TEXTS}",
-        "nemotron_h": f"^NemotronHAttention, NemotronHMamba2Mixer {_WHOLE_TEXTS}",
+        "qwen3_next": f"^Qwen3NextGatedDeltaNet {_WHOLE_TEXTS}",
+        "nemotron_h": f"^NemotronHMamba2Mixer {_WHOLE_TEXTS}",
         "lfm2": f"^Lfm2ShortConv {_WHOLE_TEXTS}",
     },
 }

@@ -119,10 +119,11 @@ class EachDocument:
         module: nn.Module,
         inputs: list[Leaf | None],
         outputs: list[Leaf | None],
+        arguments: Arguments = lambda layout: {},
         *,
         batches: bool = False,
     ) -> None:
-        self._mixers, self._module = mixers, module
+        self._mixers, self._module, self._arguments = mixers, module, arguments
         self._inputs, self._outputs, self.batches = inputs, outputs, batches
         self._had_own = "forward" in module.__dict__  # such as a faster one of an adapter
         self.own = module.forward
@@ -133,13 +134,15 @@ class EachDocument:
         texts = self._mixers.texts
         if texts is None:
             return self.own(*args, **kwargs)
-        leaves, spec = _flatten((args, kwargs))
+        leaves, spec = _flatten_call(args, kwargs)
         if self.batches:
             return self._call_batches(leaves, spec, texts)
         results = []
         for text in texts:
             with self._mixers.documents(None):
                 part_args, part_kwargs = _unflatten(_slice(leaves, self._inputs, text), spec)
+                if _layout_of(kwargs):
+                    part_kwargs |= self._arguments(PackedLayout((text.length,)))
                 results.append(self.own(*part_args, **part_kwargs))
         return _join(results, self._outputs, functools.partial(_join_texts, texts))
 
@@ -165,6 +168,16 @@ def _device_of(leaves: Sequence[Any]) -> torch.device:
 
 def _flatten(tree: Any) -> tuple[list[Any], Any]:
     return torch.utils._pytree.tree_flatten(tree)
+
+
+def _flatten_call(args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+    """Without what is told about the row, which differs from row to row."""
+    row = _layout_of(kwargs)
+    return _flatten((args, {name: value for name, value in kwargs.items() if name not in row}))
+
+
+def _layout_of(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if name.startswith("packed_")}
 
 
 def _unflatten(leaves: list[Any], spec: Any) -> Any:
@@ -359,7 +372,9 @@ class Search:
         with self._hooked(list(self._kinds), self._test):
             self.run(self.lengths[0], 0)
         for part, batches in self._unsafe.items():
-            self.mixers.parts[part] = EachDocument(self.mixers, part, *self._kinds[part], batches=batches)
+            self.mixers.parts[part] = EachDocument(
+                self.mixers, part, *self._kinds[part], self.arguments, batches=batches
+            )
 
     @contextlib.contextmanager
     def _hooked(self, parts: Sequence[nn.Module], hook: Callable[..., None]) -> Iterator[None]:
@@ -371,7 +386,7 @@ class Search:
                 handle.remove()
 
     def _record(self, part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        call = _Call(_flatten((args, kwargs))[0], _flatten(output)[0])
+        call = _Call(_flatten_call(args, kwargs)[0], _flatten(output)[0])
         self._calls[-1].setdefault(part, []).append(call)
 
     def _kinds_of(self, part: nn.Module) -> _Kinds | None:
@@ -409,25 +424,24 @@ class Search:
     def _is_safe(self, part: nn.Module, args: Any, kwargs: Any, output: Any) -> bool:
         """A document gives the same alone, and beside another one."""
         inputs, outputs = self._kinds[part]
-        leaves, spec = _flatten((args, kwargs))
+        leaves, spec = _flatten_call(args, kwargs)
         num_first, num_second = self.lengths[0]
         text = _Text((0, 0), (num_first, num_first + num_second))
         in_row = _own_tokens(_flatten(output)[0], outputs, text)
         alone_args, alone_kwargs = _unflatten(_slice(leaves, inputs, text), spec)
-        if any(name.startswith("packed_") for name in alone_kwargs):
-            alone_kwargs = {k: v for k, v in alone_kwargs.items() if not k.startswith("packed_")}
+        if row := _layout_of(kwargs):
             alone_kwargs |= self.arguments(PackedLayout((num_second,)))
         alone = _flatten(part.forward(*alone_args, **alone_kwargs))[0]
         if not _are_close(in_row, _tokens_at(alone, outputs, num_second), self.tolerance):
             return False
         moved_args, moved_kwargs = _unflatten([_disturb(x, kind, num_first) for x, kind in zip(leaves, inputs)], spec)
-        moved = _own_tokens(_flatten(part.forward(*moved_args, **moved_kwargs))[0], outputs, text)
+        moved = _own_tokens(_flatten(part.forward(*moved_args, **moved_kwargs, **row))[0], outputs, text)
         return _are_close(in_row, moved, self.tolerance)
 
     def _takes_batches(self, part: nn.Module, args: Any, kwargs: Any, output: Any) -> bool:
         """The two documents give in a batch what they give one after the other."""
         inputs, outputs = self._kinds[part]
-        leaves, spec = _flatten((args, kwargs))
+        leaves, spec = _flatten_call(args, kwargs)
         if not can_batch(inputs, leaves) or not can_batch(outputs, _flatten(output)[0]):
             return False
         num_first, num_second = self.lengths[0]

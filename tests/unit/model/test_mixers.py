@@ -62,6 +62,29 @@ def test_each_document_starts_anew_and_continues_its_prompt(batches: bool) -> No
     assert "forward" not in part.__dict__
 
 
+class Told(nn.Module):
+    """Adds what it is told about the row's attention."""
+
+    def forward(self, hidden: Tensor, **told: Any) -> Tensor:
+        return hidden.cumsum(1) + sum(value for name, value in told.items() if name.startswith("packed_"))
+
+
+@pytest.mark.parametrize("batches", [False, True])
+def test_what_attention_is_told_of_a_row_may_change_from_row_to_row(batches: bool) -> None:
+    """As on a GPU, where rows whose prompts are shared are described by more tensors. A document alone is told its own;
+    what makes batches attends to nothing."""
+    part, mixers = Told(), TokenMixers()
+
+    def tell(layout: PackedLayout) -> dict[str, float]:
+        return {"packed_length": 0.5}
+
+    mixers.parts[part] = EachDocument(mixers, part, [TOKENS], [TOKENS], tell, batches=batches)
+    with mixers.documents(PackedLayout((2, 3))):
+        for told in ({}, {"packed_visible": 7.0}, {"packed_visible": 7.0, "packed_keys": 9.0}):
+            own = 0.5 if told and not batches else 0.0
+            assert (part(torch.ones(1, 5, 1), **told)[0, :, 0] - own).tolist() == [1, 2, 1, 2, 3]
+
+
 def test_a_mask_is_that_of_a_document_at_the_start_of_a_row() -> None:
     part, mixers = Masked(), TokenMixers()
     mixers.parts[part] = EachDocument(mixers, part, [TOKENS, PAIRS], [TOKENS, Leaf((0, 1), structural=False)])

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from equivalence.families import build, in_float64
 from equivalence.plain import make_model
 from torch import Tensor, nn
 from transformers import masking_utils
@@ -213,3 +214,29 @@ def test_documents_of_one_length_take_the_fast_way_after_the_checks(as_if_fused:
     as_if_fused.clear()
     backend.forward_backward(rows(8, 8, 6), LossSpec())
     assert set(as_if_fused) == {"variable"}  # no keys are gathered where nothing is shared
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", pytest.param("falcon_h1", marks=pytest.mark.slow)])
+def test_hybrids_take_the_fast_way_around_what_keeps_a_state(family: str, as_if_fused: list[str]) -> None:
+    """Rows are described differently from the checks on, and from row to row: loss and gradients stay those of single
+    documents."""
+    shared = Datum([5, 9, 4], [Completion([(n * i) % 60 for i in range(1, 8)], [1.0] * 7) for n in (7, 11)])
+    batches = [rows(8, 8, 8), rows(8, 3, 6), [*rows(5), shared]]
+    with in_float64():
+        backend = TorchBackend(build(family), micro_batch_tokens=64, precision="fp64", device="cpu")
+        assert backend.policy.attends_packed
+        assert backend.policy.variable_length
+        assert backend.policy.mixers.parts
+        losses = [backend.forward_backward(batch, LossSpec()).loss for batch in batches]
+        assert {"equal", "variable", "shared"} <= set(as_if_fused)
+        plain = TorchBackend(build(family), micro_batch_tokens=64, precision="fp64", device="cpu")
+        plain.policy.stop_packing()
+        alone = [[Datum(d.prompt, [c]) for d in batch for c in d.completions] for batch in batches]
+        expected = [sum(plain.forward_backward([datum], LossSpec()).loss for datum in batch) for batch in alone]
+    assert losses == pytest.approx(expected, abs=1e-10)
+    for name, parameter in backend.parameters().items():
+        other = plain.parameters()[name].grad
+        assert (parameter.grad is None) == (other is None)
+        if parameter.grad is not None and other is not None:
+            scale = float(other.abs().max()) + 1e-30
+            assert float((parameter.grad - other).abs().max()) < 1e-9 * max(scale, 1.0), name

@@ -50,7 +50,7 @@ def train(inputs: LoopInputs[Datum]) -> Progress:
     logger = StepLogger(config, metrics, progress, num_rows=len(inputs.rows), num_steps=total)
     # Patience is part of the condition: a run resumed from the checkpoint at which it stopped has nothing left to do.
     while progress.step < total and not is_out_of_patience(config, progress) and not logger.asked_to_stop:
-        inputs.checkpoints.poll()
+        inputs.begin_step()
         rows, cursor = batches.batch_at(progress.cursor)
         batch, loss = prepare(config, backend, rows)
         result = backend.forward_backward(batch, loss)

@@ -73,7 +73,7 @@ def train(inputs: LoopInputs[PromptRow], rollouts: RolloutSource, total: int) ->
     ended, stops = time.perf_counter(), False
     # Patience is part of the condition: a run resumed from the checkpoint at which it stopped has nothing left to do.
     while progress.step < total and not is_out_of_patience(config, progress) and not stops:
-        checkpoints.poll()
+        inputs.begin_step()
         started = time.perf_counter()
         run.write_status(phase="sampling")
         batch = rollouts.take(inputs.asked_to_stop)

@@ -60,7 +60,7 @@ from lockstep.train.reference import (
     has_all,
     plan_reference,
 )
-from lockstep.train.steps import CompileWatch, Diverged, LoopInputs, RunInterrupted
+from lockstep.train.steps import CompileWatch, Diverged, LongLived, LoopInputs, RunInterrupted
 from lockstep.train.validation import AnswerScores, last_answer
 from lockstep.types import Datum, ImageProcessor, Prompt, SamplingParams, TextCompletion, Tokenizer
 
@@ -98,7 +98,7 @@ def run(run_dir: Path, asked_to_stop: Callable[[], bool] = lambda: False) -> Non
     config = foresee(config, group, run, rows.train)
     keep_freed_memory()
     compiles = group.device.type == "cuda" if config.model.compile == "auto" else config.model.compile
-    with CompileWatch(run, enabled=compiles) as watch:
+    with CompileWatch(run, enabled=compiles) as watch, LongLived(lambda: watch.count) as long_lived:
         backend, rows = build(config, group, run, rows, reference, images)
         backend.asked_to_stop = asked_to_stop
         if isinstance(backend, TorchBackend):
@@ -118,7 +118,7 @@ def run(run_dir: Path, asked_to_stop: Callable[[], bool] = lambda: False) -> Non
         )
         try:
             parts = (rows.train, rows.validation)
-            inputs = LoopInputs(config, backend, *parts, run, checkpoints, progress, None, asked_to_stop)
+            inputs = LoopInputs(config, backend, *parts, run, checkpoints, progress, None, asked_to_stop, long_lived)
             if isinstance(data, PromptData):
                 total = grpo.count_steps(config, data.train)
                 with compose_rollouts(config, backend, data, tokenizer, run, progress, total) as rollouts:

@@ -38,7 +38,7 @@ def train(inputs: LoopInputs[Datum]) -> Progress:
     logger = StepLogger(config, metrics, progress, num_rows=len(inputs.rows), num_steps=total)
     # Patience is part of the condition: a run resumed from the checkpoint at which it stopped has nothing left to do.
     while progress.step < total and not is_out_of_patience(config, progress) and not logger.asked_to_stop:
-        inputs.checkpoints.poll()
+        inputs.begin_step()
         batch, cursor = batches.batch_at(progress.cursor)
         result = backend.forward_backward(batch, LossSpec("cross_entropy", scale=1.0 / total_weight(batch)))
         logger.flush()

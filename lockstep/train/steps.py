@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import time
 from collections import deque
@@ -35,6 +36,13 @@ class LoopInputs(Generic[RowT]):
     """Where answers to validation rows are generated and scored (evaluation.metrics)."""
     asked_to_stop: Callable[[], bool] = lambda: False
     """Whether this rank was. All ranks agree on the step after which they stop by what the backend returns."""
+    long_lived: LongLived | None = None
+
+    def begin_step(self) -> None:
+        """Before each: what checkpoints in the background have come to, and what Python need not look at again."""
+        self.checkpoints.poll()
+        if self.long_lived is not None:
+            self.long_lived.set_aside()
 
 
 class Diverged(RuntimeError):
@@ -305,6 +313,10 @@ class CompileWatch:
             callback_handler.register_end_callback(self._note_end)
         return self
 
+    @property
+    def count(self) -> int:
+        return self._count
+
     def __exit__(self, *_: object) -> None:
         if self._enabled:
             from torch._dynamo.callback import callback_handler
@@ -321,6 +333,32 @@ class CompileWatch:
         with contextlib.suppress(OSError):  # a full disk must not fail the compiler
             self._run.log_event("compiled", step=self.step(), seconds=round(seconds, 3))
             self._run.write_status(compilations={"count": self._count, "seconds": round(self._seconds, 3)})
+
+
+class LongLived:
+    """What is in memory after the first step, and whenever more code was compiled, is hidden from Python's collector
+    until the end: to look through some millions of objects takes up to half a second, in one step of a few dozen.
+
+    `num_compiled` so far. For the one owner of a process: it is about all objects.
+    """
+
+    def __init__(self, num_compiled: Callable[[], int]) -> None:
+        self._num_compiled = num_compiled
+        self._num_begun, self._num_seen = 0, 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        gc.unfreeze()
+
+    def set_aside(self) -> None:
+        """Before each step."""
+        self._num_begun += 1
+        if self._num_begun == 2 or self._num_compiled() != self._num_seen:
+            self._num_seen = self._num_compiled()
+            gc.collect()
+            gc.freeze()
 
 
 DEAD_EXPERT = "dead_expert/"  # prefix of a metric of a step: dead_expert/layer/expert

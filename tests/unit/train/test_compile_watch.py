@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch._dynamo.callback import callback_handler
 from lockstep.cli.display import RunDisplay, print_summary
 from lockstep.config import parse_config
 from lockstep.rundir import PhaseClock, RunDir
-from lockstep.train.steps import CompileWatch
+from lockstep.train.steps import CompileWatch, LongLived
 
 
 @pytest.fixture
@@ -79,3 +80,18 @@ def test_the_summary_says_where_the_time_went_and_what_was_slow(run: RunDir) -> 
     assert "(training 40s, start 12s, of these 9s compiling, 2 times)" in text
     status = json.loads((run.path / "status.json").read_text())
     assert status["slow"] == ["steps are not captured: one of 64 rows takes 31.0 ms instead of 1.9"]
+
+
+def test_what_is_there_after_the_first_step_and_after_compiling_is_not_looked_at_again() -> None:
+    counts = [0]
+    before = gc.get_freeze_count()
+    with LongLived(lambda: counts[0]) as long_lived:
+        kept: list[object] = []
+        found = []
+        for compiled in (0, 0, 0, 1, 1):
+            counts[0] = compiled
+            long_lived.set_aside()
+            found.append(gc.get_freeze_count())
+            kept.append([[] for _ in range(100)])
+        assert before == found[0] < found[1] == found[2] < found[3] == found[4]
+    assert gc.get_freeze_count() == 0

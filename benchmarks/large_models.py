@@ -1,6 +1,6 @@
 """LoRA on models that fill one CUDA GPU, from random weights: tokens per second, memory, and where the time goes.
 
-    python benchmarks/large_models.py [--case 30b-a3b 30b-a3b-nf4 30b-a3b-grpo next 70b-nf4] [--steps 5] [--seconds 120]
+    python benchmarks/large_models.py [--case 30b-a3b 30b-a3b-kept 30b-a3b-grpo next 70b-nf4] [--seconds 120]
     python benchmarks/large_models.py --tiny                                # a few layers of a few numbers, on a CPU
 
 Weights are made and quantised on the GPU, one matrix of each size: 70 B never exist in bf16. Steps are whole ones of
@@ -88,6 +88,7 @@ class Case(NamedTuple):
 
 CASES = {
     "30b-a3b": Case("30b-a3b", checkpointing="full"),
+    "30b-a3b-kept": Case("30b-a3b", checkpointing="selective"),
     "30b-a3b-nf4": Case("30b-a3b", "nf4", checkpointing="full"),
     "30b-a3b-grpo": Case("30b-a3b", checkpointing="full", method="grpo"),
     "next": Case("next"),
@@ -101,7 +102,7 @@ CASES = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES)[:6])
+    parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES)[:7])
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=8192, help="of a step")
     parser.add_argument("--micro", type=int, help="of a micro-batch; default all of the step")

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from lockstep.config import ParallelConfig
 from lockstep.model import attention
 from lockstep.model.compiled_code import any_number_of_tokens, keep_compiled_code
+from lockstep.model.expert_ops import PRODUCTS as EXPERT_PRODUCTS
 from lockstep.model.experts import (
     compute_experts_exactly,
     divide_experts,
@@ -363,6 +364,7 @@ def recomputed(forward: Callable[..., object], policy: Policy, *, selective: boo
 # Expensive to recompute: matrix products and attention.
 EXPENSIVE = {
     *PRODUCTS,
+    *EXPERT_PRODUCTS,
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     *attention.KERNELS,

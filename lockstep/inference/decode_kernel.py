@@ -17,17 +17,26 @@ _MIN_GROUP = 16  # rows of a matrix product on tensor cores: query heads that sh
 _MIN_PROGRAMS = 264  # two for each multiprocessor of a large GPU; with fewer rows a row is split
 _MIN_SPLIT_TOKENS = 256
 _MIN_TILE_TOKENS = 128  # of a prompt that several rows read together
+_LOG2_E = 1.4426950408889634
 _MIN_TILED = 1 << 16  # tokens of room in all rows: with fewer, adding up the parts costs what tiles save
 
 
 @triton.jit
+def _bound(scores, cap, HAS_CAP: tl.constexpr):
+    """`cap` times the tanh of what part of it scores are, where there is one."""
+    if HAS_CAP:
+        scores = cap * (1.0 - 2.0 / (tl.exp(2.0 * scores / cap) + 1.0))
+    return scores
+
+
+@triton.jit
 def _attend_block(
-    q, peak, total, result, keys, values, where, seen, in_dim, scale,
+    q, peak, total, result, keys, values, where, seen, in_dim, scale, cap, HAS_CAP: tl.constexpr,
 ):  # fmt: skip
     """The next tokens' share in a running softmax. Scores are in powers of two."""
     inside = seen[:, None] & in_dim[None, :]
     k = tl.load(keys + where, mask=inside, other=0.0)
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    scores = _bound(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, cap, HAS_CAP)
     scores = tl.where(seen[None, :], scores, -float("inf"))
     higher = tl.maximum(peak, tl.max(scores, axis=1))
     shrink = tl.exp2(peak - higher)
@@ -40,9 +49,9 @@ def _attend_block(
 
 @triton.jit
 def _attend_prompt(
-    tile, split, head, query, keys, values, tiles, parts, peaks, totals, scale,
+    tile, split, head, query, keys, values, tiles, parts, peaks, totals, scale, cap,
     q_row, q_head, cache_slot, num_heads,
-    GROUP: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, PROMPT_PARTS: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, PROMPT_PARTS: tl.constexpr, HAS_CAP: tl.constexpr,
     TILE_ROWS: tl.constexpr, PADDED_TILE: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Some rows and one head of keys; of the prompt that they have in common the part `split`."""
@@ -65,7 +74,7 @@ def _attend_prompt(
             tokens = begin + tl.arange(0, BLOCK)
             where = source * cache_slot + tokens[:, None] * DIM + dims[None, :]
             peak, total, result = _attend_block(
-                q, peak, total, result, keys, values, where, tokens < length, in_dim, scale
+                q, peak, total, result, keys, values, where, tokens < length, in_dim, scale, cap, HAS_CAP
             )
         part = (rows * num_heads + heads) * PARTS + split
         tl.store(parts + part[:, None] * DIM + dims[None, :], result, mask=mine)
@@ -76,9 +85,11 @@ def _attend_prompt(
 @triton.jit
 def _attend_own(
     row, split, head, query, key, value, keys, values, positions, sources, shared, covered,
-    output, peaks, totals, scale, window, q_row, q_head, k_row, k_head, v_row, v_head, cache_slot, num_heads,
+    sinks, output, peaks, totals, scale, cap, window, q_row, q_head, k_row, k_head, v_row, v_head, cache_slot,
+    num_heads,
     GROUP: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, PROMPT_PARTS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, PADDED_GROUP: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    PADDED_GROUP: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row and one head of keys; of the tokens that no tile covers the part `split`."""
     SPLITS: tl.constexpr = PARTS - PROMPT_PARTS
@@ -103,9 +114,16 @@ def _attend_own(
         v = tl.load(value + row * v_row + head * v_head + dims, mask=in_dim, other=0.0)
         tl.store(keys + row * cache_slot + position * DIM + dims, k, mask=in_dim)
         tl.store(values + row * cache_slot + position * DIM + dims, v, mask=in_dim)
-        peak = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], axis=1) * scale
+        peak = _bound(tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], axis=1) * scale, cap, HAS_CAP)
         total += 1.0
         result += v.to(tl.float32)[None, :]
+        if HAS_SINKS:  # each head's own score, of which nothing is read
+            sink = tl.load(sinks + heads, mask=in_group, other=0.0).to(tl.float32) * 1.4426950408889634
+            higher = tl.maximum(peak, sink)
+            shrink = tl.exp2(peak - higher)
+            total = shrink + tl.exp2(sink - higher)
+            result = result * shrink[:, None]
+            peak = higher
 
     share = tl.cdiv(tl.cdiv(position - first, SPLITS), BLOCK) * BLOCK
     start = first + split * share
@@ -114,7 +132,7 @@ def _attend_own(
         slots = tl.where(tokens < num_shared, source, row)
         where = slots[:, None] * cache_slot + tokens[:, None] * DIM + dims[None, :]
         peak, total, result = _attend_block(
-            q, peak, total, result, keys, values, where, tokens < position, in_dim, scale
+            q, peak, total, result, keys, values, where, tokens < position, in_dim, scale, cap, HAS_CAP
         )
 
     if PARTS == 1:
@@ -129,11 +147,11 @@ def _attend_own(
 
 @triton.jit
 def _attend(
-    query, key, value, keys, values, positions, sources, shared, covered, tiles, output, peaks, totals, scale, window,
-    q_row, q_head, k_row, k_head, v_row, v_head, cache_slot, cache_head, num_tiles,
+    query, key, value, keys, values, positions, sources, shared, covered, tiles, sinks, output, peaks, totals, scale,
+    cap, window, q_row, q_head, k_row, k_head, v_row, v_head, cache_slot, cache_head, num_tiles,
     GROUP: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, PROMPT_PARTS: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    TILE_ROWS: tl.constexpr, PADDED_TILE: tl.constexpr, PADDED_GROUP: tl.constexpr, PADDED_DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, TILE_ROWS: tl.constexpr, PADDED_TILE: tl.constexpr,
+    PADDED_GROUP: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Prompts come first: they are the longest."""
     number, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -145,15 +163,15 @@ def _attend(
         if own < 0:
             _attend_prompt(
                 number // PROMPT_PARTS, number % PROMPT_PARTS, head, query, keys, values, tiles, output, peaks, totals,
-                scale, q_row, q_head, cache_slot, num_heads, GROUP, DIM, PARTS, PROMPT_PARTS, TILE_ROWS, PADDED_TILE,
-                PADDED_DIM, BLOCK,
+                scale, cap, q_row, q_head, cache_slot, num_heads, GROUP, DIM, PARTS, PROMPT_PARTS, HAS_CAP, TILE_ROWS,
+                PADDED_TILE, PADDED_DIM, BLOCK,
             )  # fmt: skip
     if own >= 0:
         _attend_own(
             own // (PARTS - PROMPT_PARTS), own % (PARTS - PROMPT_PARTS), head, query, key, value, keys, values,
-            positions, sources, shared, covered, output, peaks, totals, scale, window, q_row, q_head, k_row, k_head,
-            v_row, v_head, cache_slot, num_heads, GROUP, DIM, PARTS, PROMPT_PARTS, HAS_WINDOW, PADDED_GROUP,
-            PADDED_DIM, BLOCK,
+            positions, sources, shared, covered, sinks, output, peaks, totals, scale, cap, window, q_row, q_head,
+            k_row, k_head, v_row, v_head, cache_slot, num_heads, GROUP, DIM, PARTS, PROMPT_PARTS, HAS_WINDOW, HAS_CAP,
+            HAS_SINKS, PADDED_GROUP, PADDED_DIM, BLOCK,
         )  # fmt: skip
 
 
@@ -209,9 +227,12 @@ def attend(
     tiles: Tensor,  # [tiles, 2 + rows of a tile]: slot, tokens, and the rows that read them there; -1: none
     scale: float,
     window: int,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,  # [heads]
 ) -> Tensor:
     """[rows, heads, dim]. Row r is in slot r, but for the tokens that it shares with another. `window`: the last tokens
-    that are seen, this one included; 0: all. Then rows read prompts one by one: each sees another part."""
+    that are seen, this one included; 0: all. Then rows read prompts one by one: each sees another part.
+    `softcap`: what bounds the scores; 0: nothing. `sinks`: scores beside those of tokens."""
     query, key, value = (t if t.stride(2) == 1 else t.contiguous() for t in (query, key, value))
     (num_rows, num_heads, dim), (_, kv_heads, capacity, _) = query.shape, keys.shape
     group, tile_rows = num_heads // kv_heads, tiles.shape[1] - 2
@@ -229,10 +250,10 @@ def attend(
     padded_tile = max(triton.next_power_of_2(group * tile_rows), _MIN_GROUP)
     _attend[(num_rows * splits + num_tiles * prompt_parts, kv_heads)](
         query, key, value, keys, values, positions, sources, shared, covered, tiles,
-        parts, peaks, totals, scale * 1.4426950408889634, window,
+        query if sinks is None else sinks, parts, peaks, totals, scale * _LOG2_E, softcap * _LOG2_E, window,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *keys.stride()[:2], num_tiles,
         GROUP=group, DIM=dim, PARTS=num_parts, PROMPT_PARTS=prompt_parts, HAS_WINDOW=window > 0,
-        TILE_ROWS=tile_rows, PADDED_TILE=padded_tile,
+        HAS_CAP=softcap > 0, HAS_SINKS=sinks is not None, TILE_ROWS=tile_rows, PADDED_TILE=padded_tile,
         PADDED_GROUP=max(triton.next_power_of_2(group), _MIN_GROUP), PADDED_DIM=padded_dim,
         BLOCK=_BLOCK_TOKENS, num_warps=2 if dim <= 128 and (padded_tile <= 32 or not num_tiles) else 4,
         num_stages=3 if query.element_size() == 2 else 1,

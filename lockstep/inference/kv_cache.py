@@ -90,7 +90,7 @@ def cached_attention(
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Keys and values of one token in one attention layer. `plain`: no kernel is needed that knows other scores."""
+    """Keys and values of one token in one attention layer. `plain`: its scores are weights as they are."""
 
     num_heads: int
     key_dim: int
@@ -278,12 +278,14 @@ def decode_attention(
     tiles: Tensor,
     scale: float,
     window: int,
+    softcap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
     """[rows, heads, dim]; see decode_kernel.attend. One operation for the compiler, which does not look inside."""
     from lockstep.inference import decode_kernel
 
     places = (positions, sources, shared, covered, tiles)
-    return decode_kernel.attend(query, key, value, keys, values, *places, scale, window)
+    return decode_kernel.attend(query, key, value, keys, values, *places, scale, window, softcap, sinks)
 
 
 @decode_attention.register_fake
@@ -320,7 +322,8 @@ class DecodePass:
             query, key, value = query[:, :, 0], key[:, :, 0], value[:, :, 0]
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
             where = (self._positions, *self._prompts.rows(len(query)))
-            return decode_attention(query, key, value, keys, values, *where, scale, window or 0)[:, None]
+            how = (scale, window or 0, scores.softcap or 0.0, scores.sinks)
+            return decode_attention(query, key, value, keys, values, *where, *how)[:, None]
         keys[self._slots, :, self._positions] = key[:, :, 0]
         values[self._slots, :, self._positions] = value[:, :, 0]
         num_slots, num_heads = query.shape[:2]

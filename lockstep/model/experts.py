@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lockstep.model.expert_ops import Matrices, enter_experts, leave_experts, reorder, sort_rows
 from lockstep.model.grouped_product import Nf4Stack, grouped_product, nf4_stack_product
 
 
@@ -176,12 +177,39 @@ def compute_experts(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tenso
 
     Tokens are sorted by expert, so that each matrix is read once. `adapters` by the name of the matrix they are on.
     """
+    if hidden.is_cuda and not _has_norm(experts):
+        return compute_in_two(experts, hidden, chosen, weights, adapters)
     num_chosen = chosen.shape[-1]
     expert, order = torch.sort(chosen.flatten(), stable=True)  # [S], S = T * K
     outer = _apply_matrices(experts, hidden[order // num_chosen], expert, experts.num_experts, adapters)
     outer = outer * weights.flatten()[order, None]
     restored = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     return outer[restored].unflatten(0, (-1, num_chosen)).sum(dim=1).to(hidden.dtype)
+
+
+def compute_in_two(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, adapters: Adapters) -> Tensor:
+    """The same by operations that move less memory. Weights are applied in the middle, where rows are narrow: what
+    comes after it is a product, in which they are a factor of the row, and its bias."""
+    rows, expert = sort_rows(chosen, experts.num_experts)
+
+    def matrices(name: str) -> Matrices:
+        stack, adapter = nf4_stack(experts, name), adapters.get(name)
+        stored = [getattr(experts, name)] if stack is None else list(stack)
+        if adapter is None:
+            return Matrices(stored, not experts.is_transposed, None, None, 1.0)
+        halves = (adapter.into.to(hidden.dtype), adapter.out_of.to(hidden.dtype))
+        return Matrices(stored, not experts.is_transposed, *halves, adapter.scaling)
+
+    name = "gate_up_proj" if experts.has_gate else "up_proj"
+    inner = enter_experts(hidden, rows, matrices(name))
+    if experts.has_bias:
+        inner = inner + getattr(experts, f"{name}_bias")[expert.to(torch.int64)]
+    inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
+    inner = inner * reorder(weights.flatten(), rows.order, rows.places)[:, None]
+    outer = leave_experts(inner.to(hidden.dtype), rows, matrices("down_proj"))
+    if experts.has_bias:
+        outer = outer + (experts.down_proj_bias[chosen] * weights[..., None]).sum(dim=1)
+    return outer.to(hidden.dtype)
 
 
 def compute_split_experts(

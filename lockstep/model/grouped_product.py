@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -31,12 +32,16 @@ def grouped_product(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 
 def _takes_grouped_mm(x: Tensor, matrices: Tensor) -> bool:
-    """torch's kernel has no float64 (torch 2.13), wants rows of whole 16 bytes, and compiles in bf16 alone."""
-    if matrices.dtype == torch.float64 or not hasattr(F, "grouped_mm"):
+    """torch's kernel compiles in bf16 alone."""
+    compiles = not torch.compiler.is_compiling() or matrices.dtype == torch.bfloat16
+    return compiles and _takes_widths(matrices.dtype, matrices.shape[-2:])
+
+
+def _takes_widths(dtype: torch.dtype, widths: Sequence[int]) -> bool:
+    """torch's kernel has no float64 (torch 2.13), and wants rows of whole 16 bytes."""
+    if dtype == torch.float64 or not hasattr(F, "grouped_mm"):
         return False
-    if torch.compiler.is_compiling() and matrices.dtype != torch.bfloat16:
-        return False
-    return all(width * matrices.itemsize % 16 == 0 for width in matrices.shape[-2:])
+    return all(width * dtype.itemsize % 16 == 0 for width in widths)
 
 
 @torch.library.custom_op("lockstep::grouped_mm", mutates_args=())
@@ -102,13 +107,24 @@ class _GroupedProduct(torch.autograd.Function):
         x, matrices = ctx.saved_tensors
         needs_x, needs_matrices = ctx.needs_input_grad[:2]
         d_x = torch.zeros_like(x) if needs_x else None
-        d_matrices = torch.empty_like(matrices) if needs_matrices else None
         for expert, (start, stop) in enumerate(ctx.bounds):
             if d_x is not None and start < stop:
                 torch.mm(grad[start:stop], matrices[expert].T, out=d_x[start:stop])
-            if d_matrices is not None:
-                torch.mm(x[start:stop].T, grad[start:stop], out=d_matrices[expert])
-        return d_x, d_matrices, None
+        return d_x, _each_gradient(x, grad, ctx.bounds) if needs_matrices else None, None
+
+
+def matrix_gradients(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
+    """[experts, in, out]: of `x` [S, in] and `grad` [S, out], the products of each expert's rows."""
+    if _takes_widths(x.dtype, (x.shape[1], grad.shape[1])):
+        return F.grouped_mm(x.contiguous().T, grad.contiguous(), offs=ends)
+    return _each_gradient(x, grad, _bounds(ends))
+
+
+def _each_gradient(x: Tensor, grad: Tensor, bounds: list[tuple[int, int]]) -> Tensor:
+    gradients = x.new_empty(len(bounds), x.shape[1], grad.shape[1])
+    for gradient, (start, stop) in zip(gradients, bounds, strict=True):
+        torch.mm(x[start:stop].T, grad[start:stop], out=gradient)
+    return gradients
 
 
 def _bounds(ends: Tensor) -> list[tuple[int, int]]:

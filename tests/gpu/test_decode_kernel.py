@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.inference.kv_cache import prompt_tiles
 from lockstep.inference.token_sampling import Truncation, random_streams, sample_tokens, uniforms
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # without a GPU, in float32
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available() and not INTERPRETED, reason="needs CUDA"),
+]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 SHAPES = {
     "grouped": (64, 16, 8, 128, 512, 0),
@@ -28,7 +33,11 @@ SHAPES = {
 }
 
 
-CASES = [(name, dtype) for name in SHAPES for dtype in (torch.bfloat16, torch.float32)] + [("grouped", torch.float16)]
+DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]
+CASES = [
+    *((name, dtype) for name in SHAPES for dtype in DTYPES),
+    *([] if INTERPRETED else [("grouped", torch.float16)]),
+]
 GROUP_SIZES = (2, 1, 9, 8, 3, 17)  # of rows with the same prompt
 
 
@@ -43,6 +52,8 @@ def exact(
     shared: Tensor,
     scale: float,
     window: int,
+    softcap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
     rows, tokens = (torch.arange(n, device=positions.device) for n in (len(positions), keys.shape[2]))
     keys[rows, :, positions], values[rows, :, positions] = key, value
@@ -51,8 +62,14 @@ def exact(
     slots = torch.where(tokens < shared[:, None], sources[:, None], rows[:, None])  # [rows, tokens]
     q = query.double().unflatten(1, (keys.shape[1], -1))
     k, v = (cache[slots, :, tokens].transpose(1, 2).double() for cache in (keys, values))
-    attended = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None], scale=scale)
-    return attended.reshape(query.shape)
+    scores = q @ k.transpose(2, 3) * scale
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    scores = scores.masked_fill(~seen[:, None, None], -torch.inf).flatten(1, 2)
+    beside = (
+        torch.full_like(scores[..., :1], -torch.inf) if sinks is None else sinks.double()[:, None].expand(len(q), -1, 1)
+    )
+    weights = torch.cat([scores, beside], dim=-1).softmax(-1)[..., :-1].unflatten(1, q.shape[1:3])
+    return (weights @ v).reshape(query.shape)
 
 
 def share_prompts(positions: list[int]) -> dict[int, tuple[int, int]]:
@@ -70,10 +87,11 @@ def share_prompts(positions: list[int]) -> dict[int, tuple[int, int]]:
     raise AssertionError
 
 
+@pytest.mark.parametrize("kind", ["plain", "caps and sinks"])
 @pytest.mark.parametrize("sharing", ["alone", "with prompts in common", "in tiles"])
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_each_row_attends_to_its_own_tokens(
-    name: str, dtype: torch.dtype, sharing: str, monkeypatch: pytest.MonkeyPatch
+    name: str, dtype: torch.dtype, sharing: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
     from lockstep.inference import decode_kernel
@@ -83,10 +101,10 @@ def test_each_row_attends_to_its_own_tokens(
     monkeypatch.setattr(decode_kernel, "_MIN_TILED", 0 if tiled else 1 << 60)
     monkeypatch.setattr(decode_kernel, "_MIN_TILE_TOKENS", 64)
     num_rows, num_heads, kv_heads, dim, capacity, window = shape
-    generator = torch.Generator("cuda").manual_seed(0)
+    generator = torch.Generator(DEVICE).manual_seed(0)
 
     def draw(*size: int) -> Tensor:
-        return torch.randn(*size, device="cuda", generator=generator).to(dtype)
+        return torch.randn(*size, device=DEVICE, generator=generator).to(dtype)
 
     # As layers give them: heads and dimensions of one product, and a transposed view.
     joined = draw(num_rows, (num_heads + 2 * kv_heads) * dim)
@@ -94,22 +112,23 @@ def test_each_row_attends_to_its_own_tokens(
         part.unflatten(1, (-1, dim)) for part in joined.split([num_heads * dim, kv_heads * dim, kv_heads * dim], 1)
     )
     keys, values = draw(num_rows + 2, kv_heads, capacity, dim), draw(num_rows + 2, kv_heads, capacity, dim)
-    positions = torch.randint(capacity, (num_rows,), device="cuda", generator=generator)
+    positions = torch.randint(capacity, (num_rows,), device=DEVICE, generator=generator)
     positions[0], positions[-1] = capacity - 1 if shares else 0, capacity - 1
     source_of = share_prompts(positions.tolist()) if shares else {}
-    table, tiles = (t.cuda() for t in prompt_tiles(source_of, num_rows, max(num_rows // 2, 1)))
+    table, tiles = (t.to(DEVICE) for t in prompt_tiles(source_of, num_rows, max(num_rows // 2, 1)))
     sources, shared, covered = table.unbind(0)
     if tiled and num_rows > 20:
         assert (tiles[:, 1] > 0).any()
     # What lies beyond a row's tokens must not be read, and neither its own place for those that it shares.
-    tokens = torch.arange(capacity, device="cuda")
+    tokens = torch.arange(capacity, device=DEVICE)
     unread = (tokens > positions[:, None]) | (tokens < shared[:, None])
     keys[:num_rows].masked_fill_(unread[:, None, :, None], float("nan"))
     values[:num_rows].masked_fill_(unread[:, None, :, None], float("nan"))
     known = [cache.nan_to_num() for cache in (keys, values)]
-    wanted = exact(query, key, value, *known, positions, sources, shared, dim**-0.5, window)
+    how = (dim**-0.5, window, 0.0, None) if kind == "plain" else (dim**-0.5, window, 1.5, 3 * draw(num_heads))
+    wanted = exact(query, key, value, *known, positions, sources, shared, *how)
     places = (positions, sources, shared, covered, tiles)
-    found = decode_attention(query, key, value, keys, values, *places, dim**-0.5, window)
+    found = decode_attention(query, key, value, keys, values, *places, *how)
     error = float((found.double() - wanted).norm() / wanted.norm())
     assert error < {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 2e-6}[dtype]
     for cache, expected in zip((keys, values), known, strict=True):
@@ -122,18 +141,18 @@ def test_splitting_a_row_changes_rounding_only(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(decode_kernel, "_MIN_TILED", 0)
     torch.manual_seed(0)
-    query, key, value = (torch.randn(2, heads, 64, device="cuda") for heads in (8, 2, 2))
-    keys, values = torch.randn(2, 2, 2, 4096, 64, device="cuda").unbind(0)
+    query, key, value = (torch.randn(2, heads, 64, device=DEVICE) for heads in (8, 2, 2))
+    keys, values = torch.randn(2, 2, 2, 4096, 64, device=DEVICE).unbind(0)
     for positions in ([5, 4095], [700, 0], [256, 257]):
         found = []
         for splits in (1, 2, 16, 64):
             monkeypatch.setattr(decode_kernel, "num_splits", lambda *_, splits=splits: splits)
             for source_of in ({}, {0: (1, min(positions))}):
-                table, tiles = (t.cuda() for t in prompt_tiles(source_of, 2, 1))
+                table, tiles = (t.to(DEVICE) for t in prompt_tiles(source_of, 2, 1))
                 if source_of:
                     keys[0, :, : min(positions)] = keys[1, :, : min(positions)]
                     values[0, :, : min(positions)] = values[1, :, : min(positions)]
-                places = (torch.tensor(positions, device="cuda"), *table, tiles)
+                places = (torch.tensor(positions, device=DEVICE), *table, tiles)
                 found.append(decode_kernel.attend(query, key, value, keys.clone(), values.clone(), *places, 0.125, 0))
         for other in found[2:]:
             torch.testing.assert_close(other, found[1], rtol=1e-5, atol=1e-5)
@@ -147,10 +166,10 @@ def test_tokens_are_drawn_as_in_float64(vocabulary: int, dtype: torch.dtype, tem
     from lockstep.inference import draw_kernel
 
     torch.manual_seed(0)
-    logits = (3 * torch.randn(64, vocabulary, device="cuda")).to(dtype)
+    logits = (3 * torch.randn(64, vocabulary, device=DEVICE)).to(dtype)
     logits[1, : vocabulary // 2] = logits[2, vocabulary // 2 :] = float("-inf")
     logits[3, vocabulary // 4 : vocabulary // 2] = logits[4, 1:] = float("-inf")
-    streams, positions = random_streams(5, list(range(64)), [0] * 64).cuda(), 13 * torch.arange(64, device="cuda")
+    streams, positions = random_streams(5, list(range(64)), [0] * 64).to(DEVICE), 13 * torch.arange(64, device=DEVICE)
     tokens, logprobs = draw_kernel.draw(logits, streams, positions, 1 / temperature)
     random = uniforms(streams, positions + 1)
     expected = sample_tokens(logits.double(), Truncation(temperature), random)

@@ -36,10 +36,14 @@ class NoText:
 
 def make_model(family: str = "qwen3", dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> Any:
     torch.manual_seed(0)
-    if family == "mistral":
-        config: Any = transformers.MistralConfig(**SHAPE, sliding_window=48)
-    else:
-        config = transformers.Qwen3Config(**SHAPE, tie_word_embeddings=True)
+    config: Any = {
+        "qwen3": lambda: transformers.Qwen3Config(**SHAPE, tie_word_embeddings=True),
+        "mistral": lambda: transformers.MistralConfig(**SHAPE, sliding_window=48),
+        "gemma2": lambda: transformers.Gemma2Config(**SHAPE, sliding_window=48, attn_logit_softcapping=5.0),
+        "gpt_oss": lambda: transformers.GptOssConfig(
+            **SHAPE, sliding_window=48, num_local_experts=4, num_experts_per_tok=2
+        ),
+    }[family]()
     # Drawn in float32, so that every precision begins with the same numbers.
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
@@ -73,7 +77,7 @@ def captured(engine: LocalEngine) -> set[Any]:
     return decoder.graphs.keys
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma2", "gpt_oss"])
 def test_the_gap_to_the_trainer_is_that_of_bf16(family: str) -> None:
     model, exact = make_model(family), make_model(family, torch.float64)
     prompts = make_prompts()
@@ -103,9 +107,17 @@ def test_float64_is_the_trainers_here_too(family: str) -> None:
             assert answer.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
 
 
-@pytest.mark.parametrize("params", [PARAMS, SamplingParams(60, 0.7, 0.9, 1, num_samples=2, top_k=50, min_p=0.01)])
-def test_graphs_give_what_eager_steps_give(params: SamplingParams) -> None:
-    model, prompts = make_model(dtype=torch.float32), make_prompts()
+@pytest.mark.parametrize(
+    ("family", "params"),
+    [
+        ("qwen3", PARAMS),
+        ("qwen3", SamplingParams(60, 0.7, 0.9, 1, num_samples=2, top_k=50, min_p=0.01)),
+        ("gemma2", PARAMS),  # caps, sinks, windows
+        ("gpt_oss", PARAMS),
+    ],
+)
+def test_graphs_give_what_eager_steps_give(family: str, params: SamplingParams) -> None:
+    model, prompts = make_model(family, dtype=torch.float32), make_prompts()
     graphed = LocalEngine(model, NoText(), batch_size=8)
     eager = LocalEngine(model, NoText(), batch_size=8, graphs=False)
     expected = eager.sample(prompts, params)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -28,9 +27,16 @@ SHAPE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def make_model(*, lora: bool = False) -> Any:
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "qwen3": lambda: transformers.Qwen3Config(**SHAPE, tie_word_embeddings=True),
+    "gemma2": lambda: transformers.Gemma2Config(**SHAPE, attn_logit_softcapping=2.0, sliding_window=5),
+    "gpt_oss": lambda: transformers.GptOssConfig(**SHAPE, sliding_window=5, num_local_experts=4, num_experts_per_tok=2),
+}
+
+
+def make_model(family: str = "qwen3", *, lora: bool = False) -> Any:
     torch.manual_seed(0)
-    config = transformers.Qwen3Config(**SHAPE, tie_word_embeddings=True)
+    config = CONFIGS[family]()
     model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     if lora:
         model = add_lora(model, LoraConfig(rank=4, alpha=8)).eval()
@@ -67,16 +73,24 @@ def attend(
     covered: Tensor,
     tiles: Tensor,
     scale: float,
-    _: int,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
     rows, tokens = torch.arange(len(positions)), torch.arange(keys.shape[2])
     keys[rows, :, positions], values[rows, :, positions] = key, value
     slots = torch.where(tokens < shared[:, None], sources[:, None], rows[:, None])  # [rows, tokens]
     k, v = (cached[slots, :, tokens].transpose(1, 2) for cached in (keys, values))
-    seen = tokens <= positions[:, None]
-    grouped = query.unflatten(1, (keys.shape[1], -1))
-    attended = F.scaled_dot_product_attention(grouped, k, v, attn_mask=seen[:, None, None], scale=scale)
-    return attended.reshape(query.shape)
+    distance = positions[:, None] - tokens
+    seen = (distance >= 0) & (distance < (window or keys.shape[2]))
+    scores = query.unflatten(1, (keys.shape[1], -1)) @ k.transpose(2, 3) * scale
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    scores = scores.masked_fill(~seen[:, None, None], -torch.inf).flatten(1, 2)
+    beside = (
+        scores.new_full((*scores.shape[:2], 1), -torch.inf) if sinks is None else sinks[:, None].expand(len(k), -1, 1)
+    )
+    weights = torch.cat([scores, beside.to(scores.dtype)], dim=-1).softmax(-1)[..., :-1]
+    return (weights.unflatten(1, (keys.shape[1], -1)) @ v).reshape(query.shape)
 
 
 def compile_decoder(
@@ -128,6 +142,21 @@ def test_compiled_steps_draw_what_plain_steps_draw_and_are_compiled_once(
     assert not counters["graph_break"]
     after = {name: dict(module.__dict__, **module._modules) for name, module in attention.named_modules()}
     assert after == before, "the model is not as it was"
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_caps_sinks_and_windows_reach_the_kernel(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """Without the compiler, whose part the test above shows."""
+    model = make_model(family)
+    for name, parameter in model.named_parameters():
+        nn.init.normal_(parameter, std=1.0 if "sinks" in name else 0.3)
+    fast, plain = compile_decoder(model, monkeypatch), Decoder(model, fuses=False)
+    fast.compiled = fast.joined = None
+    assert all(not shape.plain for shape in fast._shapes.values())
+    tokens, logprobs = decode(fast, 5, 40)
+    expected_tokens, expected = decode(plain, 5, 40)
+    assert tokens == expected_tokens
+    assert torch.tensor(logprobs).allclose(torch.tensor(expected), atol=1e-5)
 
 
 def test_joined_layers_follow_weights_and_adapters(monkeypatch: pytest.MonkeyPatch) -> None:

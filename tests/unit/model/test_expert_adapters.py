@@ -13,18 +13,25 @@ import torch
 import transformers
 from equivalence.mixtures import FAMILIES, Float64, build_mixture
 from equivalence.plain import TINY, make_model
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from peft.tuners.lora.layer import ParamWrapper
 from safetensors.torch import load_file
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
+from lockstep.backend.torch_backend import TorchBackend
 from lockstep.config import LoraConfig
-from lockstep.model.experts import compute_experts, follows_transformers
+from lockstep.model import lora
+from lockstep.model.experts import compute_experts, compute_in_two, follows_transformers
 from lockstep.model.export import merge, save_weights
 from lockstep.model.grouped_product import grouped_product
 from lockstep.model.lora import add_lora, measure_coverage
 from lockstep.model.parts import describe_parts, measure_parts
 from lockstep.model.policy import decoder_layers
 from lockstep.model.quantised import quantise_base
+from lockstep.types import Completion, Datum, LossSpec
 
 PROBE = torch.arange(1, 30)[None]
 DECORATED = [family for family in FAMILIES if family != "llama4_text"]
@@ -85,6 +92,77 @@ def test_grouped_products_give_the_numbers_of_the_models_own_loop(family: str) -
     for name, gradient in gradients(model).items():
         wanted = expected[1][name]
         torch.testing.assert_close(gradient, wanted, rtol=1e-10, atol=1e-10 * float(wanted.abs().max()), msg=name)
+
+
+@pytest.mark.parametrize("held", ["plain", "nf4"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_the_operations_of_a_gpu_give_the_same_numbers(family: str, held: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transposed matrices with biases too, and an expert that no token has chosen."""
+    model = build_mixture(family, lora=True)
+    if held == "nf4":
+        quantise_base(model, "nf4")
+    expected = logits(model), gradients(model)
+    model.zero_grad(set_to_none=True)
+    calls = []
+
+    def in_two(*given: Any) -> Tensor:
+        calls.append(given[2])
+        return compute_in_two(*given)
+
+    monkeypatch.setattr(lora, "compute_experts", in_two)
+    torch.testing.assert_close(logits(model), expected[0], rtol=0, atol=1e-10)
+    for name, gradient in gradients(model).items():
+        wanted = expected[1][name]
+        torch.testing.assert_close(gradient, wanted, rtol=1e-10, atol=1e-10 * float(wanted.abs().max()), msg=name)
+    assert calls
+
+
+def test_products_of_experts_are_not_computed_again_where_they_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lora, "compute_experts", compute_in_two)
+    counts = {}
+    for way in ("full", "selective"):
+        model = build_mixture("qwen3_moe", lora=True)
+        backend = TorchBackend(model, precision="fp32", activation_checkpointing=way, device="cpu")
+        with _Counted() as found:
+            backend.forward_backward([Datum([1], [Completion([2, 3, 4], [1.0] * 3)])], LossSpec())
+        counts[way] = found.products
+    assert counts["selective"] == 2 * len(decoder_layers(model))
+    assert counts["full"] > counts["selective"]
+
+
+class _Counted(TorchDispatchMode):
+    products = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.products += func is torch.ops.lockstep.expert_product.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.slow
+def test_compiled_recomputation_leaves_out_the_products_whose_result_backward_does_not_need() -> None:
+    model = build_mixture("qwen3_moe", lora=True)
+    layer: Any = next(m for m in model.modules() if type(m).__name__ == "NarrowExperts")
+    hidden = torch.randn(9, 32, dtype=torch.float64, requires_grad=True)
+    chosen, weights = torch.tensor([[0, 3]] * 9), torch.full((9, 2), 0.5, dtype=torch.float64)
+    graphs = []
+
+    def experts(hidden: Tensor) -> Tensor:
+        found = (
+            {"gate_up_proj": lora._expert_adapter(layer, "default")} if layer.parameter_name == "gate_up_proj" else {}
+        )
+        return compute_in_two(layer.get_base_layer(), hidden, chosen, weights, found)
+
+    def keep(graph: Any, _inputs: Any) -> Any:
+        graphs.append([node.args[1] for node in graph.graph.nodes if "expert_product.default" in str(node.target)])
+        return make_boxed_func(graph.forward)
+
+    compiled = torch.compile(
+        lambda hidden: checkpoint(experts, hidden, use_reentrant=False),
+        backend=aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition),
+        fullgraph=True,
+    )
+    compiled(hidden).sum().backward()
+    assert graphs == [[True, False], [True]]  # those that enter the experts, and those that leave them
 
 
 @pytest.mark.parametrize("width", [8, 6])

@@ -131,14 +131,17 @@ class TorchBackend:
         self.warnings = [*built.warnings, *self.balance.warnings]
         self._batches = self._split_batches(built)
         self._reference, self._reference_mixed = make_reference(reference, model, self.parameters()), False
-        # As the optimizer has them: to look for them in thousands of modules takes longer than some steps of it.
-        self._trained = self.parameters()
-        self._optimizer = optimizers.build_optimizer(self._trained, self.device, optimizer, model)
+        self._optimizer = optimizers.build_optimizer(self.parameters(), self.device, optimizer, model)
         self._staging = StagingArea(self.device) if stages_saves and on_gpu else None
         self._clock = StepClock() if on_gpu else None
         self.traffic = Traffic(self.group, unseen=("tensor", "context") if compiles else ())
         self._expected = expect_traffic(built, self.group, parallel, DTYPES[self.precision].itemsize)
         state.seed_rank(seed, self.group.dropout_rank)
+
+    @functools.cached_property
+    def _trained(self) -> list[nn.Parameter]:
+        """As the optimizer has them: to look for them in thousands of modules takes longer than some steps of it."""
+        return list(self.parameters().values())
 
     @property
     def _skips_on_device(self) -> bool:
@@ -279,7 +282,7 @@ class TorchBackend:
         return LossResult(read, num_tokens=plan.num_tokens, num_supervised=plan.num_targets, deferred=numbers.deferred)
 
     def optim_step(self, step: OptimStep) -> OptimResult:
-        parameters = list(self._trained.values())
+        parameters = self._trained
         counted = parameters if self._pipelined is None else self._pipelined.own_parameters(parameters)
         with self._in_fixed_order(), self.traffic.counting():
             norm = gradient_norm(counted, self.group) / self._loss_scale

@@ -283,14 +283,14 @@ def _narrow_experts(outermost: Any, hidden: Tensor, chosen: Tensor, weights: Ten
     while layer is not experts:
         if (adapter := _active_adapter(layer)) is None:
             return _peft_forward(outermost, hidden, chosen, weights)
-        found[layer.parameter_name] = _expert_adapter(layer, adapter)
+        found[layer.parameter_name] = expert_adapter(layer, adapter)
         layer = layer.base_layer
     if is_divided(experts):
         return experts(hidden, chosen, weights, found)  # called, for what else happens around it
     return compute_experts(experts, hidden, chosen, weights, found)
 
 
-def _expert_adapter(layer: Any, adapter: str) -> ExpertAdapter:
+def expert_adapter(layer: Any, adapter: str) -> ExpertAdapter:
     """From PEFT's layout: of its first matrix the rows go by expert and then rank, of its second the columns by rank
     and then expert."""
     first, second = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight

@@ -152,11 +152,18 @@ def test_caps_sinks_and_windows_reach_the_kernel(monkeypatch: pytest.MonkeyPatch
         nn.init.normal_(parameter, std=1.0 if "sinks" in name else 0.3)
     fast, plain = compile_decoder(model, monkeypatch), Decoder(model, fuses=False)
     fast.compiled = fast.joined = None
-    assert all(not shape.plain for shape in fast._shapes.values())
+    seen = []
+
+    def record(*given: Any) -> Tensor:
+        seen.append((given[-3] > 0, given[-2] > 0, given[-1] is not None))  # window, cap, sinks
+        return attend(*given)
+
+    monkeypatch.setattr(sys.modules["lockstep.inference.decode_kernel"], "attend", record)
     tokens, logprobs = decode(fast, 5, 40)
     expected_tokens, expected = decode(plain, 5, 40)
     assert tokens == expected_tokens
     assert torch.tensor(logprobs).allclose(torch.tensor(expected), atol=1e-5)
+    assert set(seen) == {(window, family == "gemma2", family == "gpt_oss") for window in (True, False)}
 
 
 def test_joined_layers_follow_weights_and_adapters(monkeypatch: pytest.MonkeyPatch) -> None:

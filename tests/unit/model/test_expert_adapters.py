@@ -148,7 +148,7 @@ def test_compiled_recomputation_leaves_out_the_products_whose_result_backward_do
 
     def experts(hidden: Tensor) -> Tensor:
         found = (
-            {"gate_up_proj": lora._expert_adapter(layer, "default")} if layer.parameter_name == "gate_up_proj" else {}
+            {"gate_up_proj": lora.expert_adapter(layer, "default")} if layer.parameter_name == "gate_up_proj" else {}
         )
         return compute_in_two(layer.get_base_layer(), hidden, chosen, weights, found)
 

@@ -90,7 +90,8 @@ def load_engine(source: str, batch: int | None = 1, report: Callable[[str], None
     """`report`: see LocalEngine."""
     path = Path(source).expanduser()
     if not path.exists() and (("/" in source and path.parent.is_dir()) or source.count("/") > 1):
-        raise ValueError(f"there is no run or model {source}")  # rather than wait for the Hub to say so
+        # Rather than wait for the Hub to say so.
+        raise ValueError(f"there is no run or model {source}: give a run directory, a model folder or a Hub id")
     with make_console(stderr=True).status(f"loading {source}"):
         from lockstep.inference.engine import LocalEngine
 

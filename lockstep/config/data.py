@@ -121,7 +121,7 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> DataConfig:
         if not self.train:
-            raise ValueError("train names no file")
+            raise ValueError("train names no file: give at least one")
         for part in ("validation", "test"):
             if getattr(self, part) and getattr(self, f"{part}_fraction"):
                 raise ValueError(f"give either {part} files or {part}_fraction, not both")

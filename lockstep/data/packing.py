@@ -64,7 +64,10 @@ def partition(
     """
     longest = max(lengths, default=0)
     if longest > budget_tokens:
-        raise ValueError(f"a document of {longest} tokens does not fit into a micro-batch of {budget_tokens}")
+        raise ValueError(
+            f"a document of {longest} tokens does not fit into a micro-batch of {budget_tokens}: raise "
+            "batch.micro_batch_tokens or lower data.max_length"
+        )
     if not lengths:
         return []
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))

@@ -66,7 +66,8 @@ def _find_model(source: str) -> EvalModel:
     if path.exists():
         return EvalModel(path.resolve().name, str(path))
     if source.startswith((".", "/", "~")) or source.count("/") > 1 or ("/" in source and path.parent.is_dir()):
-        raise ValueError(f"there is no run or model {source}")  # rather than wait for the Hub to say so
+        # Rather than wait for the Hub to say so.
+        raise ValueError(f"there is no run or model {source}: give a run directory, a model folder or a Hub id")
     return EvalModel(source, source)
 
 

@@ -89,7 +89,7 @@ def find_checkpoint(run: RunDir, step: int | None = None) -> Checkpoint:
     if step is None:
         latest = run.latest_checkpoint()
         if latest is None:
-            raise ConfigError(f"{run.path} has no sound checkpoint yet")
+            raise ConfigError(f"{run.path} has no sound checkpoint yet: wait for one, or train it further (--resume)")
         return latest
     known = {c.step: c for c in run.list_checkpoints()}
     if step not in known:

@@ -277,7 +277,8 @@ def _explaining(config: ModelConfig, *, needs_weights: bool = True) -> Iterator[
         if Path(config.path).exists():
             raise ConfigError(f"model.path {config.path}: {reason}") from error
         raise ConfigError(
-            f"model.path {config.path!r} is neither on disk nor could it be fetched from the Hub ({reason})"
+            f"model.path {config.path!r} is neither on disk nor could it be fetched from the Hub ({reason}): check "
+            "the name, or give a folder"
         ) from error
 
 
@@ -286,7 +287,7 @@ def check_model_source(config: ModelConfig, *, needs_weights: bool = True) -> No
     path = Path(config.path)
     if not path.exists():
         if path.is_absolute():
-            raise ConfigError(f"model.path {path} does not exist")
+            raise ConfigError(f"model.path {path} does not exist: check the path")
         if config.path.startswith(("job:", "model:", "root:")):
             raise ConfigError(f"model.path {path} is a name within a job service: write the folder on this machine")
         return

@@ -55,7 +55,11 @@ def _modules_to_save(model: nn.Module, wanted: Sequence[str]) -> list[str] | Non
     for name in wanted:
         if not _matches(name, _module_names(model)):
             kind = type(causal_lm(model)).__name__
-            raise ValueError(f"lora.modules_to_save {name!r} matches no module of {kind}")
+            ends = sorted({known.rpartition(".")[2] for known in _module_names(model)} - {""})
+            raise ValueError(
+                f"lora.modules_to_save {name!r} matches no module of {kind}: its modules end in "
+                f"{', '.join(end for end in ends if not end.isdigit())}"
+            )
     return list(wanted) or None
 
 
@@ -72,7 +76,8 @@ def _all_targets(model: nn.Module) -> _Targets:
     linear = _linear_names(model)
     modules = sorted({*linear, *_vision_linear_names(model)} - _refused_by_peft(model, linear))
     if not modules and not experts:
-        raise ValueError(f"{type(causal_lm(model)).__name__} has no linear layer inside its decoder layers")
+        kind = type(causal_lm(model)).__name__
+        raise ValueError(f"{kind} has no linear layer inside its decoder layers: name some in lora.targets")
     return _as_peft_keeps_them(model, _Targets(modules, experts))
 
 

@@ -121,7 +121,7 @@ def read_runs(run_dirs: Sequence[Path]) -> list[Curves]:
         run.config()  # raises where this is not a run directory
         metrics = run.metrics()
         if not metrics:
-            raise ValueError(f"{directory} has no metrics yet")
+            raise ValueError(f"{directory} has no metrics yet: wait for its first step")
         label = names[i] if names.count(names[i]) == 1 else str(directory)
         runs.append(Curves(label, COLOURS[i % len(COLOURS)], run.status(), metrics))
     return runs

@@ -112,10 +112,16 @@ def _check_layout(config: RunConfig, text: Any) -> None:
     for key in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(text, key, None)
         if isinstance(heads, int) and heads % degrees.tensor:
-            raise ConfigError(f"parallel.tensor {degrees.tensor} does not divide the model's {key} {heads}")
+            fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+            raise ConfigError(
+                f"parallel.tensor {degrees.tensor} does not divide the model's {key} {heads}: choose one of {fitting}"
+            )
     num_layers = getattr(text, "num_hidden_layers", None)
     if isinstance(num_layers, int) and degrees.pipeline > num_layers:
-        raise ConfigError(f"parallel.pipeline {degrees.pipeline} is more than the model's {num_layers} layers")
+        raise ConfigError(
+            f"parallel.pipeline {degrees.pipeline} is more than the model's {num_layers} layers: lower it to "
+            f"{num_layers} or less"
+        )
 
 
 def _layout_of(

@@ -125,7 +125,7 @@ def test_a_tokenizer_that_is_missing_or_broken_is_refused_in_one_sentence(tmp_pa
 def test_a_source_that_cannot_be_a_model_is_refused_in_one_sentence(tmp_path):
     (tmp_path / "model.zip").write_text("")
     bad = {
-        tmp_path / "nowhere": "does not exist",
+        tmp_path / "nowhere": "does not exist: check the path",
         "job:mine/export": "is a name within a job service: write the folder on this machine",
         tmp_path / "model.zip": "is a file: give a model folder, a .gguf file or a Hub id",
         write_folder(tmp_path / "empty"): "is not a model folder: it has no config.json",

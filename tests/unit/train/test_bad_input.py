@@ -299,8 +299,12 @@ def test_the_command_says_that_the_disk_is_full(tmp_path: Path, tiny_model: Path
 @pytest.mark.parametrize(
     ("parallel", "procs", "sentence"),
     [
-        ({"tensor": 3}, 3, "parallel.tensor 3 does not divide the model's num_attention_heads 4"),
-        ({"pipeline": 5}, 5, "parallel.pipeline 5 is more than the model's 2 layers"),
+        (
+            {"tensor": 3},
+            3,
+            "parallel.tensor 3 does not divide the model's num_attention_heads 4: choose one of 1, 2, 4",
+        ),
+        ({"pipeline": 5}, 5, "parallel.pipeline 5 is more than the model's 2 layers: lower it to 2 or less"),
     ],
 )
 def test_a_dry_run_refuses_a_layout_that_the_model_cannot_have(

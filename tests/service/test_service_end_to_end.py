@@ -14,6 +14,7 @@ import httpx
 import pytest
 import tiny
 import transformers
+import yaml
 from equivalence.families import tiny_config
 from served_model import serve_command
 from service_process import free_port, processes_of, wait_for
@@ -147,3 +148,47 @@ def test_commands_say_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (code, "start it with lockstep serve" in err) == (2, True)
     code, _, err = tiny.run_lockstep("serve", "--host", "0.0.0.0", "--data-dir", tmp_path / "data")
     assert (code, "give a token file" in err) == (2, True)
+
+
+@pytest.mark.slow
+def test_a_layout_is_chosen_for_jobs_of_both_interfaces(tmp_path: Path, tiny_model: Path) -> None:
+    """`parallel: auto` on two processes: over the service's own HTTP interface and over Llama Stack's."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    config = yaml.safe_load(tiny.write_config(tmp_path, tiny_model, optim={"max_steps": 3}).read_text())
+    options = ["--data-dir", tmp_path / "data", "--port", port, "--procs", 2, "--allow-path", tiny_model]
+    process = tiny.start_lockstep("serve", *options)
+    try:
+        wait_for(lambda: is_up(url))
+        with httpx.Client(base_url=url, timeout=60) as http:
+            assert http.post("/api/datasets/rows", content=(tmp_path / "train.jsonl").read_bytes()).status_code == 201
+            config |= {"parallel": "auto", "data": {**config["data"], "train": "dataset:rows"}}
+            config["launch"] = {**config["launch"], "procs": 2}
+            answer = http.post("/api/jobs", json={"id": "own", "config": config})
+            assert answer.status_code < 300, answer.text
+            data = {"dataset_id": "rows", "batch_size": 4, "shuffle": True, "data_format": "instruct"}
+            given = {"parallel": "auto", "launch": {"procs": 2, "device": "cpu"}, "data": {"max_length": 128}}
+            body = {
+                "job_uuid": "stack",
+                "model": str(tiny_model),
+                "training_config": {"n_epochs": 1, "max_steps_per_epoch": 3, "data_config": data},
+                "provider_config": {**given, "model": {"precision": "fp32"}},
+            }
+            answer = http.post("/v1/post-training/supervised-fine-tune", json=body)
+            assert answer.status_code < 300, answer.text
+            wrong = {**body, "job_uuid": "wrong", "provider_config": {**given, "parallel": "automatic"}}
+            answer = http.post("/v1/post-training/supervised-fine-tune", json=wrong)
+            assert (answer.status_code, "automatic is no layout: write auto" in answer.text) == (400, True), answer.text
+            answer = http.post("/api/jobs", json={"id": "wrong", "config": {**config, "parallel": "automatic"}})
+            assert (answer.status_code, "automatic is no layout: write auto" in answer.text) == (422, True), answer.text
+        for job in ("own", "stack"):
+            run = RunDir(tmp_path / "data" / "jobs" / job)
+            wait_for(lambda run=run: run.status().get("state") in ("completed", "failed"))
+            assert run.status()["state"] == "completed", run.status()
+            assert run.config().parallel.chosen_for(2)
+            assert run.status()["layout"] == run.config().parallel.degrees(2).name
+            (said,) = [event["message"] for event in run.events() if event["event"] == "layout"]
+            assert said.startswith("parallel auto: ")
+            print(job, said)
+    finally:
+        end(process)

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from lockstep.backend.build import EXPENSIVE
 from lockstep.model.policy import Policy, causal_lm
 from lockstep.plan.description import LayerCosts, PassCosts, Product
-from lockstep.plan.graph import PRODUCTS, TOKENS, LayerGraph, is_of_tokens, storage_of
+from lockstep.plan.graph import OWN_PRODUCTS, PRODUCTS, TOKENS, LayerGraph, is_of_tokens, storage_of
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,10 @@ class OperationCounter(TorchDispatchMode):
         self._seen |= {t.untyped_storage()._cdata for t in tensors}
 
     def _note_product(self, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        if name in OWN_PRODUCTS:
+            left = inputs[0]
+            self.products.append((math.prod(left.shape[:-1]), left.shape[-1], outputs[0].shape[-1]))
+            return
         left, right = inputs[:2] if name == "_grouped_mm" else inputs[-2:]
         if left.ndim == 3 and right.ndim == 3 and name == "bmm":
             self.products += [(left.shape[1], left.shape[2], right.shape[2])] * left.shape[0]

@@ -12,7 +12,10 @@ from torch.utils._pytree import tree_leaves
 
 # A prime: what has a dimension that it divides is of tokens, and everything else is not.
 TOKENS = 1999
-PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "convolution", "addmm_"}
+# Of our own: what is multiplied comes first, whatever holds the matrix. The others are of backward passes.
+OWN_PRODUCTS = {"grouped_mm", "nf4_product", "nf4_grouped_product"}
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "convolution", "addmm_", *OWN_PRODUCTS,
+            "grouped_mm_weights", "fp8_input_gradient"}  # fmt: skip
 
 
 def storage_of(node: torch.fx.Node) -> int:
@@ -93,6 +96,9 @@ class LayerGraph:
             if _name(node) in ("mm", "addmm"):
                 left, right = (n.meta["val"] for n in node.all_input_nodes[-2:])
                 found.append((left.shape[0], left.shape[1], right.shape[1]))
+            elif _name(node) in OWN_PRODUCTS:
+                left, result = node.all_input_nodes[0].meta["val"], node.meta["val"]
+                found.append((math.prod(left.shape[:-1]), left.shape[-1], result.shape[-1]))
             elif _name(node) in ("bmm", "_grouped_mm"):
                 left, right = (n.meta["val"] for n in node.all_input_nodes[:2])
                 found.append((math.prod(left.shape[:-1]), left.shape[-1], right.shape[-1]))

@@ -501,6 +501,9 @@ def test_a_quantised_base_holds_what_the_real_one_does(tmp_path: Path, held: dic
     described = describe_model(settings, "bf16", compiled=False)
     assert persistent_bytes(described, ONE)["weights"] + described.buffers == counted
     assert described.refuses["tensor"] == "quantised matrices are not split over ranks"
+    whole = describe_model(config_of(shaped, lora={"rank": 4}), "bf16", compiled=False)
+    sizes = [sorted((p.inner, p.columns) for p in model.kinds[0].products) for model in (described, whole)]
+    assert sizes[0] == sizes[1]
 
 
 def test_families_without_a_plan_are_a_sentence(tmp_path: Path) -> None:

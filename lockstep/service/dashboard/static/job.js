@@ -156,7 +156,7 @@ function describeJob(job) {
     ["Loss", loss.filter(Boolean).join(", ")],
     ["Processes", job.devices.length ? `${job.procs} (GPU ${job.devices.join(", ")})` : String(job.procs)],
     ["Layout", job.layout],
-    ["Plan", job.plan],
+    ["Plan", keepTogether(job.plan)],
     ["Submitted", moment(job.created_at)],
     ["Started", moment(job.started_at)],
     ["Finished", moment(job.finished_at)],
@@ -166,6 +166,12 @@ function describeJob(job) {
     ["Priority", job.priority ? String(job.priority) : ""],
     ["Restarts", job.max_restarts ? `${job.restarts} of ${job.max_restarts}` : ""],
   ]);
+}
+
+/** Of the plan beside what was measured: a line for each, and none ends between a figure and its unit or error. */
+function keepTogether(text) {
+  const lines = (text ?? "").replaceAll(/ (±|GiB|s\b)/g, "\u00a0$1").replaceAll("±\u0020", "±\u00a0").split("; ");
+  return lines.length > 1 ? h("span", { class: "lines" }, lines.join("\n")) : lines[0];
 }
 
 /** What took a second or more, longest first. */

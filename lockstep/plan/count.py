@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -42,7 +43,11 @@ def _attention_of(policy: Policy, layer: nn.Module, query: Tensor | None, key: T
     """(query heads, key heads, head size, window) as the kernel was called, or None."""
     if query is None or key is None:
         return None
-    return (query.shape[-2], key.shape[-2], query.shape[-1], window_of(layer))
+    keys = key.shape[-2]
+    if key is query:  # of a product, for which keys were repeated
+        text = causal_lm(policy.model).config.get_text_config()
+        keys = getattr(text, "num_key_value_heads", None) or keys
+    return (query.shape[-2], keys, query.shape[-1], window_of(layer))
 
 
 @dataclass
@@ -55,8 +60,12 @@ class _Kept:
     """Widths inside of an expert."""
     by_kind: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
     constant: float = 0.0
+    scores: float = 0.0
 
     def add(self, shape: Sequence[int], num_bytes: float) -> None:
+        if is_of_pairs(shape, num_bytes):
+            self.scores += num_bytes / TOKENS**2
+            return
         if math.prod(shape) % TOKENS:
             self.constant += num_bytes
             return
@@ -84,13 +93,33 @@ def _empty_kept(policy: Policy) -> _Kept:
     return _Kept(text.hidden_size, next((int(s) for s in sizes if s), 4 * text.hidden_size), (inner, 2 * inner))
 
 
+def is_of_pairs(shape: Sequence[int], num_bytes: float) -> bool:
+    """Whether it has an entry for each two tokens of a document, or also for a sink beside them."""
+    return sum(n in (TOKENS, TOKENS + 1) for n in shape) >= 2 and num_bytes >= TOKENS**2
+
+
+@dataclass
+class _Bytes:
+    tokens: float = 0
+    pairs: float = 0
+
+    @property
+    def total(self) -> float:
+        return self.tokens + self.pairs
+
+    def copy(self) -> _Bytes:
+        return _Bytes(self.tokens, self.pairs)
+
+    def above(self, other: _Bytes) -> _Bytes:
+        return _Bytes(max(self.tokens - other.tokens, 0), max(self.pairs - other.pairs, 0))
+
+
 class OperationCounter(TorchDispatchMode):
     """Live bytes, operations, and bytes moved, of everything that runs under it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = self.peak = 0
-        self.moved = 0.0
+        self.live, self.peak, self.moved = _Bytes(), _Bytes(), _Bytes()
         self.operations = 0
         self.products: list[tuple[int, int, int]] = []  # rows, inner, columns
         self.query: Tensor | None = None
@@ -116,7 +145,11 @@ class OperationCounter(TorchDispatchMode):
         elif "varlen_attn" in name or "scaled_dot_product" in name:
             self.query, self.key = (inputs[0], inputs[1]) if self.query is None else (self.query, self.key)
         else:
-            self.moved += sum(t.nbytes for t in inputs if t.numel() > 1) + sum(t.nbytes for t in outputs)
+            for tensor in [*(t for t in inputs if t.numel() > 1), *outputs]:
+                if is_of_pairs(tensor.shape, tensor.nbytes):
+                    self.moved.pairs += tensor.nbytes
+                else:
+                    self.moved.tokens += tensor.nbytes
         return result
 
     def hold(self, tensors: Sequence[Tensor]) -> None:
@@ -131,6 +164,8 @@ class OperationCounter(TorchDispatchMode):
         left, right = inputs[:2] if name == "_grouped_mm" else inputs[-2:]
         if left.ndim == 3 and right.ndim == 3 and name == "bmm":
             self.products += [(left.shape[1], left.shape[2], right.shape[2])] * left.shape[0]
+            if self.query is None and left.shape[1] == right.shape[2] == TOKENS:  # scores of all heads
+                self.query = self.key = left.transpose(0, 1)
         elif right.ndim >= 2:
             self.products.append((math.prod(left.shape[:-1]), left.shape[-1], outputs[0].shape[-1]))
 
@@ -142,15 +177,48 @@ class OperationCounter(TorchDispatchMode):
         self._seen.add(key)
         # What is not of tokens, such as gradients of matrices, is counted where parameters are.
         of_tokens = tensor.numel() > 0 and storage.nbytes() % (TOKENS * tensor.element_size()) == 0
-        size = storage.nbytes() if of_tokens else 0
-        self.live += size
-        self.peak = max(self.peak, self.live)
+        of_pairs = is_of_pairs(tensor.shape, storage.nbytes())
+        size = _Bytes(pairs=storage.nbytes()) if of_pairs else _Bytes(storage.nbytes() if of_tokens else 0)
+        self._add(size, 1)
+        if self.live.total > self.peak.total:
+            self.peak = self.live.copy()
         weakref.finalize(storage, self._release, key, size)
         return True
 
-    def _release(self, key: int, size: int) -> None:
+    def _add(self, size: _Bytes, sign: int) -> None:
+        self.live.tokens += sign * size.tokens
+        self.live.pairs += sign * size.pairs
+
+    def _release(self, key: int, size: _Bytes) -> None:
         self._seen.discard(key)
-        self.live -= size
+        self._add(size, -1)
+
+
+class FusedAttention(TorchFunctionMode):
+    """Attention over one document is one kernel, as on a GPU: torch has none for tensors without contents."""
+
+    def __init__(self, counter: OperationCounter) -> None:
+        super().__init__()
+        self._counter = counter
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.nn.functional.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        query, key, value = args[:3]
+        self._counter.query, self._counter.key = query.transpose(1, 2), key.transpose(1, 2)
+        return _Attended.apply(query, key, value)
+
+
+class _Attended(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        attended = query.new_empty(*query.shape[:-1], value.shape[-1])
+        ctx.save_for_backward(query, key, value, attended, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        return attended
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return tuple(map(torch.empty_like, ctx.saved_tensors[:3]))
 
 
 def _grouped_result(left: Tensor, right: Tensor, offs: Tensor | None = None, **_options: Any) -> Tensor:
@@ -168,7 +236,7 @@ def count_moved(work: Callable[[Tensor], Tensor], shape: tuple[int, ...], dtype:
     with counter:
         result = work(given)
         result.backward(torch.empty_like(result))
-    return counter.moved
+    return counter.moved.total
 
 
 def count_eager(
@@ -190,7 +258,8 @@ def count_eager(
     counter = OperationCounter()
     counter.kept_results = [] if keeps_results else None
     counter.hold([hidden, *given, *parameters])
-    with counter, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with counter, hooks, FusedAttention(counter):
         output = forward(hidden, *call.arguments, **call.options)
     output = output[0] if isinstance(output, tuple) else output
     forward_products = counter.products
@@ -199,23 +268,35 @@ def count_eager(
     for result in counter.kept_results or ():  # by the recomputation itself: they are not among the saved tensors
         kept.add(tuple(result.shape), result.nbytes)
     counter.kept_results = None
-    held = counter.live
-    forward_extra = max(counter.peak - held, 0)
-    passed = PassCosts(counter.moved / TOKENS, counter.operations)
+    held = counter.live.copy()
+    forward_extra = counter.peak.above(held)
+    passed = _pass_costs(counter)
     products = _as_products(policy, layer, forward_products)
     attention = _attention_of(policy, layer, counter.query, counter.key)
     gradient = torch.empty_like(output)
     again = counter
-    again.peak, again.moved, again.operations, again.products = again.live, 0.0, 0, []
-    with again:
+    again.peak, again.moved, again.operations, again.products = again.live.copy(), _Bytes(), 0, []
+    with again, FusedAttention(again):  # recomputation calls it again
         # What is given to backward belongs to the caller, and is freed as soon as it was used there too.
         torch.autograd.backward(output, gradient)
-    backward_extra = max(again.peak - held, 0) + gradient.nbytes
+    backward_extra = again.peak.above(held)
     for p in parameters:
         p.grad = None
-    back = PassCosts(again.moved / TOKENS, again.operations)
-    costs = LayerCosts(kept.plain(), forward_extra / TOKENS, backward_extra / TOKENS, kept.constant, passed, back)
+    costs = LayerCosts(
+        kept.plain(),
+        forward_extra.tokens / TOKENS,
+        (backward_extra.tokens + gradient.nbytes) / TOKENS,
+        kept.constant,
+        passed,
+        _pass_costs(again),
+        kept.scores,
+        max(forward_extra.pairs, backward_extra.pairs) / TOKENS**2,
+    )
     return costs, products, attention
+
+
+def _pass_costs(counter: OperationCounter) -> PassCosts:
+    return PassCosts(counter.moved.tokens / TOKENS, counter.operations, counter.moved.pairs / TOKENS**2)
 
 
 def _as_products(policy: Policy, layer: nn.Module, found: Sequence[tuple[int, int, int]]) -> list[Product]:
@@ -224,8 +305,8 @@ def _as_products(policy: Policy, layer: nn.Module, found: Sequence[tuple[int, in
     stacks = {tuple(sorted(p.shape[-2:])): p.shape[0] for p in layer.parameters() if p.ndim == 3}
     products = []
     for rows, inner, columns in found:
-        if rows % TOKENS:
-            continue
+        if rows % TOKENS or TOKENS in (inner, columns) or TOKENS + 1 in (inner, columns):
+            continue  # not of tokens, or scores: attention's own
         shape = tuple(sorted((inner, columns)))
         share = rows / TOKENS
         matrices = stacks.get(shape, 1) if share == policy.routers.top_k else 1

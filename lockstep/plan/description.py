@@ -76,9 +76,15 @@ class PassCosts:
     """Read and written by everything that is not a product."""
     operations: float
     """Started by the host; of the whole micro-batch, not of a token."""
+    moved_scores: float = 0.0
+    """As `moved_bytes`, for each token and each one of its document, where scores are in memory."""
 
     def plus(self, other: PassCosts, sign: int = 1) -> PassCosts:
-        return PassCosts(self.moved_bytes + sign * other.moved_bytes, self.operations + sign * other.operations)
+        return PassCosts(
+            self.moved_bytes + sign * other.moved_bytes,
+            self.operations + sign * other.operations,
+            self.moved_scores + sign * other.moved_scores,
+        )
 
 
 @dataclass(frozen=True)
@@ -95,6 +101,10 @@ class LayerCosts:
     constant: float
     forward: PassCosts
     backward: PassCosts
+    scores: float = 0.0
+    """Bytes kept for each token and each one of its document, where attention has its scores in memory."""
+    scores_extra: float = 0.0
+    """The same beyond that, while the layer computes."""
 
     def plus(self, other: LayerCosts, sign: int = 1) -> LayerCosts:
         saved = {kind: dict(widths) for kind, widths in self.saved.items()}
@@ -109,6 +119,8 @@ class LayerCosts:
             self.constant + sign * other.constant,
             self.forward.plus(other.forward, sign),
             self.backward.plus(other.backward, sign),
+            self.scores + sign * other.scores,
+            self.scores_extra + sign * other.scores_extra,
         )
 
     def minus(self, other: LayerCosts) -> LayerCosts:
@@ -133,6 +145,8 @@ class LayerKind:
     recomputed: bool = False
     divided: LayerCosts | None = None
     """As `whole`, where experts are divided over ranks; None: it has none."""
+    plain_attention: bool = False
+    """Products with scores in memory between them, for what no kernel computes: bounds and sinks."""
     sums: dict[str, int] = field(default_factory=dict)
     """What ranks of the tensor axis add up: widths for each token and parameters, as of `Sizes` in
     parallel/expected_traffic.py. Empty: it is not split."""
@@ -165,6 +179,8 @@ class ModelDescription:
     """Axes over which this model cannot be split, and why not."""
     experts: tuple[int, int] = (0, 0)
     """How many a layer has, and how many of them a token chooses."""
+    unlike: str = ""
+    """What it has that no model had whose plan was compared with a GPU."""
 
     @property
     def parameters(self) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.config.schema import ConfigError
-from lockstep.plan.description import LayerCosts, LayerKind, ModelDescription, PassCosts
+from lockstep.plan.description import LayerCosts, LayerKind, ModelDescription
 from lockstep.plan.hardware import GpuCluster
 from lockstep.plan.memory import GIB, RankMemory, plan_memory
 from lockstep.plan.time import StepTime, plan_time
@@ -32,9 +32,14 @@ _SEVERAL = Errors(0.12, 0.35, "published runs of others on up to 512 GPUs")
 _HOST = Errors(0.50, 0.60, "a CPU, for which activations and speed are rough")
 
 
-def errors_of(cluster: GpuCluster, layout: RankLayout, options: Options) -> Errors:
+_UNLIKE = Errors(0.12, 0.5, "no such model was compared with a GPU")
+
+
+def errors_of(model: ModelDescription, cluster: GpuCluster, layout: RankLayout, options: Options) -> Errors:
     if options.device != "cuda":
         return _HOST
+    if model.unlike:
+        return replace(_UNLIKE, why=f"{model.unlike}: {_UNLIKE.why}")
     if layout.degrees.num_ranks > 1:
         return _SEVERAL
     return _ONE_GPU if cluster.calibration is not None else _FROM_TABLE
@@ -154,7 +159,7 @@ def estimate(
     stages = range(layout.degrees.pipeline)
     memory = tuple(plan_memory(model, layout, work, options, stage=stage) for stage in stages)
     time = plan_time(model, layout, work, options, cluster)
-    errors = errors_of(cluster, layout, options)
+    errors = errors_of(model, cluster, layout, options)
     return RunPlan(
         model,
         layout,
@@ -240,10 +245,9 @@ def _plain(kind: LayerKind) -> LayerKind:
 
 def _recomputed(kind: LayerKind, model: ModelDescription) -> LayerKind:
     whole = kind.whole
-    again = PassCosts(
-        whole.backward.moved_bytes + whole.forward.moved_bytes, whole.backward.operations + whole.forward.operations
-    )
+    again = whole.backward.plus(whole.forward)
     saved = {"norms and residual": {"whole": float(model.hidden * model.compute_bytes)}}
     extra = whole.saved_bytes() + whole.backward_extra - model.hidden * model.compute_bytes
-    costs = LayerCosts(saved, whole.forward_extra, extra, whole.constant, whole.forward, again)
+    scores = whole.scores + whole.scores_extra
+    costs = LayerCosts(saved, whole.forward_extra, extra, whole.constant, whole.forward, again, scores_extra=scores)
     return replace(kind, costs=costs, recomputed=True)

@@ -202,6 +202,7 @@ def _passes(
             done += gathered.kept_gradients(kind)
             continue
         extra = kind.costs.backward_extra * _scale_extra(kind.costs, layout) * tokens
+        extra += kind.costs.scores_extra * _pairs_in_memory(work, layout)
         narrow, wide = gathered.gradient_buffers(kind)
         yield (
             f"layer {i}, backward",
@@ -237,12 +238,19 @@ def _saved(
         name: (widths.get("whole", 0.0) + widths.get("split", 0.0) / tensor) * tokens
         for name, widths in kind.costs.saved.items()
     }
+    if kind.costs.scores:
+        found["scores"] = kind.costs.scores * _pairs_in_memory(work, layout)
     if kind.attention is not None and not kind.recomputed and work.keys > work.tokens:
         # Keys and values of a shared prompt are repeated for each answer.
         _, heads, size, _ = kind.attention
         repeated = (work.keys - work.tokens) / layout.degrees.context * 2 * heads * size * model.compute_bytes
         found["attention"] = found.get("attention", 0.0) + repeated / tensor
     return found
+
+
+def _pairs_in_memory(work: Workload, layout: RankLayout) -> float:
+    """Of a token and each other one of its document, before or after it, in the heads of this rank."""
+    return 2 * work.pairs / layout.degrees.context / layout.degrees.tensor
 
 
 def _scale_extra(costs: LayerCosts, layout: RankLayout) -> float:

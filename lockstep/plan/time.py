@@ -157,6 +157,12 @@ class _Passes:
         all_heads, _, size, window = kind.attention
         heads = all_heads / self._layout.degrees.tensor / self._layout.degrees.context
         pairs = self._work.pairs
+        if kind.plain_attention:  # two products forward, four backward, over all pairs; and passes over the scores
+            share = 2 * pairs / self._layout.degrees.tensor / self._layout.degrees.context
+            product = 4 * pairs * 2 * heads * size / self._rates.product_flops * self._model.compute_bytes / 2
+            speed = self._rates.pointwise_bytes_per_s
+            moved = (kind.whole.forward.moved_scores * share, kind.costs.backward.moved_scores * share)
+            return {"forward": product + moved[0] / speed, "backward": 2 * product + moved[1] / speed}
         if window is not None:
             pairs = min(pairs, self._work.tokens * window)
         wide = self._model.compute_bytes / 2

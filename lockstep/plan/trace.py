@@ -59,6 +59,10 @@ def describe_model(config: RunConfig, precision: str, *, compiled: bool) -> Mode
     policy = Policy(model)
     policy.variable_length = policy.attends_packed
     calls, rest_saved, rest_operations = _trace_rest(policy, layers)
+    if policy.variable_length and not _can_be_traced(policy, layers[0], calls[0]):
+        # As in a run whose attention no kernel computes over packed documents: one after another, not compiled.
+        policy.variable_length = compiled = False
+        calls, rest_saved, rest_operations = _trace_rest(policy, layers)
     kinds, numbers = _trace_layers(policy, layers, calls, shapes, compiled=compiled, recompute=recompute)
     wide = torch.promote_types(compute, torch.float32)
     return ModelDescription(
@@ -78,8 +82,18 @@ def describe_model(config: RunConfig, precision: str, *, compiled: bool) -> Mode
         rest_saved=rest_saved,
         rest_operations=rest_operations,
         refuses=_refused_axes(policy, calls),
+        unlike=_find_unlike(policy),
         experts=(policy.routers.num_experts, policy.routers.top_k) if policy.routers else (0, 0),
     )
+
+
+def _find_unlike(policy: Policy) -> str:
+    found = {
+        "a mixture of experts": bool(policy.routers),
+        "a quantised base": any(isinstance(module, QuantisedLinear) for module in policy.modules()),
+        "attention over one document after another": not policy.variable_length,
+    }
+    return " and ".join(words for words, is_so in found.items() if is_so)
 
 
 def _refused_axes(policy: Policy, calls: Sequence[LayerCall]) -> dict[str, str]:
@@ -210,7 +224,8 @@ def _trace_rest(policy: Policy, layers: Sequence[nn.Module]) -> tuple[list[Layer
     for number, layer in enumerate(layers):
         layer.forward = partial(record, number)
     tokens = torch.empty(TOKENS, dtype=torch.int64, device="meta")
-    packed = PackedTokens(tokens, tokens, (1000, TOKENS - 1000), tokens[:8], tokens[:8])
+    lengths = (1000, TOKENS - 1000) if policy.variable_length else (TOKENS,)
+    packed = PackedTokens(tokens, tokens, lengths, tokens[:8], tokens[:8])
     name = type(causal_lm(policy.model)).__name__
     saved: dict[int, int] = {}
 
@@ -250,6 +265,14 @@ def _on_meta(call: LayerCall) -> LayerCall:
     return replace(call, hidden=hidden, arguments=arguments, options=options)
 
 
+def _can_be_traced(policy: Policy, layer: nn.Module, call: LayerCall) -> bool:
+    try:
+        count_eager(policy, layer, layer.forward, call)
+    except Exception:  # of scores that no kernel computes, of heads whose values have another size: whatever it is
+        return False
+    return True
+
+
 def _trace_kind(
     policy: Policy,
     layer: nn.Module,
@@ -273,7 +296,8 @@ def _trace_kind(
             f"no plan for {type(causal_lm(policy.model)).__name__}: {name} cannot be traced without weights "
             f"({_first_line(error)})"
         ) from error
-    return LayerKind(name, parameters, tuple(products), attention, costs, whole, recompute != "none", divided)
+    return LayerKind(name, parameters, tuple(products), attention, costs, whole, recompute != "none", divided,
+                     plain_attention=whole.forward.moved_scores > 0)  # fmt: skip
 
 
 def _tensor_sums(policy: Policy, layer: nn.Module) -> dict[str, int]:

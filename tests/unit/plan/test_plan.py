@@ -506,17 +506,28 @@ def test_a_quantised_base_holds_what_the_real_one_does(tmp_path: Path, held: dic
     assert sizes[0] == sizes[1]
 
 
-def test_families_without_a_plan_are_a_sentence(tmp_path: Path) -> None:
-    """Scores that are bounded and dropout of attention are computed in another way than is counted here."""
+def test_attention_that_no_kernel_computes_has_a_plan_that_is_less_sure(tmp_path: Path) -> None:
+    """Bounded scores are in memory, in each layer and for each two tokens of a document; dropout keeps none."""
     gemma = {
         "attn_logit_softcapping": 50.0,
         "head_dim": 16,
         "sliding_window": 64,
         "architectures": ["Gemma2ForCausalLM"],
     }
-    for folder, reason in (
-        (write_folder(tmp_path / "gemma", model_type="gemma2", **gemma), "bounds its scores"),
-        (write_folder(tmp_path / "dropout", attention_dropout=0.1), "attention dropout is not available"),
-    ):
-        with pytest.raises(ConfigError, match=f"no plan for .*{reason}"):
-            describe_model(config_of(folder), "bf16", compiled=False)
+    bounded = write_folder(tmp_path / "gemma", model_type="gemma2", **gemma)
+    for folder, in_memory in ((bounded, True), (write_folder(tmp_path / "dropout", attention_dropout=0.1), False)):
+        model = describe_model(config_of(folder), "bf16", compiled=False)
+        assert {kind.plain_attention for kind in model.kinds} == {in_memory}
+        assert model.kinds[0].attention[:3] == (4, 2, 16)  # type: ignore[index]
+        work = Workload(1, 4096, 4096, 4096 * 256.0)
+        short, long = (
+            plan_memory(model, ONE, replace(work, pairs=4096.0 * n), Options()).allocated for n in (256, 2048)
+        )
+        assert (long > short) == in_memory
+        task = PlanTask(model, StepRows(64 * 512, 512, 512.0), Options(), parse_cluster("h100"), 4096)
+        assert task.plan(ONE).errors.why == (
+            "attention over one document after another: no such model was compared with a GPU"
+        )
+        assert task.plan(ONE).errors.memory > 0.1
+        full = with_recomputation(model, True)
+        assert plan_memory(full, ONE, work, Options()).allocated < plan_memory(model, ONE, work, Options()).allocated

@@ -119,6 +119,15 @@ MIXTURE = {
     **DENSE, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": 128,
     "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 32,
 }  # fmt: skip
+BOUNDED = {
+    **DENSE, "model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 50.0,
+    "head_dim": 32, "sliding_window": 64, "query_pre_attn_scalar": 32, "hidden_activation": "gelu_pytorch_tanh",
+}  # fmt: skip
+SINKS = {
+    **DENSE, "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "num_local_experts": 8,
+    "num_experts_per_tok": 2, "head_dim": 32, "sliding_window": 128, "intermediate_size": 128,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}  # fmt: skip
 FULL = {"activation_checkpointing": "full"}
 PEAKS: dict[str, tuple[dict[str, Any], int, dict[str, Any], dict[str, Any], float]] = {
     # shape, ranks, parallel, model, within which share
@@ -134,6 +143,10 @@ PEAKS: dict[str, tuple[dict[str, Any], int, dict[str, Any], dict[str, Any], floa
     "experts": (MIXTURE, 2, {"shard": 2, "expert": 2}, {}, 0.07),
     "experts, all apart": (MIXTURE, 4, {"shard": 4, "expert": 4}, {}, 0.05),
     "experts of replicas": (MIXTURE, 2, {"replicate": 2, "shard": 1, "expert": 2}, {}, 0.07),
+    "bounded scores": (BOUNDED, 1, {}, {}, 0.09),
+    "bounded scores, recomputed": (BOUNDED, 1, {}, FULL, 0.05),
+    "sinks": (SINKS, 1, {}, {}, 0.12),
+    "sinks, experts": (SINKS, 2, {"shard": 2, "expert": 2}, {}, 0.15),
     "experts, recomputed": (MIXTURE, 2, {"shard": 2, "expert": 2}, FULL, 0.18),
 }
 

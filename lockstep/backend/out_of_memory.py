@@ -69,7 +69,9 @@ def retry_smaller(
             sizes = shrink()
             if sizes is None:
                 raise
-            shrunk = Shrunk(*sizes, reason=str(error).partition("\n")[0])
+            # What the allocator has tried and who has the memory; not its advice about its own settings.
+            said = str(error).partition("\n")[0].partition(" If reserved but unallocated")[0]
+            shrunk = Shrunk(*sizes, reason=said.removesuffix("."))
         # Out here the frames of the failed pass are gone, and what they held is free.
         forget()
         draws.restore(device)

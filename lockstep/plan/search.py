@@ -162,7 +162,8 @@ class Advice:
     def effect(self, before: RunPlan) -> str:
         gib = (self.plan.worst.reserved - before.worst.reserved) / 2**30
         time = self.plan.time.total / before.time.total - 1
-        return f"{gib:+.3g} GiB, {time:+.0%} time (± {self.plan.errors.time:.0%})"
+        size = f"{gib:+,.0f}" if abs(gib) >= 1000 else f"{gib:+.3g}"
+        return f"{size} GiB, {time:+.0%} time (± {self.plan.errors.time:.0%})"
 
 
 def advise(task: PlanTask, plan: RunPlan) -> list[Advice]:

@@ -164,7 +164,7 @@ def report_failure(run: RunDir, rank: int, error: BaseException, terminal: TextI
             f"; a micro-batch of {tokens:,} tokens was too large: from the last checkpoint on, half of that is tried"
         )
     elif type(error).__name__ == "OutOfMemoryError":  # torch's, by name: the message must not wait for an import
-        message += _explain_out_of_memory(run)
+        message = message.partition(" If reserved but unallocated")[0].removesuffix(".") + _explain_out_of_memory(run)
     if waited_s is not None:
         message = f"rank {rank} waited {waited_s:.0f} s on the other ranks"
     elif num_ranks > 1 and any(text in str(error) for text in _LOST):

@@ -323,9 +323,15 @@ def test_out_of_memory_says_what_was_planned(folder: Path, tmp_path: Path) -> No
     run.write_status(planned={**planned, "largest_gib": {"activations: mlp": 12.345, "optimizer": 9.0}})
     said = tmp_path / "said"
     with said.open("w") as terminal:
-        report_failure(run, 0, torch.OutOfMemoryError("CUDA out of memory"), terminal)
+        error = (
+            "CUDA out of memory. 1.0 GiB is free. If reserved but unallocated memory is large try this (https://x.org)"
+        )
+        report_failure(run, 0, torch.OutOfMemoryError(error), terminal)
     for message in (run.status()["error"], said.read_text()):
-        assert "the plan was 30 GiB ± 4%, most of it for activations: mlp 12.3, optimizer 9. Lower" in message
+        assert (
+            "CUDA out of memory. 1.0 GiB is free; the plan was 30 GiB ± 4%, most of it for activations: mlp" in message
+        )
+        assert "mlp 12.3, optimizer 9. Lower" in message
         assert "batch.micro_batch_tokens" in message
 
 

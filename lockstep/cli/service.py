@@ -13,7 +13,7 @@ from lockstep.cli.display import make_console, runs_table
 from lockstep.cli.options import Config, Json, Overrides, app, echo, echo_json, load_settings
 
 if TYPE_CHECKING:
-    from lockstep.service.client import Client
+    pass
 
 Server = Annotated[
     str | None, typer.Option("--server", metavar="URL", help="Default: $LOCKSTEP_SERVER, or http://127.0.0.1:8322.")
@@ -111,18 +111,14 @@ def logs(
         for text in client.logs(job, follow=follow, tail=tail, rank=rank):
             echo(text, nl=False, keep="\r")  # progress bars go back to the beginning of their line
             last = (last + text)[-_END_OF_LOG:]
+        ended = client.job(job)
+        reason = ended.reason.partition("\n")[0]
+        if reason in last:
+            reason = ""  # otherwise it is what happened before, or to, the process whose log this is
+        if follow or reason:
+            echo(f"{ended.id} {ended.state}" + (f": {reason}" if reason else ""), err=True)
         if follow:
-            raise typer.Exit(_print_end(client, job))
-        reason = client.job(job).reason.partition("\n")[0]
-        if reason and reason not in last:  # such as what happened before, or to, the process whose log it is
-            _print_end(client, job)
-
-
-def _print_end(client: Client, job_id: str) -> int:
-    """The exit code of the job: 0 completed, 1 otherwise."""
-    job = client.job(job_id)
-    echo(f"{job.id} {job.state}" + (f": {job.reason.splitlines()[0]}" if job.reason else ""), err=True)
-    return 0 if job.state == "completed" else 1
+            raise typer.Exit(0 if ended.state == "completed" else 1)
 
 
 @app.command()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
+from lockstep.cli import app
 from lockstep.service import client as client_module
 from lockstep.service.client import Client, ServiceFault
 
@@ -105,3 +108,22 @@ def test_the_token_goes_into_the_header_and_nowhere_else() -> None:
     assert seen[0].headers["authorization"] == "Bearer secret"
     assert seen[0].read() == b'{"prompt": "a"}\n{"prompt": "b"}\n'
     assert "secret" not in f"{seen[0].url}{caught.value}"
+
+
+@pytest.mark.parametrize(
+    ("options", "log", "err", "code"),
+    [
+        ([], "step 1\n", "one failed: the disk is full\n", 0),
+        ([], "Traceback\nerror: rank 0: the disk is full\n", "", 0),
+        (["-f"], "step 1\n", "one failed: the disk is full\n", 1),
+        (["-f"], "Traceback\nerror: rank 0: the disk is full\n", "one failed\n", 1),
+    ],
+)
+def test_why_a_job_failed_is_said_below_its_log_and_once(
+    options: list[str], log: str, err: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = SimpleNamespace(id="one", state="failed", reason="the disk is full\nTraceback")
+    monkeypatch.setattr(Client, "logs", lambda *_, **__: iter([log]))
+    monkeypatch.setattr(Client, "job", lambda *_: failed)
+    result = CliRunner().invoke(app, ["logs", "one", *options, "--server", "http://service"])
+    assert (result.stdout, result.stderr, result.exit_code) == (log, err, code)

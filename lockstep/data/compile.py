@@ -146,6 +146,7 @@ def _count(counts: FileReport, encoded: Encoded, origin: str) -> bool:
     counts.num_unclosed += encoded.num_unclosed
     counts.num_unprompted += encoded.num_unprompted
     counts.holds_special += encoded.holds_special
+    counts.num_unwritten += encoded.unwritten
     counts.num_images += len(datum.images)
     return True
 

@@ -80,8 +80,9 @@ class Encoded:
 
     `num_uncut` counts tokens before cutting: of the prompt and the longest answer. `retokenised`: some text was
     tokenised in pieces. `num_unclosed` answers end without an end-of-turn token; `num_unprompted` do not start with the
-    whole generation prompt. `holds_special`: a special token is written out in a message. Equal keys mean equal tokens
-    before cutting; a row without a prompt has its row_key as prompt_key.
+    whole generation prompt. `holds_special`: a special token is written out in a message. `unwritten`: the row has
+    parts that the template knows nothing of. Equal keys mean equal tokens before cutting; a row without a prompt has
+    its row_key as prompt_key.
     """
 
     datum: Datum | None
@@ -92,6 +93,7 @@ class Encoded:
     num_unclosed: int
     num_unprompted: int
     holds_special: bool
+    unwritten: bool
     prompt_key: int
     row_key: int
 
@@ -199,6 +201,7 @@ class Encoder:
             num_unclosed=sum(m.num_unclosed for m in masked),
             num_unprompted=sum(variant.num_unprompted for variant in row.variants),
             holds_special=any(map(self._special_text.search, row.written)),
+            unwritten=row.unwritten,
             prompt_key=prompt_key if row.has_prompt else row_key,
             row_key=row_key,
         )

@@ -263,8 +263,9 @@ class Rendered:
     """A row as text: one variant, or two (chosen, rejected) for a pair.
 
     `plain` text gets its BOS and EOS as token ids; a template writes its own. `has_prompt`: the row has something
-    before the answer. `written` are the strings of the row, without what a template adds. `images` are in the order of
-    their places in the text; their tokens are not counted yet.
+    before the answer. `written` are the strings of the row, without what a template adds. `unwritten`: it has parts
+    that the template knows nothing of. `images` are in the order of their places in the text; their tokens are not
+    counted yet.
     """
 
     origin: str
@@ -274,6 +275,7 @@ class Rendered:
     written: tuple[str, ...]
     label: bool | None = None
     images: tuple[ImageRef, ...] = ()
+    unwritten: bool = False
 
 
 def render(content: Content, template: Template | None) -> Rendered:
@@ -286,6 +288,7 @@ def render(content: Content, template: Template | None) -> Rendered:
             plain=chosen.plain,
             has_prompt=chosen.has_prompt,
             written=chosen.written + rejected.written,
+            unwritten=chosen.unwritten or rejected.unwritten,
         )
     if isinstance(content, Passage):
         return _render_passage(content)
@@ -320,6 +323,26 @@ def _render_conversation(conversation: Conversation, template: Template) -> Rend
         has_prompt=not conversation.whole and any(m["role"] not in ("system", "developer") for m in before),
         written=tuple(_strings(conversation.messages)),
         label=conversation.label,
+        unwritten=_has_unwritten(conversation, template),
+    )
+
+
+def _has_unwritten(conversation: Conversation, template: Template) -> bool:
+    """Whether the row has tools, tool calls or reasoning, and the template does not even name them.
+
+    One that writes messages whole (as JSON, or key by key) needs no names.
+    """
+    source = template.source
+    if "tojson" in source or ".items(" in source:
+        return False
+
+    def has(*names: str) -> bool:
+        return any(message.get(name) for message in conversation.messages for name in names)
+
+    return (
+        (bool(conversation.tools) and "tools" not in source)
+        or (has("tool_calls") and "tool_calls" not in source)
+        or (has(*_REASONING) and not any(name in source for name in _REASONING))
     )
 
 

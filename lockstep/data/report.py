@@ -13,7 +13,7 @@ from lockstep.data.columns import Rows
 _NUM_SHOWN = 5
 _COUNTS = (
     *("num_rows", "num_tokens", "num_supervised", "prompts_cut", "answers_cut", "dropped", "skipped", "left_out"),
-    *("num_retokenised", "num_unclosed", "num_unprompted", "holds_special", "num_images"),
+    *("num_retokenised", "num_unclosed", "num_unprompted", "holds_special", "num_unwritten", "num_images"),
 )
 
 
@@ -24,7 +24,8 @@ class FileReport:
     `dropped` rows were too long, `skipped` ones invalid, `left_out` ones rejected by the converter.
     `num_retokenised` rows had to be tokenised in pieces, cut where an answer starts. `num_unclosed` answers end without
     an end-of-turn token; `num_unprompted` ones do not start with the whole generation prompt. `holds_special` rows have
-    special tokens written out in a message. `longest_row` counts tokens before cutting. `ignored_keys` are unused.
+    special tokens written out in a message, `num_unwritten` ones parts that the template does not write. `longest_row`
+    counts tokens before cutting. `ignored_keys` are unused.
     """
 
     path: str
@@ -43,6 +44,7 @@ class FileReport:
     num_unclosed: int = 0
     num_unprompted: int = 0
     holds_special: int = 0
+    num_unwritten: int = 0
     num_images: int = 0
     longest_row: int = 0
     longest_origin: str = ""
@@ -68,6 +70,8 @@ class FileReport:
             "model will be prompted in a way it has not learned from: check data.template_options",
             "holds_special": "rows have special tokens written out in their messages, which the model would read as "
             "real ones: remove them, or keep them if that is intended",
+            "num_unwritten": "rows have tools, tool calls or reasoning that the chat template does not write, so the "
+            "model never sees them: set data.chat_template to one that does",
         }
         warnings = [
             f"{self.path}: {getattr(self, name):,} {text}" for name, text in sentences.items() if getattr(self, name)

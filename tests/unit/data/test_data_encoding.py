@@ -100,6 +100,24 @@ def test_special_tokens_that_people_write_are_noticed(template: str) -> None:
     assert encode(tokenizer, {"messages": [*chat("q")["messages"], call]}).holds_special
 
 
+@pytest.mark.parametrize(
+    ("part", "tools", "known_by"),
+    [
+        ({"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]}, None, "tool_calls"),
+        ({"reasoning_content": "hm"}, None, "thinking"),
+        ({}, [{"type": "function", "function": {"name": "f"}}], "tools"),
+    ],
+)
+def test_parts_that_a_template_does_not_write_are_noticed(part: dict, tools: list | None, known_by: str) -> None:
+    def is_noticed(template: str, answer: dict, **settings: object) -> bool:
+        messages = [*chat("q")["messages"], {"role": "assistant", "content": "a", **answer}]
+        return encode_content(build_tokenizer(template), read({"messages": messages}, **settings)).unwritten
+
+    assert is_noticed(CHATML, part, tools=tools)
+    assert not is_noticed(CHATML, {"thinking": "", "tool_calls": []})
+    assert not is_noticed(CHATML + "{% if x is defined and x." + known_by + " %}{% endif %}", part, tools=tools)
+
+
 def test_a_second_bos_is_an_error() -> None:
     doubled = build_tokenizer("{{ bos_token }}" + LLAMA3)
     with pytest.raises(DataError, match=r"^f\.jsonl:7: starts with the BOS token twice"):

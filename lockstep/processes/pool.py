@@ -385,7 +385,8 @@ class TaskServer:
             if results and time.monotonic() - began > _TOGETHER_S:
                 break
             if self._progress is not None:
-                os.pwrite(self._progress, _PLACE.pack(int(name)), 0)
+                with contextlib.suppress(OSError):  # the task may have closed descriptors that it does not know
+                    os.pwrite(self._progress, _PLACE.pack(int(name)), 0)
             try:
                 parts[name] = pickle.dumps(self._call(pickle.loads(item)), protocol=5)
                 results.append(name)

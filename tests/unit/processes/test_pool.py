@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -255,3 +257,30 @@ def test_closing_a_pool_ends_every_future() -> None:
     pool.close()
     assert all(future.done() for future in futures)
     assert isinstance(futures[0].exception(), WorkerError)
+
+
+@dataclass(frozen=True)
+class ClosesAll:
+    """Closes what it has not opened, up to the highest number that a process starts with."""
+
+    def prepare(self) -> Callable[[Any], Any]:
+        return self.work
+
+    def work(self, item: Any) -> Any:
+        kept = {0, 1, 2} | {fd for fd in range(3, 64) if is_socket(fd)}
+        for fd in set(range(3, 64)) - kept:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        return item
+
+
+def is_socket(fd: int) -> bool:
+    try:
+        return stat.S_ISSOCK(os.fstat(fd).st_mode)
+    except OSError:
+        return False
+
+
+def test_work_that_closes_descriptors_goes_on() -> None:
+    with WorkerPool("closes", ClosesAll(), 1, timeout_s=60) as pool:
+        assert [future.result() for future in pool.submit_all(range(20))] == list(range(20))

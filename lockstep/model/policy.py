@@ -372,7 +372,7 @@ def attention_problem(causal: PreTrainedModel) -> str:
     """Why attention of ours cannot be its attention, as far as the model's class and settings tell; empty: it may."""
     name = type(causal).__name__
     # Hybrids take it without saying so (transformers 5.22): whether it is right is measured in any case.
-    takes = hasattr(sys.modules[type(causal).__module__], "ALL_ATTENTION_FUNCTIONS")
+    takes = hasattr(sys.modules.get(type(causal).__module__), "ALL_ATTENTION_FUNCTIONS")
     if not takes and not getattr(causal, "_supports_attention_backend", False):
         return f"{name} does not take its attention from transformers' AttentionInterface"
     config = causal.config.get_text_config()

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, TypedDict
 
 import typer
 from rich.console import Console
@@ -68,6 +68,14 @@ def run_demo(directory: Path | None, procs: int = 2) -> int:
     return 0 if learned else 1
 
 
+class AnsweredRow(TypedDict):
+    """A line of what `lockstep generate` writes, as far as it is shown."""
+
+    prompt: str
+    completion: str
+    finish_reason: str
+
+
 def _find_examples() -> tuple[Path, Path]:
     config, prompts = _EXAMPLES / "sft.yaml", _EXAMPLES / "data" / "short_answers_prompts.txt"
     for file in (config, prompts):
@@ -78,7 +86,7 @@ def _find_examples() -> tuple[Path, Path]:
 
 def _show(
     console: Console, run: RunDir, config: Path, prompts: Path, procs: int
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+) -> tuple[list[AnsweredRow], list[AnsweredRow]]:
     """Generate, train, generate: the answers of before and after."""
     from lockstep.model.smollm2 import obtain
 
@@ -128,11 +136,11 @@ def run_command(console: Console, arguments: Sequence[str]) -> None:
         raise CommandFailed(process.returncode if process.returncode > 0 else 128 - process.returncode)
 
 
-def _read_answers(path: Path) -> list[dict[str, Any]]:
+def _read_answers(path: Path) -> list[AnsweredRow]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def _compare(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> Table:
+def _compare(before: Sequence[AnsweredRow], after: Sequence[AnsweredRow]) -> Table:
     table = Table(show_lines=True, header_style="bold", title="questions that are not in the training data")
     table.add_column("question", ratio=2)
     table.add_column("before", ratio=4, style="dim")
@@ -142,7 +150,7 @@ def _compare(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) 
     return table
 
 
-def _answer(row: dict[str, Any]) -> Text:
+def _answer(row: AnsweredRow) -> Text:
     text = Text(row["completion"].strip() + (" …" if row["finish_reason"] == "length" else ""))
     text.highlight_words([HABIT], style="bold green")
     return text
@@ -157,8 +165,8 @@ def has_habit(answer: str) -> bool:
 def _summarise(
     console: Console,
     run: RunDir,
-    before: Sequence[dict[str, Any]],
-    after: Sequence[dict[str, Any]],
+    before: Sequence[AnsweredRow],
+    after: Sequence[AnsweredRow],
     seconds: float,
 ) -> bool:
     """Print the results, where they are and what to do next. False if no answer shows the habit."""

@@ -17,17 +17,17 @@ import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from lockstep.processes.frames import FrameError, Request, pack_result, read_frame, receive_into, send_all
 from lockstep.processes.tree import die_with_parent
-from lockstep.processes.worker import Reply
+from lockstep.processes.worker import Body, Reply
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Result = Reply | dict[str, Any] | None
-Method = Callable[[dict[str, Any], "dict[str, Tensor]"], "Result | Future[Reply]"]
+Result = Reply | Body | None
+Method = Callable[[Body, "dict[str, Tensor]"], "Result | Future[Reply]"]
 
 
 class Handler(Protocol):
@@ -73,7 +73,7 @@ class Serving:
         self._ending = True
         self._inbox.put(None)
 
-    def run(self, entry: str, settings: dict[str, Any]) -> None:
+    def run(self, entry: str, settings: Body) -> None:
         """Make the handler, then serve until the end. If it cannot be made, every request fails with the reason."""
         try:
             handler = load_entry(entry)(settings)
@@ -133,13 +133,13 @@ def _result_of(future: Future[Reply]) -> Reply | BaseException:
 def load_entry(entry: str) -> Callable[[dict[str, object]], Handler]:
     module, _, name = entry.partition(":")
     try:
-        start: Callable[[dict[str, Any]], Handler] = getattr(importlib.import_module(module), name)
+        start: Callable[[Body], Handler] = getattr(importlib.import_module(module), name)
     except AttributeError:
         raise ValueError(f"{module} has no {name!r}: an entry is written as package.module:function") from None
     return start
 
 
-def serve_until_end(serving: Serving, entry: str, settings: dict[str, Any]) -> None:
+def serve_until_end(serving: Serving, entry: str, settings: Body) -> None:
     """Returns after an orderly end; whatever else happens ends the process."""
     try:
         serving.run(entry, settings)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lockstep.processes.worker import Reply, WorkerFailed
+from lockstep.processes.worker import Body, Reply, WorkerFailed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -200,7 +200,7 @@ def _check(name: str, tensor: Tensor) -> None:
 class Request:
     number: int
     method: str
-    body: dict[str, Any]
+    body: Body
     tensors: dict[str, Tensor]
 
     @classmethod
@@ -218,8 +218,8 @@ def pack_message(header: Mapping[str, Any], tensors: Mapping[str, Tensor] | None
     return pack({**header, "tensors": described}, [*parts, *raw.values()])
 
 
-def read_body(frame: Frame) -> dict[str, Any]:
-    body: dict[str, Any] = frame.header["body"]
+def read_body(frame: Frame) -> Body:
+    body: Body = frame.header["body"]
     raw = frame.header.get("raw", [])
     return {**body, **dict(zip(raw, frame.parts[len(frame.parts) - len(raw) :]))}
 

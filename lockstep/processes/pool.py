@@ -23,7 +23,7 @@ from lockstep.processes.child import Method
 from lockstep.processes.frames import describe_failure
 from lockstep.processes.local import LocalWorker
 from lockstep.processes.tree import describe_stop, is_stopped
-from lockstep.processes.worker import Reply, WorkerDied, WorkerError, WorkerFailed, WorkerTimedOut
+from lockstep.processes.worker import Body, Reply, WorkerDied, WorkerError, WorkerFailed, WorkerTimedOut
 
 _TOGETHER_S = 0.01  # items that are expected to take no longer than this together are asked for together
 _PLACE = struct.Struct("<I")
@@ -369,14 +369,14 @@ class TaskServer:
 
     def close(self) -> None: ...
 
-    def _prepare(self, body: dict[str, Any], tensors: Mapping[str, object]) -> Reply:
+    def _prepare(self, body: Body, tensors: Mapping[str, object]) -> Reply:
         self._call = pickle.loads(body["task"]).prepare()
         with contextlib.suppress(AttributeError, OSError):  # of Linux alone
             self._progress = os.memfd_create("progress")
             os.pwrite(self._progress, _PLACE.pack(0), 0)
         return Reply({"progress": self._progress})
 
-    def _run(self, body: dict[str, Any], tensors: Mapping[str, object]) -> Reply:
+    def _run(self, body: Body, tensors: Mapping[str, object]) -> Reply:
         """As many of the items as are quick: the owner gives the others to whoever is free."""
         assert self._call is not None, "prepare comes first"
         began, parts = time.monotonic(), dict[str, bytes]()

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,11 +16,15 @@ if TYPE_CHECKING:
 TICK_S = 0.1  # how late a deadline may be noticed
 
 
+Body: TypeAlias = dict[str, Any]
+"""Of a call or its reply: JSON, but that its values may be bytes, which arrive as a memoryview."""
+
+
 @dataclass(frozen=True)
 class Reply:
-    """`body` is JSON, but that its values may be bytes, which arrive as a memoryview. Tensors travel beside it."""
+    """Tensors travel beside the body."""
 
-    body: dict[str, Any] = field(default_factory=dict)
+    body: Body = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
 

@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,17 +23,17 @@ from lockstep.config import LoraConfig, ModelConfig, ParallelConfig
 from lockstep.model.checkpoint_storage import INDEX, PICKLED_INDEX
 from lockstep.model.load import build_model, keep_freed_memory
 from lockstep.processes.child import Method, Result
-from lockstep.processes.worker import Reply
+from lockstep.processes.worker import Body, Reply
 from lockstep.rundir import RunDir, damage
 
 
-def start(settings: dict[str, Any]) -> TrainingRank:
+def start(settings: Body) -> TrainingRank:
     """The entry of every rank. Where the ranks meet comes later, with `build`."""
     return TrainingRank(settings)
 
 
 class TrainingRank:
-    def __init__(self, settings: dict[str, Any]) -> None:
+    def __init__(self, settings: Body) -> None:
         self._settings = settings
         self._backend: TorchBackend | None = None
         self._store: dist.TCPStore | None = None
@@ -62,7 +61,7 @@ class TrainingRank:
 
     # --- beginning and end ------------------------------------------------------------------------------------------
 
-    def meet(self, body: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, object]:
+    def meet(self, body: Body, tensors: dict[str, Tensor]) -> dict[str, object]:
         """The host of this rank; rank 0 also opens the store that all join, on a port that the system chooses."""
         host = "127.0.0.1"
         if self._settings["place"] == "ray":
@@ -73,7 +72,7 @@ class TrainingRank:
             self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
         return {"host": host, "port": self._store.port if self._store else 0}
 
-    def build(self, body: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, object]:
+    def build(self, body: Body, tensors: dict[str, Tensor]) -> dict[str, object]:
         settings = self._settings
         os.environ |= body["environment"] | {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # the store is there already
         parallel = ParallelConfig.model_validate(settings["parallel"])
@@ -105,46 +104,46 @@ class TrainingRank:
             "warnings": [*self._backend.warnings, *self._backend.slow],
         }
 
-    def leave(self, body: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    def leave(self, body: Body, tensors: dict[str, Tensor]) -> None:
         """The last method. All ranks."""
         self._wait_for_save()
         self.backend.close()
 
     # --- the backend's own ------------------------------------------------------------------------------------------
 
-    def forward(self, body: dict[str, Any], tensors: dict[str, Tensor]) -> Reply:
+    def forward(self, body: Body, tensors: dict[str, Tensor]) -> Reply:
         logprobs = self.backend.forward(wire.decode_batch(body["batch"], tensors), reference=body["reference"])
         return Reply(*wire.encode_logprobs(logprobs if self.backend.group.rank == 0 else []))
 
-    def forward_backward(self, body: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, object]:
+    def forward_backward(self, body: Body, tensors: dict[str, Tensor]) -> dict[str, object]:
         batch = wire.decode_batch(body["batch"], tensors)
         return wire.encode_loss_result(self.backend.forward_backward(batch, wire.decode_loss(body["loss"])))
 
-    def optim_step(self, body: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, object]:
+    def optim_step(self, body: Body, tensors: dict[str, Tensor]) -> dict[str, object]:
         return wire.encode_optim_result(self.backend.optim_step(wire.read_step(body)))
 
-    def mix_reference(self, body: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    def mix_reference(self, body: Body, tensors: dict[str, Tensor]) -> None:
         self.backend.mix_reference(body["share"])
 
-    def save_state(self, body: dict[str, Any], tensors: dict[str, Tensor]) -> Future[Reply]:
+    def save_state(self, body: Body, tensors: dict[str, Tensor]) -> Future[Reply]:
         self._wait_for_save()
         return self._write(Path(body["path"]), lambda: Reply())
 
-    def load_state(self, body: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    def load_state(self, body: Body, tensors: dict[str, Tensor]) -> None:
         self._wait_for_save()
         path = Path(body["path"])
         if not any((path / name).is_file() for name in (INDEX, PICKLED_INDEX)):
             raise ValueError(f"{path} holds no saved state")
         self.backend.load_state(path, with_optimizer=body["with_optimizer"])
 
-    def export_weights(self, body: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    def export_weights(self, body: Body, tensors: dict[str, Tensor]) -> None:
         path = Path(body["path"])
         path.parent.mkdir(parents=True, exist_ok=True)
         self.backend.export_weights(path)
 
     # --- checkpoints under a name -----------------------------------------------------------------------------------
 
-    def save(self, body: dict[str, Any], tensors: dict[str, Tensor]) -> Future[Reply]:
+    def save(self, body: Body, tensors: dict[str, Tensor]) -> Future[Reply]:
         """Committed by rank 0 when every rank's part is on disk; the previous one is deleted afterwards."""
         self._wait_for_save()
         run, group = self._named(body["name"]), self.backend.group
@@ -161,7 +160,7 @@ class TrainingRank:
 
         return self._write(run.begin_checkpoint(number), commit)
 
-    def load(self, body: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    def load(self, body: Body, tensors: dict[str, Tensor]) -> None:
         self._wait_for_save()
         group, name = self.backend.group, body["name"]
         path, problem = group.broadcast_object(self._find(name) if group.rank == 0 else None)
@@ -217,7 +216,7 @@ def _with_mistakes(method: Method) -> Method:
     """A user's mistake comes back as an answer: the service goes on if all ranks agree on it."""
 
     @functools.wraps(method)
-    def call(body: dict[str, Any], tensors: dict[str, Tensor]) -> Result | Future[Reply]:
+    def call(body: Body, tensors: dict[str, Tensor]) -> Result | Future[Reply]:
         try:
             return method(body, tensors)
         except ValueError as error:

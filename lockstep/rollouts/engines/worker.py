@@ -16,13 +16,12 @@ from torch import Tensor
 from lockstep.config import LoraConfig, ModelConfig, RunConfig
 from lockstep.inference.continuous_engine import ContinuousEngine, SampleCall
 from lockstep.inference.engine import LocalEngine, load_engine
-from lockstep.processes.worker import Reply
+from lockstep.processes.worker import Body, Reply
 from lockstep.rollouts.engines.publishing import Manifest, WeightReceiver
 from lockstep.rollouts.episode import as_bytes, as_text
 from lockstep.types import PartialCompletion, PartialCompletions, Prompt, SamplingParams, TextCompletion
 
 ENTRY = "lockstep.rollouts.engines.worker:start"
-Body = dict[str, Any]
 Tensors = dict[str, Tensor]
 Method = Callable[[Body, Tensors], Any]
 

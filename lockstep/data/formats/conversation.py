@@ -217,11 +217,20 @@ def turn_style(turns: object, names: TurnNames) -> str | None:
     return "sharegpt" if "from" in turn else None
 
 
+def _parse_turns(origin: str, key: str, text: str) -> object:
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise DataError(f"{origin}: {key!r} is a string and not JSON ({error}): write an array of messages") from error
+
+
 def read_turns(
     row: Row, key: str, names: TurnNames, *, may_be_empty: bool = False, sees: bool = False
 ) -> tuple[Message, ...]:
-    """`sees`: messages may have images, as parts of their content."""
+    """`sees`: messages may have images, as parts of their content. A table without arrays (CSV) has JSON text."""
     turns = row.fields[key]
+    if isinstance(turns, str) and turns.lstrip().startswith("["):
+        turns = _parse_turns(row.origin, key, turns)
     if not isinstance(turns, list):
         raise DataError(f"{row.origin}: {key!r} is {json_type(turns)}: it must be an array of messages")
     if not turns and not may_be_empty:

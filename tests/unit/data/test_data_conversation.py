@@ -55,6 +55,16 @@ def test_learned_turns(train_on: str, learned: tuple[int, ...]) -> None:
     assert content.whole is (train_on == "all")
 
 
+@pytest.mark.parametrize("key", ["messages", "conversations"])
+def test_messages_of_a_table_without_arrays_are_json_text(key: str) -> None:
+    turns = (
+        [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+        if key == "conversations"
+        else [USER, ASSISTANT]
+    )
+    assert converse({key: json.dumps(turns, indent=1)}) == converse({key: turns})
+
+
 def test_two_answers_in_a_row_and_a_question_at_the_end() -> None:
     assert converse({"messages": [USER, ASSISTANT, ASSISTANT, USER]}).learned == (1, 2)
 
@@ -245,6 +255,7 @@ def test_both_styles_read_the_same(turns: list[dict[str, Any]], answer: dict[str
     ("turns", "words"),
     [
         ("hello", "'messages' is a string: it must be an array of messages"),
+        ("[{'role': 'user'}]", "'messages' is a string and not JSON ("),
         ([], "'messages' is empty"),
         (["hello"], "message 1 of 'messages' is a string"),
         ([USER, None], "message 2 of 'messages' is null"),

@@ -7,7 +7,7 @@ layer's state is the tensors that it gives its cache, with a row for each slot. 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -139,6 +139,33 @@ class _Rows:
         return cls(positions, length, index.clamp(min=0), (index >= 0).to(torch.int64))
 
 
+class _Layers(list[Any]):
+    """Of a SlotCache: empty, but models of older transformers read states there: `cache.layers[3].conv_states[0]`."""
+
+    def __init__(self, cache: SlotCache) -> None:
+        super().__init__()
+        self._cache = cache
+
+    def __getitem__(self, layer: Any) -> Any:
+        return _LayerStates(self._cache, layer)
+
+
+class _LayerStates:
+    record_past = False
+
+    def __init__(self, cache: SlotCache, layer: int) -> None:
+        self.conv_states = _ByNumber(cache.get_conv_state, layer)
+        self.recurrent_states = _ByNumber(cache.get_recurrent_state, layer)
+
+
+class _ByNumber:
+    def __init__(self, read: Callable[[int, int], Tensor | None], layer: int) -> None:
+        self._read, self._layer = read, layer
+
+    def __getitem__(self, number: int) -> Tensor | None:
+        return self._read(self._layer, number)
+
+
 class SlotCache(Cache):
     """What a model is given as its cache: in a pass over one sequence from its beginning, or over rows.
 
@@ -149,6 +176,7 @@ class SlotCache(Cache):
     def __init__(self, *, keeps_keys: bool) -> None:
         super().__init__(layer_class_to_replicate=DynamicLayer)
         self.keeps_keys = keeps_keys
+        self.layers = _Layers(self)
         self.shapes: dict[StateName, StateShape] = {}
         self.tensors: SlotTensors | None = None
         self._slot: int | None = None

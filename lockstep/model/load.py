@@ -99,10 +99,18 @@ def load_causal_lm(config: ModelConfig, dtype: torch.dtype, *, with_weights: boo
             model.tie_weights()  # skipped together with the initialisation
             _read_generation_config(config, model)
     settle_vision(model, config.vision)
+    _keep_score_cap(model)
     compute_experts_exactly(model, dtype)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # GGUF weights are unpacked; an export could not be loaded with it
     return model
+
+
+def _keep_score_cap(model: PreTrainedModel) -> None:
+    """transformers 5.17 leaves the cap of Gemma 2's scores out of `sdpa` without a word; newer ones choose another."""
+    text = model.config.get_text_config()
+    if getattr(text, "attn_logit_softcapping", None) is not None and text._attn_implementation == "sdpa":
+        model.set_attn_implementation("eager")
 
 
 def check_trainable(config: ModelConfig) -> None:

@@ -290,3 +290,18 @@ def test_fp64_is_float64_from_end_to_end(tmp_path: Path) -> None:
     for norm in norms:
         plain = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + 1e-6) * norm.weight
         torch.testing.assert_close(norm(hidden), plain, rtol=1e-13, atol=1e-13)
+
+
+def test_scores_of_gemma2_are_capped_with_every_transformers(tmp_path):
+    """5.17 leaves the cap out of its default attention."""
+    folder = tmp_path / "gemma2"
+    make_model("gemma2", lora=False).save_pretrained(folder)
+
+    def logits(cap: float) -> torch.Tensor:
+        settings = json.loads((folder / "config.json").read_text()) | {"attn_logit_softcapping": cap}
+        (folder / "config.json").write_text(json.dumps(settings))
+        model = load_causal_lm(ModelConfig(path=str(folder)), torch.float64).eval()
+        with torch.no_grad():
+            return model(input_ids=torch.arange(12)[None]).logits
+
+    assert not torch.allclose(logits(50.0), logits(0.01))

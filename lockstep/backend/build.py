@@ -291,7 +291,7 @@ def expect_traffic(
     sizes = measure_sizes(
         built.policy,
         causal,
-        head_dim(causal),
+        _head_dims(causal),
         tensor_plan(built.policy.model) if group.degrees.tensor > 1 else {},
         group.degrees,
         compute_bytes=compute_bytes,
@@ -307,6 +307,13 @@ def expect_traffic(
         stages=built.stages,
         num_stages=built.num_stages,
     )
+
+
+def _head_dims(causal: Any) -> tuple[int, int]:
+    """(of queries and keys, of values): other ones where keys have a part for positions (DeepSeek's)."""
+    config = causal.config.get_text_config()
+    keys = getattr(config, "qk_head_dim", None) or head_dim(causal)
+    return keys, getattr(config, "v_head_dim", None) or keys
 
 
 def find_tied(causal: Any, stages: Collection[int], num_stages: int) -> list[nn.Parameter]:

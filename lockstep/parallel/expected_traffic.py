@@ -43,6 +43,8 @@ class Sizes:
     """Heads x dim of the queries that one rank computes."""
     split_keys: int = 0
     """The same of keys, repeated where ranks outnumber them."""
+    value_share: float = 1.0
+    """The size of a value, and of what is attended, for each number of a key."""
     forward_sums: int = 0
     """Widths summed over the tensor axis in forward, per token."""
     backward_sums: int = 0
@@ -126,7 +128,7 @@ def least_traffic(sizes: Sizes, degrees: Degrees, work: RankWork, *, keep_parame
             traffic["tensor", "all_gather"] = _once(degrees.tensor) * gathered
     if degrees.context > 1:
         # Queries, keys and values go out and what was attended comes back; the gradients the other way.
-        widths = 2 * 2 * (sizes.split_queries + sizes.split_keys) * len(sizes.layers)
+        widths = 2 * (1 + sizes.value_share) * (sizes.split_queries + sizes.split_keys) * len(sizes.layers)
         traffic["context", "all_to_all"] = _once(degrees.context) * work.tokens * widths * sizes.compute_bytes
     if degrees.pipeline > 1:
         traffic["pipeline", "send"] = float(work.tokens * work.stage_sends * sizes.hidden * sizes.compute_bytes)
@@ -344,7 +346,7 @@ def _twice(num_ranks: int) -> float:
 def measure_sizes(
     policy: nn.Module,
     causal: Any,
-    head_dim: int,
+    head_dims: tuple[int, int],
     tensor_plan: Mapping[str, tuple[nn.Module, str]],
     degrees: Degrees,
     *,
@@ -354,9 +356,9 @@ def measure_sizes(
     tied: Iterable[nn.Parameter] = (),
     ends: tuple[bool, bool] = (True, True),
 ) -> Sizes:
-    """What this rank has of a policy that is built around `causal`. `tensor_plan`: name -> (module, style), empty where
-    matrices are not split. `tied`: what this rank's stage shares with another. `ends`: whether it embeds tokens, and
-    whether it has the head."""
+    """What this rank has of a policy that is built around `causal`. `head_dims`: of keys, of values. `tensor_plan`:
+    name -> (module, style), empty where matrices are not split. `tied`: what this rank's stage shares with another.
+    `ends`: whether it embeds tokens, and whether it has the head."""
     config = causal.config.get_text_config()
     apart = [p for p in policy.parameters() if _num_parts(p, "expert") > 1]
     layers = [[p for p in layer.parameters() if p not in set(apart)] for layer in _layers(causal)]
@@ -371,8 +373,9 @@ def measure_sizes(
         tuple(_unit(parameters, compute_bytes, num_shards) for parameters in layers if parameters),
         _unit(rest, compute_bytes, num_shards),
         config.hidden_size,
-        heads * head_dim,
-        keys * head_dim,
+        heads * head_dims[0],
+        keys * head_dims[0],
+        head_dims[1] / head_dims[0],
         **sums,
         experts=_unit(apart, compute_bytes),
         routed=divided.num_layers * divided.top_k,

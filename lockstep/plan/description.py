@@ -179,6 +179,8 @@ class ModelDescription:
     """Axes over which this model cannot be split, and why not."""
     experts: tuple[int, int] = (0, 0)
     """How many a layer has, and how many of them a token chooses."""
+    value_share: float = 1.0
+    """The size of a value for each number of a key."""
     unlike: str = ""
     """What it has that no model had whose plan was compared with a GPU."""
 

@@ -8,7 +8,7 @@ from typing import Any
 from lockstep.config.schema import ConfigError
 from lockstep.plan.description import LayerCosts, LayerKind, ModelDescription
 from lockstep.plan.hardware import GpuCluster
-from lockstep.plan.memory import GIB, RankMemory, plan_memory
+from lockstep.plan.memory import GIB, RankMemory, plan_engine, plan_memory
 from lockstep.plan.time import StepTime, plan_time
 from lockstep.plan.work import Options, RankLayout, StepRows, Workload
 
@@ -47,7 +47,8 @@ def errors_of(model: ModelDescription, cluster: GpuCluster, layout: RankLayout, 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """One configuration on one cluster. `memory`: of each stage of the pipeline axis, the fullest rank."""
+    """One configuration on one cluster. `memory`: of each stage of the pipeline axis, the fullest rank; and of a GPU
+    that samples alone, if there is one."""
 
     model: ModelDescription
     layout: RankLayout
@@ -158,6 +159,8 @@ def estimate(
     work = rows.work(layout, budget, 128 if options.device == "cuda" else 1)
     stages = range(layout.degrees.pipeline)
     memory = tuple(plan_memory(model, layout, work, options, stage=stage) for stage in stages)
+    if rows.sampling is not None and rows.sampling.engines and options.device == "cuda":
+        memory = (*memory, plan_engine(model, rows.sampling))
     time = plan_time(model, layout, work, options, cluster)
     errors = errors_of(model, cluster, layout, options)
     return RunPlan(

@@ -16,7 +16,7 @@ from lockstep.plan.search import PlanTask
 from lockstep.plan.work import Options, RankLayout, Sampling, StepRows
 from lockstep.rundir import write_atomically
 
-_FORMAT = 6  # of descriptions on disk: count up when what is counted changes
+_FORMAT = 7  # of descriptions on disk: count up when what is counted changes
 _UNKNOWN_SOURCE = "no entry in the table of devices: its rates are a guess"
 
 
@@ -157,7 +157,9 @@ def _sampled_rows(config: RunConfig, algorithm: GrpoConfig) -> StepRows:
     kept = algorithm.needs_reference
     kind = "none" if not kept else "adapter_off" if config.lora is not None else "copy"
     has_own_sampler = config.rollouts.engines > 0 or config.rollouts.endpoint is not None
-    sampling = Sampling(prompts * size, prompt, algorithm.max_tokens, prompts, colocated=not has_own_sampler)
+    sampling = Sampling(
+        prompts * size, prompt, algorithm.max_tokens, prompts, not has_own_sampler, config.rollouts.engines
+    )
     return StepRows(
         prompts * length,
         min(length, config.batch.micro_batch_tokens),
@@ -170,9 +172,14 @@ def _sampled_rows(config: RunConfig, algorithm: GrpoConfig) -> StepRows:
         reference_passes=int(kept),
         sampling=sampling,
         steps=config.optim.max_steps,
-        assumed=f"prompts of {prompt} tokens, answers of all {algorithm.max_tokens}"
-        + ("; engines beside the ranks, their memory and their time are not in it" if has_own_sampler else ""),
+        assumed=f"prompts of {prompt} tokens, answers of all {algorithm.max_tokens}" + _beside(config),
     )
+
+
+def _beside(config: RunConfig) -> str:
+    if config.rollouts.engines > 0:
+        return "; engines have GPUs of their own, and their time is not in it"
+    return "; an endpoint samples: its memory and time are not in it" if config.rollouts.endpoint is not None else ""
 
 
 # --- this machine -----------------------------------------------------------------------------------------------------

@@ -7,11 +7,11 @@ and the worst moment is the answer.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lockstep.plan.description import LayerCosts, LayerKind, ModelDescription, ParameterShape
 from lockstep.plan.stages import held_micro_batches, stage_layers, stage_rest
-from lockstep.plan.work import Options, RankLayout, Workload
+from lockstep.plan.work import Options, RankLayout, Sampling, Workload
 
 GIB = 2**30
 # Of CUDA libraries: workspaces of matrix products, and small buffers. Measured: 0.06 to 0.10 GiB.
@@ -135,23 +135,33 @@ def _always(held: _Held, work: Workload, options: Options) -> dict[str, float]:
     if work.reference == "copy":
         parts["frozen copies"] = held.gradients * (1.0 if not offloaded else 0.0)
     if work.sampling is not None and work.sampling.colocated and options.device == "cuda":
-        parts["KV cache and graphs"] = cache_bytes(model, held.layout, work) + _GRAPHS
+        parts["KV cache and graphs"] = cache_bytes(model, held.layout.degrees.tensor, work.sampling) + _GRAPHS
         if not held.layout.degrees.sharded and model.compute_bytes < model.wide_bytes:
             parts["frozen copies"] = parts.get("frozen copies", 0.0) + held.whole_trained * model.compute_bytes
     return parts
 
 
-def cache_bytes(model: ModelDescription, layout: RankLayout, work: Workload) -> float:
-    """Keys and values of all sequences that are decoded at once."""
-    sampling = work.sampling
-    assert sampling is not None
+def plan_engine(model: ModelDescription, sampling: Sampling) -> RankMemory:
+    """Of a GPU that samples alone: all weights as they are computed with, and the cache of its share of sequences."""
+    weights = sum(p.numel * min(p.held_bytes, model.compute_bytes) for p in model.all_parameters())
+    mine = replace(sampling, sequences=-(-sampling.sequences // max(sampling.engines, 1)))
+    parts = {
+        "weights": float(weights),
+        "KV cache and graphs": cache_bytes(model, 1, mine) + _GRAPHS,
+        "other buffers": model.buffers + _LIBRARIES,
+    }
+    return RankMemory("a GPU of an engine", "sampling", parts, 0.015 * sum(parts.values()))
+
+
+def cache_bytes(model: ModelDescription, tensor: int, sampling: Sampling) -> float:
+    """Keys and values of all sequences that are decoded at once, on one of `tensor` ranks."""
     length = -(-(sampling.prompt_tokens + sampling.new_tokens) // 64) * 64
     for_token = 0.0
     for number in model.layers:
         attention = model.kinds[number].attention
         if attention is not None:
             _, key_heads, size, _ = attention
-            for_token += 2 * key_heads * size * model.compute_bytes / layout.degrees.tensor
+            for_token += 2 * key_heads * size * model.compute_bytes / tensor
     return min(sampling.sequences, 256) * length * for_token
 
 

@@ -82,9 +82,16 @@ def describe_model(config: RunConfig, precision: str, *, compiled: bool) -> Mode
         rest_saved=rest_saved,
         rest_operations=rest_operations,
         refuses=_refused_axes(policy, calls),
+        value_share=_value_share(text),
         unlike=_find_unlike(policy),
         experts=(policy.routers.num_experts, policy.routers.top_k) if policy.routers else (0, 0),
     )
+
+
+def _value_share(config: Any) -> float:
+    """As backend/build.py measures it."""
+    value, key = (getattr(config, name, None) for name in ("v_head_dim", "qk_head_dim"))
+    return value / key if value and key else 1.0
 
 
 def _find_unlike(policy: Policy) -> str:

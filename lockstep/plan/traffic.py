@@ -88,6 +88,7 @@ def rank_sizes(model: ModelDescription, layout: RankLayout, stage: int = 0, plac
         model.hidden,
         heads // tensor[1] * size,
         (heads // tensor[1] if keys % layout.degrees.context else keys) * size,
+        value_share=model.value_share,
         forward_sums=sums.get("forward_sums", 0),
         backward_sums=sums.get("backward_sums", 0),
         gathers=sums.get("gathers", 0),

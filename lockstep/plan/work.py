@@ -53,6 +53,8 @@ class Sampling:
     prompts: int
     colocated: bool = True
     """By the model in training; otherwise by an engine of its own."""
+    engines: int = 0
+    """That have GPUs of their own."""
 
 
 @dataclass(frozen=True)

@@ -247,6 +247,17 @@ def test_sampling_takes_memory_and_time(folder: Path) -> None:
     plan = task_of(config, cluster, assumed_rows(config)).plan(layout_of(config, cluster))
     assert plan.worst.parts["KV cache and graphs"] > 0
     assert plan.time.parts["sampling"] > 0
+    apart = config_of(folder, algorithm=grpo, batch={"samples": 8}, rollouts={"engines": 2})
+    divided = task_of(apart, cluster, assumed_rows(apart)).plan(layout_of(apart, cluster))
+    assert "sampling" not in divided.time.parts
+    assert "KV cache and graphs" not in divided.memory[0].parts
+    engine = divided.memory[-1]
+    assert engine.rank == "a GPU of an engine"
+    assert engine.parts["weights"] == 2 * divided.model.parameters
+    length = -(-(112 + 128) // 64) * 64  # of a prompt and its answer, in whole blocks
+    cache = 8 * 8 // 2 * length * 4 * 2 * 2 * 16 * 2  # sequences, tokens, layers, keys and values, heads, size, bytes
+    assert engine.parts["KV cache and graphs"] == pytest.approx(cache + 0.07 * 2**30)
+    assert "engines have GPUs of their own" in divided.assumed
 
 
 def test_a_description_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

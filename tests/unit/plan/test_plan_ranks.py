@@ -95,6 +95,7 @@ def test_a_plan_knows_what_ranks_with_a_part_of_the_experts_hold_and_send(tmp_pa
 EVERY = [
     *(("mixtral", False, name, *layout) for name, layout in MIXTURE_LAYOUTS.items()),
     *(("qwen3_moe", True, name, *layout) for name, layout in MIXTURE_LAYOUTS.items()),
+    *(("deepseek_v3", False, name, *MIXTURE_LAYOUTS[name]) for name in ("context-2", "expert-2-context-2")),
     *(("qwen3", False, name, *layout) for name, layout in DENSE_LAYOUTS.items() if layout[0] > 1),
     *(("llama", True, name, *layout) for name, layout in DENSE_LAYOUTS.items() if layout[0] > 1),
 ]

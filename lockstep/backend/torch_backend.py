@@ -241,22 +241,7 @@ class TorchBackend:
             self._staging.reserve(lambda: state.expect_sizes(self.parameters()))
         sums = torch.zeros(len(names), dtype=torch.float64, device=self.device)
         with self._in_fixed_order(), self.traffic.counting():
-            reference = self._reference_logprobs(rank_batch) if lacks_reference(loss, batch) else None
-            num_parts = self.group.degrees.context
-            counts_first = self._counts_first(rank_batch, loss, num_parts)
-            with self.balance.counting_pass() if counts_first else contextlib.nullcontext():
-                micro_batches, pass_loss, known = loss_step.plan_passes(
-                    rank_batch,
-                    loss,
-                    reference,
-                    lambda facts: self._logprobs(rank_batch, facts=facts),
-                    self.group,
-                    num_parts,
-                )
-                if counts_first and known is None:
-                    self._logprobs(rank_batch)
-            with self.balance.training_passes(self._loss_scale):
-                passes = self._passes(micro_batches, pass_loss)
+            passes, known = self._compute_passes(rank_batch, loss)
             if known is None:
                 for metrics, _ in passes:
                     sums += loss_step.stack(metrics, names) * self.group.counts
@@ -280,6 +265,27 @@ class TorchBackend:
 
         plan = rank_batch.plan
         return LossResult(read, num_tokens=plan.num_tokens, num_supervised=plan.num_targets, deferred=numbers.deferred)
+
+    def _compute_passes(
+        self, rank_batch: RankBatch, loss: LossSpec
+    ) -> tuple[list[tuple[dict[str, Tensor], Tensor]], dict[str, Tensor] | None]:
+        """((metrics, log-probs) of each pass, with their gradients; metrics where the whole batch gave them)."""
+        reference = self._reference_logprobs(rank_batch) if lacks_reference(loss, rank_batch.batch) else None
+        num_parts = self.group.degrees.context
+        counts_first = self._counts_first(rank_batch, loss, num_parts)
+        with self.balance.counting_pass() if counts_first else contextlib.nullcontext():
+            micro_batches, pass_loss, known = loss_step.plan_passes(
+                rank_batch,
+                loss,
+                reference,
+                lambda facts: self._logprobs(rank_batch, facts=facts),
+                self.group,
+                num_parts,
+            )
+            if counts_first and known is None:
+                self._logprobs(rank_batch)
+        with self.balance.training_passes(self._loss_scale):
+            return self._passes(micro_batches, pass_loss), known
 
     def optim_step(self, step: OptimStep) -> OptimResult:
         parameters = self._trained

@@ -165,7 +165,9 @@ def plot(
 @app.command()
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
-    to: Annotated[Path | None, typer.Option(help="Where to write. Default: inside the run directory.")] = None,
+    to: Annotated[
+        Path | None, typer.Option("--to", "--out", help="Where to write. Default: inside the run directory.")
+    ] = None,
     adapter: Annotated[
         bool, typer.Option("--adapter", help="Only the LoRA adapter, not merged into the model.")
     ] = False,

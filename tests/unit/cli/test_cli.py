@@ -184,6 +184,7 @@ def test_the_default_file_and_overrides_alone(folder: Path) -> None:
         (["train", "--resume", "nothing"], "nothing is not a run directory"),
         (["runs", "nothing"], "there is no folder nothing"),
         (["plot", "nothing"], "nothing is not a run directory"),
+        (["export", "nothing", "--out", "x"], "nothing is not a run directory"),
         (["init", "c.yaml"], "c.yaml already exists"),
         (["init", "--algorithm", "magic"], "unknown algorithm 'magic'"),
         (["chat", "./nothing"], "there is no run or model ./nothing"),

@@ -304,7 +304,7 @@ class Policy(nn.Module):
         given = {"position_ids": positions} if self.gives_positions else {}
         return {**given, "use_cache": False, **self._attention_arguments(self._layout(packed), packed.tokens.device)}
 
-    def _attention_arguments(self, layout: attention.PackedLayout, device: torch.device) -> dict[str, Any]:
+    def _attention_arguments(self, layout: attention.PackedLayout, device: torch.device) -> dict[str, object]:
         assert self.packs or len(layout.lengths) == 1, "a model that does not pack takes one document at a time"
         if not self.attends_packed:
             # With a mask, transformers does not look for documents in the positions: parts that attend take one each.
@@ -319,7 +319,7 @@ class Policy(nn.Module):
             return {"packed_layout": layout, **split}
         return {**self._fused_arguments(layout, device), **split}
 
-    def _fused_arguments(self, layout: attention.PackedLayout, device: torch.device) -> dict[str, Any]:
+    def _fused_arguments(self, layout: attention.PackedLayout, device: torch.device) -> dict[str, object]:
         self._met_shared |= bool(layout.shared)
         self._met_unequal |= self._met_shared or len(set(layout.lengths)) > 1
         arguments: dict[str, Any] = {} if self._met_unequal else {"packed_equal_length": layout.lengths[0]}

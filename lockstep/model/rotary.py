@@ -103,7 +103,7 @@ class RotaryByLength:
                 joined.append(span)
         return joined
 
-    def compute(self, module: Any, x: Tensor, positions: Tensor, layer: str | None) -> Any:
+    def compute(self, module: Any, x: Tensor, positions: Tensor, layer: str | None) -> object:
         """What `module` gives for positions [..., T]: tensors [..., T, dim]."""
         rule = _rules_of(module).get(layer)
         if rule is None or (self._spans is None and not self._is_next):

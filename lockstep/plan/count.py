@@ -39,7 +39,7 @@ def window_of(layer: nn.Module) -> int | None:
     return next((int(w) for w in found if w), None)
 
 
-def _attention_of(policy: Policy, layer: nn.Module, query: Tensor | None, key: Tensor | None) -> Any:
+def _attention_of(policy: Policy, layer: nn.Module, query: Tensor | None, key: Tensor | None) -> object:
     """(query heads, key heads, head size, window) as the kernel was called, or None."""
     if query is None or key is None:
         return None
@@ -128,7 +128,7 @@ class OperationCounter(TorchDispatchMode):
         """Where it is a list: of operations whose results selective recomputation keeps."""
         self._seen: set[int] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
         name = func.overloadpacket.__name__
         result = _grouped_result(*args, **(kwargs or {})) if name == "_grouped_mm" else func(*args, **(kwargs or {}))
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -201,7 +201,7 @@ class FusedAttention(TorchFunctionMode):
         super().__init__()
         self._counter = counter
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
         if func is not torch.nn.functional.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         query, key, value = args[:3]

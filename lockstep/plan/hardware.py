@@ -195,7 +195,7 @@ def parse_cluster(text: str, own: Mapping[str, Any] | None = None) -> GpuCluster
     return GpuCluster(devices[name], counts[0], counts[1], networks[network or "ib400"])
 
 
-def read_hardware(path: Path) -> dict[str, Any]:
+def read_hardware(path: Path) -> dict[str, object]:
     """A user's own devices and networks:
 
     devices: {gpu: {memory_gib: 48, product_tflops: 200, memory_gb_per_s: 900, link_gb_per_s: 26}}

@@ -437,7 +437,7 @@ def write_rollouts(folder: Path, state: Mapping[str, object]) -> None:
     (folder / ROLLOUTS_FILE).write_text(text, encoding="utf-8")
 
 
-def read_rollouts(folder: Path) -> dict[str, Any] | None:
+def read_rollouts(folder: Path) -> dict[str, object] | None:
     """None: a checkpoint without rollouts."""
     path = folder / ROLLOUTS_FILE
     return read_json_object(path) if path.exists() else None

@@ -103,7 +103,7 @@ class PlainRouterBiases:
         for name in self._held:
             modules[name.removesuffix(f".{_BIAS}")].register_forward_hook(self._count(name))
 
-    def _count(self, name: str) -> Any:
+    def _count(self, name: str) -> object:
         def hook(_module: nn.Module, _inputs: object, output: tuple[Tensor, ...]) -> None:
             if torch.is_grad_enabled():
                 chosen = next(part for part in output if not part.is_floating_point())

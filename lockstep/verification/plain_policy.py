@@ -180,7 +180,7 @@ def given_experts(model: nn.Module, routing: bytes) -> Iterator[None]:
     every = torch.from_numpy(numbers.astype(np.int64).reshape(-1, written.num_routers, written.top_k))
     left = list(every.unbind(1))
 
-    def topk(scores: Tensor, k: int, *arguments: Any, **options: Any) -> Any:
+    def topk(scores: Tensor, k: int, *arguments: Any, **options: Any) -> object:
         found = honest(scores, k, *arguments, **options)
         if k != written.top_k or scores.shape != (len(every) + 1, written.num_experts):
             return found

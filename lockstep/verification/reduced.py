@@ -148,7 +148,7 @@ def build_plain(config: RunConfig, reduction: Reduction, *, dropout: bool = Fals
     return model
 
 
-def _reduce(architecture: Any, reduction: Reduction, *, dropout: bool = False) -> Any:
+def _reduce(architecture: Any, reduction: Reduction, *, dropout: bool = False) -> object:
     if hasattr(architecture, "quantization_config"):
         del architecture.quantization_config
     text = architecture.get_text_config()

@@ -163,7 +163,7 @@ def make_backend(
 
 def _step(
     backend: TorchBackend, job: LayoutJob, rows: Sequence[Datum], number: int, tensors: dict[str, Tensor]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """One step; its gradients and weights go into `tensors`, whole."""
     batch, loss = _prepare(job, backend, rows)
     logprobs = supervised_logprobs(backend.forward(batch), batch)
@@ -179,7 +179,7 @@ def _step(
 
 def _updates(
     backend: TorchBackend, job: LayoutJob, rows: Sequence[Datum], batch: int, first: int, tensors: dict[str, Tensor]
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """Every update of the loop on sampled answers. Their tensors are numbered from `first` on."""
     recorder = RecordingBackend(backend, lambda kind: _snapshot(backend, kind), job.step, num_before=first)
     updates = []

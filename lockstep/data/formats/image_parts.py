@@ -97,7 +97,7 @@ def _decode(text: str, where: str) -> ImageSource:
 
 def gather_images(
     row: Row, messages: Sequence[Mapping[str, Any]]
-) -> tuple[tuple[Mapping[str, Any], ...], tuple[ImageSource, ...]]:
+) -> tuple[tuple[Mapping[str, object], ...], tuple[ImageSource, ...]]:
     """The messages with IMAGE for each image in their text, and the images in that order.
 
     Those of the row's column stand where messages have an image part without a place of its own, or "<image>"; where

@@ -446,7 +446,7 @@ def reopen(
             raise ConfigError(
                 f"--resume cannot change {key} from {old} to {new}: only parallel.*, launch.*, cluster, "
                 "batch.micro_batch_tokens and the engines of rollouts can change within a run, because they do not "
-                "change its numbers. To go on from its weights in another way, start a run with its export as model.path"
+                "change its numbers. To train its model otherwise, start a run with its export as model.path"
             )
     check_config(after)
     if "launch.device" in changes:

@@ -14,7 +14,6 @@ import logging
 import os
 import re
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -46,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     run.clear_failures(rank)
     try:
         with StopNotice.listening() as notice:
-            _import_loop(run)(run.path, notice.asked)
+            _import_loop()(run.path, notice.asked)
     except BaseException as error:
         if _exit_code(error) == EXIT_INTERRUPTED:
             print(f"rank {rank}: {error}", file=terminal, flush=True)
@@ -61,35 +60,16 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _import_loop(run: RunDir) -> Callable[[Path, Callable[[], bool]], None]:
+def _import_loop() -> Callable[[Path, Callable[[], bool]], None]:
     """What imports make stays until the process ends: to look for garbage in it takes a seventh of their time, and some
     of every later look's."""
     gc.disable()
     try:
-        with contextlib.suppress(Exception):  # what is wrong with it shows again where the loop chooses its device
-            _open_gpu(run)
-        from lockstep.train.run import run as train
+        from lockstep.train.run import run
     finally:
         gc.freeze()
         gc.enable()
-    return train
-
-
-def _open_gpu(run: RunDir) -> None:
-    """The driver takes a second or more to give out a device for the first time: meanwhile Python can import."""
-    device, index = run.config().launch.device, int(os.environ["LOCAL_RANK"])
-    if device == "cpu":
-        return
-    import torch
-
-    if index >= torch.cuda.device_count():  # there may be none at all
-        return
-
-    def begin() -> None:
-        with contextlib.suppress(Exception):
-            torch.ones(1, device=torch.device("cuda", index))
-
-    threading.Thread(target=begin, name="open-gpu", daemon=True).start()
+    return run
 
 
 def _open_run(options: argparse.Namespace, arguments: list[str]) -> tuple[RunDir | None, int]:

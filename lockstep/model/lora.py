@@ -44,7 +44,16 @@ def add_lora(model: nn.Module, config: LoraConfig, vision: str = "auto", *, with
         use_rslora=config.rslora,
         modules_to_save=_modules_to_save(model, config.modules_to_save),
     )
-    adapted = peft.get_peft_model(model, settings, autocast_adapter_dtype=True)
+    try:
+        adapted = peft.get_peft_model(model, settings, autocast_adapter_dtype=True)
+    except ValueError as error:
+        if "No modules were targeted" not in str(error):
+            raise
+        wanted = config.targets if isinstance(config.targets, str) else ", ".join(config.targets)
+        raise ValueError(
+            f"lora.targets {wanted} finds no layer of {type(causal_lm(model)).__name__} that computes text and takes "
+            "an adapter: name layers that it has, or remove lora and train in full"
+        ) from error
     _compute_narrowly(adapted)
     if config.init == "pissa" and with_weights and not next(model.parameters()).is_meta:
         start_from_principal_parts(adapted, torch.device("cuda") if torch.cuda.is_available() else None)

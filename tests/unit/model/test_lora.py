@@ -237,3 +237,12 @@ def test_a_kernel_that_reads_weights_does_not_leave_adapters_out(monkeypatch: py
     assert not calls
     with_adapters.sum().backward()
     assert all(p.grad is not None for name, p in model.named_parameters() if "lora_B" in name)
+
+
+def test_a_model_without_a_layer_for_adapters_is_refused_in_a_sentence() -> None:
+    from equivalence.families import build
+
+    with pytest.raises(
+        ValueError, match=r"^lora.targets all-linear finds no layer of GitForCausalLM that computes text"
+    ):
+        add_lora(build("git"), LoraConfig(rank=2))

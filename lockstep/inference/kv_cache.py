@@ -90,13 +90,17 @@ def cached_attention(
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Keys and values of one token in one attention layer. `plain`: its scores are weights as they are."""
+    """Keys and values of one token in one attention layer. `plain`: its scores are weights as they are.
+
+    `sinks`: some scores are of no token. The kernel computes them, but no whole model with them was tried on a GPU.
+    """
 
     num_heads: int
     key_dim: int
     value_dim: int
     dtype: torch.dtype
     plain: bool = True
+    sinks: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -106,7 +110,8 @@ class LayerShape:
     def suits_kernel(self) -> bool:
         """Whether the kernel for one new token takes it, on a GPU."""
         narrow = self.dtype in (torch.bfloat16, torch.float16, torch.float32)
-        return self.plain and narrow and self.key_dim == self.value_dim <= 256 and find_spec("triton") is not None
+        same_width = self.key_dim == self.value_dim <= 256
+        return narrow and same_width and not self.sinks and find_spec("triton") is not None
 
     def fuses_prefill(self, device: torch.device) -> bool:
         """Whether one kernel attends within all prompts of a pass."""

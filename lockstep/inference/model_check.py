@@ -44,7 +44,8 @@ class ShapePass:
     ) -> Tensor:
         if module in self.shapes:
             raise UnsupportedModelError(f"{type(module).__name__} is used twice for one token")
-        self.shapes[module] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1], key.dtype, scores.are_plain)
+        kinds = (scores.are_plain, scores.sinks is not None)
+        self.shapes[module] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1], key.dtype, *kinds)
         changed: dict[str, Any] = {"softcap": scores.softcap, "s_aux": scores.sinks}
         return packed_attention(
             module,

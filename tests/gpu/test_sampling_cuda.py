@@ -12,6 +12,7 @@ from lockstep.config import LoraConfig
 from lockstep.inference.continuous_engine import ContinuousEngine
 from lockstep.inference.engine import LocalEngine
 from lockstep.inference.token_sampling import random_streams, uniforms
+from lockstep.model.experts import compute_experts_exactly
 from lockstep.model.lora import add_lora
 from lockstep.model.policy import PackedTokens, Policy, decoder_layers
 from lockstep.types import SamplingParams, TextCompletion
@@ -50,6 +51,7 @@ def make_model(family: str = "qwen3", dtype: torch.dtype = torch.bfloat16, devic
         for parameter in model.parameters():
             parameter.mul_(2.0)  # distributions with a shape
     model.generation_config.eos_token_id = None
+    compute_experts_exactly(model, dtype)
     return model.to(device, dtype)
 
 
@@ -60,7 +62,8 @@ def make_prompts() -> list[list[int]]:
 
 def trainer_logprobs(model: Any, prompt: list[int], answer: TextCompletion) -> torch.Tensor:
     policy = Policy(model)
-    policy.use_variable_length(model.device, model.dtype)
+    if model.config.model_type not in ("gemma2", "gpt_oss"):  # whose scores no fused kernel knows
+        policy.use_variable_length(model.device, model.dtype)
     text = torch.tensor([*prompt, *answer.tokens], device=model.device)
     places = torch.arange(len(text), device=model.device)
     at = places[len(prompt) - 1 : -1]
@@ -112,8 +115,7 @@ def test_float64_is_the_trainers_here_too(family: str) -> None:
     [
         ("qwen3", PARAMS),
         ("qwen3", SamplingParams(60, 0.7, 0.9, 1, num_samples=2, top_k=50, min_p=0.01)),
-        ("gemma2", PARAMS),  # caps, sinks, windows
-        ("gpt_oss", PARAMS),
+        ("gemma2", PARAMS),  # caps and windows
     ],
 )
 def test_graphs_give_what_eager_steps_give(family: str, params: SamplingParams) -> None:

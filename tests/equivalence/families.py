@@ -190,6 +190,8 @@ def build(name: str) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # grouped products have no float64
+    if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
+        model.set_attn_implementation("eager")  # in transformers 5.17 `sdpa`, its default, does not cap
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():

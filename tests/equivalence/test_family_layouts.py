@@ -43,10 +43,15 @@ REFUSED = {
 }
 
 
+# Of other versions than the page's, some have no plan.
+_OF_THE_PAGE = f"transformers {transformers.__version__}," in stored_section()
+_EXACT = "^exact$" if _OF_THE_PAGE else r"^exact$|no plan for \w+ parallelism.*: set parallel.\w+ to 1$"
+
+
 def check(layout: str, cells: list[Cell], folder: Path) -> dict[Cell, str]:
     verdicts = {cell: judge(cell, found) for cell, found in run_layout(layout, cells, folder).items()}
     for (family, lora), verdict in verdicts.items():
-        expected = REFUSED.get(layout, {}).get(family, "^exact$")
+        expected = REFUSED.get(layout, {}).get(family, _EXACT)
         assert re.search(expected, verdict), f"{family} {'with LoRA' if lora else 'in full'} on {layout}: {verdict}"
     return verdicts
 
@@ -59,7 +64,7 @@ def test_a_hybrid_without_a_plan_is_cut_into_stages(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_cell_is_the_plain_step_or_a_sentence(layout: str, tmp_path: Path) -> None:
     verdicts = check(layout, CELLS, tmp_path)
-    if f"transformers {transformers.__version__}," in stored_section():
+    if _OF_THE_PAGE:
         assert summarise(verdicts) == stored_column(layout)
 
 

@@ -59,10 +59,10 @@ def mask_leaks_across_ranks() -> None:
 
 def micro_batch_dropped() -> None:
     """The last micro-batch of a rank is forgotten."""
-    from lockstep.backend.torch_backend import TorchBackend
+    from lockstep.backend.rank_batches import RankBatches
 
-    honest = TorchBackend._micro_batches
-    TorchBackend._micro_batches = lambda self, *given: honest(self, *given)[:-1] or honest(self, *given)  # type: ignore
+    honest = RankBatches._micro_batches
+    RankBatches._micro_batches = lambda self, *given: honest(self, *given)[:-1] or honest(self, *given)  # type: ignore
 
 
 def clipped_per_rank() -> None:
@@ -239,14 +239,14 @@ def _reversed(plan: Any) -> Any:
 
 
 def _change_plan(change: Callable[[Any, Any], Any], change_loss: Callable[[Any, Any], Any] | None = None) -> None:
-    from lockstep.backend.torch_backend import TorchBackend
+    from lockstep.backend.rank_batches import RankBatches
 
-    honest = TorchBackend._micro_batches
+    honest = RankBatches._micro_batches
 
-    def micro_batches(self: TorchBackend, plan: Any, batch: Any, loss: Any) -> Any:
+    def micro_batches(self: RankBatches, plan: Any, batch: Any, loss: Any) -> Any:
         return honest(self, change(self, plan), batch, change_loss(plan, loss) if change_loss else loss)
 
-    TorchBackend._micro_batches = micro_batches  # type: ignore[method-assign]
+    RankBatches._micro_batches = micro_batches  # type: ignore[method-assign]
 
 
 def pairs_counted_per_rank() -> None:

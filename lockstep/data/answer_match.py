@@ -12,9 +12,8 @@ NUMBER = re.compile(
     r"(?P<digits>\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)(?P<power>[eE][+-]?\d{1,3}(?!\d))?"
     r"(?:/(?P<below>\d+))?"
 )
-_FIRST = re.compile(
-    r"[-\u2212$€£¥.\d]"
-)  # what a number can begin with: looked for first, which takes a tenth of the time
+# What a number can begin with: looked for first, which takes a tenth of the time.
+_FIRST = re.compile(r"[-\u2212$€£¥.\d]")
 _DATE = re.compile(r"\d+(?:/\d+){2,}")
 _FRACTION_COMMAND = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 _LONGEST_NUMBER = 400  # characters; a model that repeats a digit for ever writes no number

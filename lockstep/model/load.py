@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lockstep.config import ConfigError, LoraConfig, ModelConfig, RunConfig
+from lockstep.config.hub import is_only_here
 from lockstep.model.experts import compute_experts_exactly
 from lockstep.model.float64 import keep_float64
 from lockstep.model.lora import add_lora
@@ -266,6 +267,8 @@ def _source(config: ModelConfig) -> dict[str, Any]:
         return arguments | {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     if config.revision:
         arguments["revision"] = config.revision
+    if is_only_here(config.path):
+        arguments["local_files_only"] = True
     return arguments | {"pretrained_model_name_or_path": config.path}
 
 

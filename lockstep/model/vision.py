@@ -13,6 +13,7 @@ import numpy as np
 from torch import nn
 
 from lockstep.config import ConfigError, ModelConfig
+from lockstep.config.hub import is_only_here
 from lockstep.types import PreparedImage, Tokenizer
 
 if TYPE_CHECKING:
@@ -138,9 +139,9 @@ def load_image_processor(
     from transformers import AutoImageProcessor
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-    source = {"pretrained_model_name_or_path": config.path, "trust_remote_code": config.trust_remote_code}
+    here: dict[str, Any] = {"local_files_only": is_only_here(config.path)}
     if config.revision:
-        source["revision"] = config.revision
+        here["revision"] = config.revision
     token_id = getattr(hf_config, "image_token_id", None) or getattr(hf_config, "image_token_index", None)
     if (
         type(hf_config) not in PROCESSOR_MAPPING
@@ -149,8 +150,10 @@ def load_image_processor(
     ):
         return None
     kind: Any = PROCESSOR_MAPPING[type(hf_config)]
-    options, _ = kind.get_processor_dict(config.path, **({"revision": config.revision} if config.revision else {}))
-    images = AutoImageProcessor.from_pretrained(backend="pil", **source)
+    options, _ = kind.get_processor_dict(config.path, **here)
+    images = AutoImageProcessor.from_pretrained(
+        config.path, backend="pil", trust_remote_code=config.trust_remote_code, **here
+    )
     processor = _build(kind, images, tokenizer, options)
     if not tokenizer.chat_template and processor.chat_template:
         tokenizer.chat_template = processor.chat_template
@@ -190,6 +193,7 @@ def find_file(config: ModelConfig, name: str) -> Path | None:
         config.path,
         name,
         revision=config.revision or "main",
+        local_files_only=is_only_here(config.path),
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_gated_repo=False,
         _raise_exceptions_for_connection_errors=False,

@@ -62,10 +62,18 @@ def _data_layouts(task: PlanTask, tensor: int, context: int, pipeline: int) -> I
         degrees = Degrees(rest // shard, shard, tensor, pipeline, context)
         if degrees.data * task.rows.mean_length > task.rows.step_tokens * 1.01:
             continue  # some ranks would have no row
-        base = RankLayout(degrees, ranks_per_node=task.cluster.per_node)
-        yield base
-        if degrees.sharded and pipeline == 1:
-            yield replace(base, keep_parameters=True)
+        for expert in _expert_degrees(task.model, degrees):
+            base = RankLayout(degrees._replace(expert=expert), ranks_per_node=task.cluster.per_node)
+            yield base
+            if base.degrees.sharded and pipeline == 1:
+                yield replace(base, keep_parameters=True)
+
+
+def _expert_degrees(model: ModelDescription, degrees: Degrees) -> list[int]:
+    """Over how many ranks of the data axes experts can be divided."""
+    num_experts = 1 if "expert" in model.refuses else max(model.experts[0], 1)
+    among = getattr(degrees, degrees.expert_axis)
+    return [1, *(n for n in _divisors(among)[1:] if num_experts % (n * degrees.tensor) == 0)]
 
 
 def _divisors(number: int) -> list[int]:
@@ -103,7 +111,7 @@ def search(task: PlanTask, *, exhaustive: bool = False) -> list[RunPlan]:
 
 def rank_plan(plan: RunPlan) -> tuple[float, int]:
     degrees = plan.layout.degrees
-    axes = sum(size > 1 for size in degrees[:5])
+    axes = sum(size > 1 for size in degrees)
     return plan.time.total * (1 + _ROOM * axes / 5), axes
 
 

@@ -70,6 +70,8 @@ class MemoryDoor:
         """Raises ServiceError for what cannot fit; otherwise what is known of it."""
         if not self._knows or config.launch.device == "cpu" or config.parallel.backend == "deepspeed":
             return UNKNOWN
+        if not config.launch.check_memory:  # nobody need wait for a plan that decides nothing
+            return UNKNOWN
         key = _digest(config)
         with self._lock:
             found = self._kept.get(key)
@@ -81,7 +83,7 @@ class MemoryDoor:
                 self._kept[key] = found
                 while len(self._kept) > _MAX_KEPT:
                     self._kept.popitem(last=False)
-        if found.refused and config.launch.check_memory:
+        if found.refused:
             raise ServiceError(found.refused)
         return found
 

@@ -73,8 +73,8 @@ def test_it_is_asked_once(make_door: Door, tmp_path: Path) -> None:
         with pytest.raises(ServiceError, match="the job cannot fit"):
             door.check(config)
     assert (tmp_path / "asked").read_text() == "--json --no-data --on h100:1x1\n"
-    relaxed = config_for(launch={"check_memory": False})
-    assert door.check(relaxed).refused  # known, and let in
+    assert door.check(config_for(launch={"check_memory": False})) == UNKNOWN  # let in, and nobody waits for a plan
+    assert len((tmp_path / "asked").read_text().splitlines()) == 1
     assert door.check(config_for(launch={"device": "cpu"})) == UNKNOWN
 
 

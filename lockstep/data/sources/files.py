@@ -8,9 +8,6 @@ import hashlib
 import json
 import os
 import re
-import ssl
-import urllib.error
-import urllib.request
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.data import SUFFIXES, SourceConfig, is_local
+from lockstep.config.hub import is_hub_up
 from lockstep.data.sources.json_rows import holds_array, parse_json_line, read_json_array, read_json_lines
 from lockstep.data.sources.rows import DataError, Kind, RawRow, Row, SourceFile
 from lockstep.data.sources.table_rows import count_arrow_rows, read_arrow, read_csv, read_parquet
@@ -217,7 +215,6 @@ def _clear_errors(file: SourceFile) -> Iterator[None]:
 
 
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_ANSWER_TIMEOUT_S = 5.0
 
 
 def find_hub_files(source: SourceConfig) -> list[SourceFile]:
@@ -298,19 +295,6 @@ def _own_files_only(datasets: Any) -> Iterator[None]:
         yield
     finally:
         module.resolve_pattern = resolve
-
-
-def is_hub_up(url: str) -> bool:
-    try:
-        urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=_ANSWER_TIMEOUT_S).close()
-    except urllib.error.HTTPError as error:
-        return error.code < 500  # a proxy, or a Hub in trouble
-    except urllib.error.URLError as error:
-        # Certificates may be set for the library alone.
-        return isinstance(error.reason, ssl.SSLError)
-    except OSError:
-        return False
-    return True
 
 
 def _explain(error: Exception, source: SourceConfig, *, is_reachable: bool) -> str:

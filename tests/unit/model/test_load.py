@@ -194,6 +194,33 @@ def test_folders_with_safetensors_gguf_files_and_hub_names_are_let_through(tmp_p
         check_model_source(ModelConfig(path=str(path)))
 
 
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_hub_that_does_not_answer_is_asked_once(answers, tiny_model, monkeypatch):
+    asked, seen = [], []
+
+    def is_up(url):
+        asked.append(url)
+        return answers
+
+    def refuse(**options):
+        seen.append(options)
+        raise OSError("not in the cache")
+
+    monkeypatch.setenv("HF_ENDPOINT", f"https://hub-{answers}.example")
+    monkeypatch.setattr("lockstep.config.hub.is_hub_up", is_up)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", refuse)
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", refuse)
+    for load_it in (load_tokenizer, load_hf_config):
+        with pytest.raises(ConfigError, match="neither on disk nor could it be fetched from the Hub"):
+            load_it(ModelConfig(path="someone/some-model"))
+    assert len(asked) == 1
+    assert [options.get("local_files_only", False) for options in seen] == [not answers] * 2
+    with pytest.raises(ConfigError, match="not in the cache"):
+        load_tokenizer(ModelConfig(path=str(tiny_model)))
+    assert len(asked) == 1
+    assert "local_files_only" not in seen[2]
+
+
 # --- skeletons ------------------------------------------------------------------------------------------------------
 
 

@@ -22,7 +22,7 @@ from lockstep.plan.estimate import check_layout, with_divided_experts
 from lockstep.plan.from_config import TextLengths, measured_rows
 from lockstep.plan.hardware import parse_cluster
 from lockstep.plan.memory import persistent_bytes, plan_memory
-from lockstep.plan.search import PlanTask
+from lockstep.plan.search import PlanTask, legal_layouts, search
 from lockstep.plan.trace import describe_model
 from lockstep.plan.traffic import rank_sizes
 from lockstep.plan.work import Options, RankLayout, StepRows
@@ -203,9 +203,16 @@ def test_divided_experts_in_a_plan(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=error):
             check_layout(model, RankLayout(degrees), parse_cluster(f"h100:{degrees.num_ranks}"))
+    found = {plan.layout.degrees for plan in search(task)}
+    assert {Degrees(shard=4, expert=n) for n in (1, 2, 4)} <= found
+    assert {Degrees(replicate=4, expert=2), Degrees(shard=2, tensor=2, expert=2)} <= found
+    for degrees in found:  # as a configuration has it
+        assert ParallelConfig(**degrees._asdict()).degrees(4) == degrees
 
 
 def test_a_model_without_experts_has_none_to_divide(tmp_path: Path) -> None:
     model = describe_model(config_of(DENSE, tmp_path, 1, {}, {}), "bf16", compiled=False)
     with pytest.raises(ConfigError, match=r"has no experts in stacked matrices .*: set parallel.expert to 1"):
         check_layout(model, RankLayout(Degrees(shard=2, expert=2)), parse_cluster("h100:2"))
+    task = PlanTask(model, StepRows(64 * 512, 512, 512.0), Options(), parse_cluster("h100:2"), 4096)
+    assert {layout.degrees.expert for layout in legal_layouts(task)} == {1}

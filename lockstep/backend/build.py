@@ -124,7 +124,9 @@ def build_policy(
         _distribute_weights(policy, weights, group)
     module: nn.Module = policy
     if group.degrees.replicate > 1 and not group.degrees.sharded:
-        module = replicate(policy, group.device, parallel.compression, find_idle(policy, group.device, compute_dtype))
+        # As rank 0 finds them: a router that rounds otherwise on another device would give ranks buckets that differ.
+        idle = group.broadcast_object(find_idle(policy, group.device, compute_dtype) if group.rank == 0 else None)
+        module = replicate(policy, group.device, parallel.compression, idle)
     warnings = tuple(_describe(policy, coverage, unquantised, group.device))
     return Built(policy.train(), module, stages, num_stages, parts, warnings, eager, routing)
 

@@ -100,8 +100,7 @@ class VisionProcessor:
 
     def __init__(self, processor: Any, token_id: int) -> None:
         self._processor = processor
-        defaults = getattr(processor, "valid_processor_kwargs", None)
-        self._options: dict[str, Any] = dict((getattr(defaults, "_defaults", None) or {}).get("images_kwargs", {}))
+        self._options = _image_options(processor)
         self.placeholder: str = processor.image_token
         self.token_id = token_id
         described = {"images": processor.image_processor.to_dict(), "options": self._options}
@@ -116,6 +115,13 @@ class VisionProcessor:
         ids = self._processor.tokenizer(text, add_special_tokens=False)["input_ids"]
         kept = {key: value for key, value in inputs.items() if value is not None}
         return PreparedImage(kept, text, list(ids).count(self.token_id), image.size)
+
+
+def _image_options(processor: Any) -> dict[str, Any]:
+    """What the processor itself gives its image processor: its own attribute since transformers 5.23, before that the
+    defaults of its class of options."""
+    defaults = getattr(getattr(processor, "valid_processor_kwargs", None), "_defaults", None) or {}
+    return {**getattr(processor, "images_kwargs", {}), **defaults.get("images_kwargs", {})}
 
 
 def _as_array(value: Any) -> np.ndarray | None:

@@ -3,6 +3,9 @@ PYTHON ?= python3
 # Installed before all else: left to pip, torch brings gigabytes of CUDA libraries. The exact version takes a CPU
 # build where one is offered. For CUDA: make TORCH=torch demo
 TORCH ?= torch==2.13.0
+# The newest versions that the tests have passed with, so that a release of another project breaks nothing here. With the
+# newest of all: make CONSTRAINTS= test
+CONSTRAINTS ?= constraints.txt
 
 BIN := .venv/bin
 # Named after TORCH, so that asking for another one is noticed.
@@ -20,7 +23,7 @@ QUICK_FAULTS := $(addprefix tests/distributed/test_,ray_launch.py fault_matrix.p
 QUICK_OTHERS := $(filter-out $(QUICK_FAULTS),$(wildcard tests/distributed/test_*.py)) tests/equivalence tests/service \
 	tests/docs tests/loops tests/unit tests/test_architecture.py
 
-.PHONY: demo test check sweep test-transformers test-peers test-llama-stack test-sagemaker format hooks docs site release clean
+.PHONY: demo test check sweep test-transformers test-peers test-llama-stack test-sagemaker format hooks docs site release constraints clean
 .DEFAULT_GOAL := test
 
 demo: $(BYTECODE)
@@ -130,15 +133,26 @@ release: $(STAMP)
 	.venv-release/bin/python -m pip install --quiet dist/*.whl
 	cd "$$(mktemp -d)" && env -u PYTHONPATH "$(CURDIR)/.venv-release/bin/python" "$(CURDIR)/tests/installed_wheel.py"
 
+# constraints.txt anew, with the newest versions that there are. Then: make test
+constraints:
+	rm -rf .venv-newest
+	$(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --quiet $(TORCH)
+	.venv-newest/bin/python -m pip install --quiet -e '.[dev]'
+	sed -n '/^#/p' constraints.txt > constraints.new
+	.venv-newest/bin/python -m pip freeze --exclude-editable | grep -Ev '^(torch|triton|nvidia-[a-z0-9-]*)==' | sed 's/==/<=/' >> constraints.new
+	mv constraints.new constraints.txt
+	rm -rf .venv-newest
+
 clean:
-	rm -rf .transformers-oldest .transformers-newest .venv .venv-stack .venv-sagemaker .venv-skypilot .venv-release build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv-newest .transformers-oldest .transformers-newest .venv .venv-stack .venv-sagemaker .venv-skypilot .venv-release build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find lockstep tests examples docs -name __pycache__ -type d -exec rm -rf {} +
 
 # Another torch means another environment: pip would take the one that is there for good enough.
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml $(CONSTRAINTS)
 	test -e $@ || $(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --quiet --no-compile $(TORCH)
-	$(BIN)/python -m pip install --quiet --no-compile -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile $(CONSTRAINTS:%=--constraint %) -e '.[dev]'
 	touch $@
 
 # By pip it would be one file after the other. Some packages hold templates that are no Python.

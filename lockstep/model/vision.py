@@ -118,10 +118,11 @@ class VisionProcessor:
 
 
 def _image_options(processor: Any) -> dict[str, Any]:
-    """What the processor itself gives its image processor: its own attribute since transformers 5.23, before that the
-    defaults of its class of options."""
+    """What a processor tells its image processor where the caller says nothing: transformers has it in the processor's
+    class from 5.23 on, and in the class of its arguments before."""
     defaults = getattr(getattr(processor, "valid_processor_kwargs", None), "_defaults", None) or {}
-    return {**getattr(processor, "images_kwargs", {}), **defaults.get("images_kwargs", {})}
+    told = getattr(processor, "images_kwargs", {}) | defaults.get("images_kwargs", {}) | defaults.get("common_kwargs", {})
+    return {name: value for name, value in told.items() if name != "return_tensors"}
 
 
 def _as_array(value: Any) -> np.ndarray | None:

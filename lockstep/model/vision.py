@@ -121,7 +121,9 @@ def _image_options(processor: Any) -> dict[str, Any]:
     """What a processor tells its image processor where the caller says nothing: transformers has it in the processor's
     class from 5.23 on, and in the class of its arguments before."""
     defaults = getattr(getattr(processor, "valid_processor_kwargs", None), "_defaults", None) or {}
-    told = getattr(processor, "images_kwargs", {}) | defaults.get("images_kwargs", {}) | defaults.get("common_kwargs", {})
+    told = (
+        getattr(processor, "images_kwargs", {}) | defaults.get("images_kwargs", {}) | defaults.get("common_kwargs", {})
+    )
     return {name: value for name, value in told.items() if name != "return_tensors"}
 
 
@@ -143,7 +145,8 @@ def load_image_processor(
     """
     if not sees(hf_config, config.vision) or not _has_pillow():
         return None
-    from transformers import AutoImageProcessor
+    # By its module: under transformers itself, 5.17 has it only where torchvision is installed.
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
     here: dict[str, Any] = {"local_files_only": is_only_here(config.path)}

@@ -18,13 +18,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 KERNELS = ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")
 
 
-def build() -> Any:
+def build(mixture: bool) -> Any:
     torch.manual_seed(0)
     config = transformers.Qwen3NextConfig(
         vocab_size=512, hidden_size=128, intermediate_size=256, moe_intermediate_size=64, num_hidden_layers=4,
         shared_expert_intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_experts=8,
         num_experts_per_tok=2, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=64,
-        linear_value_head_dim=64, initializer_range=0.05,
+        linear_value_head_dim=64, initializer_range=0.05, mlp_only_layers=[] if mixture else [0, 1, 2, 3],
     )  # fmt: skip
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
@@ -40,22 +40,25 @@ def make_batch() -> list[Datum]:
     return [*alone, Datum(tokens(40), [Completion(tokens(n), [1.0] * n) for n in (33, 70)])]
 
 
-def gradients(batches: list[list[Datum]], **settings: Any) -> tuple[Tensor, TorchBackend]:
-    backend = TorchBackend(build(), micro_batch_tokens=1024, device="cuda", **settings)
+def gradients(batches: list[list[Datum]], *, mixture: bool, **settings: Any) -> tuple[Tensor, TorchBackend]:
+    backend = TorchBackend(build(mixture), micro_batch_tokens=1024, device="cuda", **settings)
     for batch in batches:
         backend.forward_backward(batch, LossSpec(scale=1e-2))
     found = [p.grad.flatten().double() for p in backend.parameters().values() if p.grad is not None]
     return torch.cat(found), backend
 
 
-def test_packed_documents_make_the_step_of_single_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mixture", [False, True])
+def test_packed_documents_make_the_step_of_single_ones(mixture: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The single ones in float32, and without kernels. With experts in bf16 and the same kernels: rounding alone flips
+    choices of experts, and the gradient of bf16 is 30 % off that of float32 then, packed or not."""
     batch = make_batch()
-    ours, backend = gradients([batch], precision="bf16")
+    ours, backend = gradients([batch], mixture=mixture, precision="bf16")
     assert set(backend.policy.mixers.names) >= {"Qwen3NextGatedDeltaNet"}
     assert not backend.policy.mixers.loops
-    for name in KERNELS:  # torch's own way
+    for name in () if mixture else KERNELS:  # torch's own way
         kernel: Callable[..., Any] = getattr(modeling_qwen3_next, name)
         monkeypatch.setattr(modeling_qwen3_next, name, getattr(kernel, "__wrapped__", kernel))
     single = [[Datum(d.prompt, [c])] for d in batch for c in d.completions]
-    plain, _ = gradients(single, precision="fp32", compile=False)
-    assert float((ours - plain).norm() / plain.norm()) < 0.1  # of bf16: experts of a token or two differ
+    plain, _ = gradients(single, mixture=mixture, precision="bf16" if mixture else "fp32", compile=False)
+    assert float((ours - plain).norm() / plain.norm()) < 0.1

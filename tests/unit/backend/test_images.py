@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoImageProcessor
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from vision_models import FAMILIES, write_model, write_rows
 
 from lockstep.backend.torch_backend import TorchBackend

@@ -7,11 +7,13 @@ import io
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AutoConfig, AutoImageProcessor, Idefics3Processor
+from transformers import AutoConfig, Idefics3Processor
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from vision_models import build_tokenizer, draw, write_processor
 
 from lockstep.config import DataConfig, ModelConfig, RunConfig
@@ -258,3 +260,30 @@ def test_lockstep_data_shows_the_image_beside_its_tokens(models: Path, tmp_path:
     assert 'src="data:image/png;base64,' in page
     assert "a.png · 40 x 24 · 15 tokens" in page
     assert "base64" not in json.dumps(sheet.as_json())
+
+
+@pytest.mark.parametrize("in_class", [True, False])
+def test_image_processors_are_told_what_their_processor_tells_them(in_class: bool) -> None:
+    """From transformers 5.23 on it is in the processor's class, before in that of its arguments."""
+    told = {"crop_to_patches": True, "return_tensors": "pt"}
+    arguments = SimpleNamespace(_defaults={} if in_class else {"images_kwargs": told})
+    calls = list[dict[str, Any]]()
+
+    class Images:
+        def to_dict(self) -> dict[str, Any]:
+            return {}
+
+        def __call__(self, images: Any, **options: Any) -> dict[str, Any]:
+            calls.append(options)
+            return {}
+
+    processor = SimpleNamespace(
+        image_token="<image>",
+        image_processor=Images(),
+        valid_processor_kwargs=arguments,
+        replace_image_token=lambda made, image_idx: "<image>",
+        tokenizer=lambda text, add_special_tokens: {"input_ids": [7]},
+        **({"images_kwargs": told} if in_class else {}),
+    )
+    VisionProcessor(processor, 7).prepare(SimpleNamespace(size=(1, 1)))
+    assert calls == [{"crop_to_patches": True, "return_tensors": None}]

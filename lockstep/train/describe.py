@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.config import ConfigError, RunConfig
+from lockstep.config.layer_values import layer_values
 from lockstep.data.dataset import CompiledData, CompileProgress, compile_data
 from lockstep.data.order import Batches
 from lockstep.data.packing import partition
@@ -110,8 +111,9 @@ def _check_layout(config: RunConfig, text: Any) -> None:
     """What a run would refuse once its model is built, from the model's own configuration alone."""
     degrees = config.parallel.degrees(config.launch.procs)
     for key in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(text, key, None)
-        if isinstance(heads, int) and heads % degrees.tensor:
+        for heads in layer_values(text, key):
+            if not isinstance(heads, int) or not heads % degrees.tensor:
+                continue
             fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
             raise ConfigError(
                 f"parallel.tensor {degrees.tensor} does not divide the model's {key} {heads}: choose one of {fitting}"

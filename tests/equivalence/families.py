@@ -55,6 +55,15 @@ _QWEN4: dict[str, Any] = {
     "hc_lowrank": 8,
     "ple_embed_dim": 32,
 }
+_DOTS3_HEADS: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2, "qk_nope_head_dim": 16}
+_DOTS3: dict[str, Any] = {
+    "shared_experts_intermediate_size": 16,
+    "head_dim": 20,
+    "index_n_heads": 4,
+    "index_topk": 8,
+    "layer_types": ["indexed_attention", "sliding_attention"] * 2,
+    "per_layer_config": {1: _DOTS3_HEADS, 3: _DOTS3_HEADS},
+}
 _MUSIC: dict[str, Any] = {"dropout": 0.0}
 
 HINTS: dict[str, dict[str, Any]] = {
@@ -73,6 +82,12 @@ HINTS: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 100.0, "clip_qkv": 8.0},
     },
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots3_note": {
+        "text_config": _DOTS3,
+        "vision_config": {"mlp_layer_types": ["dense"] * 4, "adapter_in_dim": 32, "adapter_out_dim": 32},
+        "audio_config": {"adapter_input_size": 32, "adapter_out_dim": 32},
+    },
+    "dots3_note_text": _DOTS3,
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "falcon_h1": {"mamba_d_ssm": 32},
     "gemma3": {"text_config": {"layer_types": ["sliding_attention", "full_attention"] * 2}},

@@ -208,7 +208,10 @@ the sweep compares it.
 - **documents**: `packed` computes the documents of a row together. Packed *but for* some parts: these take each
   document by itself, those of similar lengths as one batch where they can, because they carry a state from token to
   token or have an attention of their own; all else is packed. `one at a time`: each document is a pass of its own. A
-  run says so before its first step, with what it costs (`slow` in `status.json`).
+  run says so before its first step, with what it costs (`slow` in `status.json`). For ALiBi and its like
+  this beats one call with a mask that keeps documents apart, which is as exact: a row of 2,048 tokens, 8 to 13 rows of
+  alpaca, through four layers of a Bloom of width 512, forward and backward on one CPU core, took 7.0 s against 12.9 s;
+  with 512 tokens both took 1.0 s.
 - **prompts**: whether the answers to one prompt share its computation, in DPO and GRPO.
 - **layouts**: which the code accepts besides data parallelism, as far as it shows on one process; of `pipeline`, two
   stages one after the other compute what the whole model does.

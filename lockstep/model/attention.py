@@ -263,16 +263,16 @@ def _with_prompts(tensor: Tensor, layout: PackedLayout) -> list[Tensor]:
 def _pieces(layout: PackedLayout) -> tuple[list[int], list[tuple[int, ...]]]:
     """(sizes of the pieces to cut a row into, the pieces that each segment attends to).
 
-    Cut between segments and at the end of every shared prompt, so that each prompt is one piece.
+    Cut between segments, and where a shared prompt begins and ends.
     """
     starts = list(itertools.accumulate(layout.lengths, initial=0))
     shared = layout.shared or ((0, 0),) * len(layout.lengths)
-    cuts = sorted({*starts, *(start + length for start, length in shared if length)})
+    cuts = sorted({*starts, *(cut for start, length in shared if length for cut in (start, start + length))})
     number = {cut: i for i, cut in enumerate(cuts)}
     chosen = []
     for (start, stop), (prompt, length) in zip(itertools.pairwise(starts), shared, strict=True):
-        own = range(number[start], number[stop])
-        chosen.append((number[prompt], *own) if length else tuple(own))
+        before = range(number[prompt], number[prompt + length]) if length else range(0)
+        chosen.append((*before, *range(number[start], number[stop])))
     return [b - a for a, b in itertools.pairwise(cuts)], chosen
 
 

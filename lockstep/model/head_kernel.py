@@ -41,8 +41,9 @@ def _logprob_kernel(
         x = tl.load(first + places, mask=inside, other=-float("inf")).to(tl.float32)
         x = tl.where(inside, _transform(x, scale, softcap, HAS_SOFTCAP), -float("inf"))
         higher = tl.maximum(peak, tl.max(x, axis=0))
-        shrink = tl.exp(peak - higher)
-        share = tl.exp(x - higher)
+        finite = tl.where(higher == -float("inf"), 0.0, higher)  # nothing was possible up to here
+        shrink = tl.exp(peak - finite)
+        share = tl.exp(x - finite)
         total = total * shrink + tl.sum(share, axis=0)
         if WRITES_FACTS:
             weighted = weighted * shrink + tl.sum(tl.where(inside, share * x, 0.0), axis=0)
@@ -91,7 +92,7 @@ def logprobs_and_gradient(
     `entropy`, (grad_entropies, entropies), adds the gradient of the entropies.
     """
     logprobs = _empty(logits)
-    _launch(logits, targets, (logprobs,), scale, softcap, grad_logprobs.float(), entropy)
+    _launch(logits, targets, (logprobs,), scale, softcap, grad_logprobs.float().contiguous(), entropy)
     return logprobs, logits
 
 
@@ -116,7 +117,7 @@ def _launch(
         grad_entropies, entropies = (part.float().contiguous() for part in entropy)
     _logprob_kernel[(rows,)](
         logits,
-        targets,
+        targets.contiguous(),
         logprobs if grad_logprobs is None else grad_logprobs,
         grad_entropies,
         logprobs,

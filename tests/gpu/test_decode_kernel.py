@@ -1,41 +1,48 @@
-"""Attention of one new token on a GPU, and drawing the next, against float64, for every shape that decoding meets."""
+"""Attention of one new token, and drawing the next, against float64, for every shape that decoding meets: on a GPU, or
+interpreted, see kernel_device.py."""
 
 from __future__ import annotations
 
 import itertools
-import os
 
 import pytest
 import torch
+from kernel_device import DEVICE, INTERPRETED, dtypes, here, runs_kernels
 from torch import Tensor
 
-from lockstep.inference.kv_cache import prompt_tiles
+from lockstep.inference.kv_cache import decode_attention, prompt_tiles
 from lockstep.inference.token_sampling import Truncation, random_streams, sample_tokens, uniforms
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # without a GPU, in float32
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available() and not INTERPRETED, reason="needs CUDA"),
-]
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu, runs_kernels]
 
-SHAPES = {
-    "grouped": (64, 16, 8, 128, 512, 0),
-    "a head of its own for each": (7, 4, 4, 64, 384, 0),
-    "odd sizes": (3, 6, 2, 80, 333, 0),
-    "a window": (16, 8, 2, 64, 1024, 100),
-    "many share one head": (5, 48, 2, 96, 640, 0),
-    "one row, split": (1, 16, 8, 128, 8192, 0),
-    "few rows, split, with a window": (2, 8, 2, 256, 4096, 1500),
-    "one token of room": (2, 2, 1, 16, 1, 0),
-    "eight query heads of each": (27, 16, 2, 64, 700, 0),
-    "many rows": (256, 16, 8, 128, 256, 0),
-}
-
-
-DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]
+# rows, heads, heads of keys, dim, capacity, window
+SHAPES = here(
+    {
+        "grouped": (64, 16, 8, 128, 512, 0),
+        "a head of its own for each": (7, 4, 4, 64, 384, 0),
+        "odd sizes": (3, 6, 2, 80, 333, 0),
+        "a window": (16, 8, 2, 64, 1024, 100),
+        "many share one head": (5, 48, 2, 96, 640, 0),
+        "one row, split": (1, 16, 8, 128, 8192, 0),
+        "few rows, split, with a window": (2, 8, 2, 256, 4096, 1500),
+        "one token of room": (2, 2, 1, 16, 1, 0),
+        "eight query heads of each": (27, 16, 2, 64, 700, 0),
+        "many rows": (256, 16, 8, 128, 256, 0),
+    },
+    {
+        "grouped": (22, 2, 1, 16, 160, 0),
+        "a head of its own for each": (5, 2, 2, 64, 140, 0),
+        "odd sizes": (3, 3, 1, 80, 333, 0),
+        "a window": (4, 2, 1, 16, 200, 50),
+        "many share one head": (3, 24, 1, 16, 140, 0),
+        "one row, split": (1, 2, 1, 128, 1024, 0),
+        "few rows, split, with a window": (2, 4, 1, 16, 1024, 300),
+        "one token of room": (2, 2, 1, 16, 1, 0),
+        "eight query heads of each": (12, 8, 1, 16, 170, 0),
+    },
+)
 CASES = [
-    *((name, dtype) for name in SHAPES for dtype in DTYPES),
+    *((name, dtype) for name in SHAPES for dtype in dtypes(torch.float32, torch.bfloat16)),
     *([] if INTERPRETED else [("grouped", torch.float16)]),
 ]
 GROUP_SIZES = (2, 1, 9, 8, 3, 17)  # of rows with the same prompt
@@ -93,9 +100,7 @@ def share_prompts(positions: list[int]) -> dict[int, tuple[int, int]]:
 def test_each_row_attends_to_its_own_tokens(
     name: str, dtype: torch.dtype, sharing: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("triton")
     from lockstep.inference import decode_kernel
-    from lockstep.inference.kv_cache import decode_attention
 
     shape, shares, tiled = SHAPES[name], sharing != "alone", sharing == "in tiles"
     monkeypatch.setattr(decode_kernel, "_MIN_TILED", 0 if tiled else 1 << 60)
@@ -117,7 +122,7 @@ def test_each_row_attends_to_its_own_tokens(
     source_of = share_prompts(positions.tolist()) if shares else {}
     table, tiles = (t.to(DEVICE) for t in prompt_tiles(source_of, num_rows, max(num_rows // 2, 1)))
     sources, shared, covered = table.unbind(0)
-    if tiled and num_rows > 20:
+    if tiled and num_rows > 11:
         assert (tiles[:, 1] > 0).any()
     # What lies beyond a row's tokens must not be read, and neither its own place for those that it shares.
     tokens = torch.arange(capacity, device=DEVICE)
@@ -136,16 +141,16 @@ def test_each_row_attends_to_its_own_tokens(
 
 
 def test_splitting_a_row_changes_rounding_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
     from lockstep.inference import decode_kernel
 
     monkeypatch.setattr(decode_kernel, "_MIN_TILED", 0)
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, heads, 64, device=DEVICE) for heads in (8, 2, 2))
-    keys, values = torch.randn(2, 2, 2, 4096, 64, device=DEVICE).unbind(0)
-    for positions in ([5, 4095], [700, 0], [256, 257]):
+    capacity = here(4096, 400)
+    keys, values = torch.randn(2, 2, 2, capacity, 64, device=DEVICE).unbind(0)
+    for positions in ([5, capacity - 1], [300, 0], [256, 257]):
         found = []
-        for splits in (1, 2, 16, 64):
+        for splits in here((1, 2, 16, 64), (1, 2, 16)):
             monkeypatch.setattr(decode_kernel, "num_splits", lambda *_, splits=splits: splits)
             for source_of in ({}, {0: (1, min(positions))}):
                 table, tiles = (t.to(DEVICE) for t in prompt_tiles(source_of, 2, 1))
@@ -158,11 +163,10 @@ def test_splitting_a_row_changes_rounding_only(monkeypatch: pytest.MonkeyPatch) 
             torch.testing.assert_close(other, found[1], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("vocabulary", [100, 4096, 49152, 151936])
+@pytest.mark.parametrize("dtype", dtypes(torch.bfloat16, torch.float16, torch.float32))
+@pytest.mark.parametrize("vocabulary", here([100, 4096, 49152, 151936], [100, 4096, 9000]))
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_tokens_are_drawn_as_in_float64(vocabulary: int, dtype: torch.dtype, temperature: float) -> None:
-    pytest.importorskip("triton")
     from lockstep.inference import draw_kernel
 
     torch.manual_seed(0)

@@ -25,6 +25,7 @@ LAYOUTS = {
     "many": PackedLayout((7, 1, 12, 4)),
     "one": PackedLayout((9,)),
     "pairs": PackedLayout((8, 5, 6, 7, 1), ((0, 0), (0, 3), (0, 0), (13, 6), (0, 0))),
+    "prompts of one text": PackedLayout((9, 3, 4, 2), ((0, 0), (0, 3), (0, 7), (2, 5))),
     "a group": PackedLayout((2, 9, 4, 1, 5), ((0, 0), (0, 0), (2, 5), (2, 5), (2, 5))),
 }
 

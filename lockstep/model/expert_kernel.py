@@ -14,6 +14,7 @@ _ROWS, _COLUMNS = 64, 128  # of a tile
 
 def take_rows(x: Tensor, order: Tensor, num_chosen: int) -> Tensor:
     """[S, width]: row s is the one of `x` [T, width] that choice `order[s]` belongs to."""
+    x = x.contiguous()
     rows = torch.empty(len(order), x.shape[1], dtype=x.dtype, device=x.device)
     block = min(triton.next_power_of_2(x.shape[1]), _WIDTH)
     _take[(len(order), triton.cdiv(x.shape[1], block))](x, order, rows, x.shape[1], num_chosen, BLOCK=block)
@@ -31,6 +32,7 @@ def _take(x, order, rows, width, num_chosen, BLOCK: tl.constexpr):  # type: igno
 
 def sum_rows(rows: Tensor, places: Tensor, num_chosen: int) -> Tensor:
     """[T, width]: the sum of the rows at each token's `places` [T * num_chosen], in float32 and always in one order."""
+    rows = rows.contiguous()
     num_tokens, width = len(places) // num_chosen, rows.shape[1]
     sums = torch.empty(num_tokens, width, dtype=rows.dtype, device=rows.device)
     block = min(triton.next_power_of_2(width), _WIDTH)
@@ -54,12 +56,13 @@ def add_narrow_product(total: Tensor, narrow: Tensor, matrices: Tensor, ends: Te
 
     One product and one addition in float32, rounded once.
     """
+    assert total.is_contiguous()
     num_rows, width = total.shape
     num_experts, rank, _ = matrices.shape
     # As many tiles as there could be: all experts but one have a tile that is not full.
     grid = (triton.cdiv(num_rows, _ROWS) + num_experts, triton.cdiv(width, _COLUMNS))
     _add_narrow[grid](
-        total, narrow, matrices, ends, width, rank, num_experts, *matrices.stride(),
+        total, narrow.contiguous(), matrices, ends, width, rank, num_experts, *matrices.stride(),
         EXPERTS=triton.next_power_of_2(num_experts), RANK=max(triton.next_power_of_2(rank), 16),
         ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=4,
     )  # fmt: skip

@@ -136,7 +136,7 @@ def _take_rows(x: Tensor, order: Tensor, num_chosen: int) -> Tensor:
     if _has_kernels(x):
         from lockstep.model.expert_kernel import take_rows
 
-        return take_rows(x.contiguous(), order, num_chosen)
+        return take_rows(x, order, num_chosen)
     return x.index_select(0, order // num_chosen)
 
 

@@ -12,14 +12,16 @@ _TILE = 64
 
 
 def quantise_rows(matrix: Tensor, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(e4m3 [rows, columns], float32 scales [rows]) of the matrix with its columns times `factors`, on CUDA."""
+    """(e4m3 [rows, columns], float32 scales [rows]) of the matrix with its columns times `factors`, on CUDA.
+
+    The scale of a row that holds nan is nan."""
     rows, columns = matrix.shape
     matrix = matrix.contiguous()
     codes = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=matrix.device)
     scales = torch.empty(rows, device=matrix.device)
     _quantise[(rows,)](
         matrix,
-        matrix if factors is None else factors,
+        matrix if factors is None else factors.contiguous(),
         codes,
         scales,
         columns,
@@ -52,6 +54,7 @@ def _quantise(  # type: ignore[no-untyped-def]
 ):
     row = tl.program_id(0).to(tl.int64)
     top = tl.zeros((columns_here,), dtype=tl.float32)
+    broken = tl.zeros((columns_here,), dtype=tl.int32)  # a maximum passes over nan, and so does what bounds the codes
     for start in range(0, columns, columns_here):
         place = start + tl.arange(0, columns_here)
         inside = place < columns
@@ -59,8 +62,10 @@ def _quantise(  # type: ignore[no-untyped-def]
         if has_factors:
             x *= tl.load(factors + place, mask=inside, other=0.0)
         top = tl.maximum(top, tl.abs(x))
+        broken = broken | (x != x).to(tl.int32)
     largest = tl.max(top, axis=0)
     scale = tl.where(largest > 0, largest, 1.0) / largest_code
+    scale = tl.where(tl.max(broken, axis=0) > 0, float("nan"), scale)
     tl.store(scales + row, scale)
     for start in range(0, columns, columns_here):
         place = start + tl.arange(0, columns_here)

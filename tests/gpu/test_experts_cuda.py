@@ -1,17 +1,16 @@
 """Experts with adapters on a GPU: the kernels around their products, and a whole step, against float64.
 
-The kernels also run without a GPU, in float32: TRITON_INTERPRET=1."""
+The kernels also run interpreted, see kernel_device.py."""
 
 from __future__ import annotations
 
 import copy
-import os
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from kernel_device import DEVICE, dtypes, here, needs_cuda, runs_kernels
 from torch import Tensor
 
 from lockstep.backend.torch_backend import TorchBackend
@@ -22,24 +21,19 @@ from lockstep.model.lora import add_lora
 from lockstep.model.quantised import dequantise_base, quantise_base
 from lockstep.types import Completion, Datum, LossSpec
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available() and not INTERPRETED, reason="needs CUDA"),
-    pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton"),
-]
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16]  # bits of bf16 are not interpreted rightly
+pytestmark = [pytest.mark.gpu, runs_kernels]
 # tokens, choices, experts, width, rank
-SHAPES = [(40, 2, 5, 96, 16), (130, 4, 7, 200, 8), (33, 1, 130, 64, 24), (70, 8, 12, 3000, 16), (300, 1, 1, 64, 128)]
+SHAPES = here(
+    [(40, 2, 5, 96, 16), (130, 4, 7, 200, 8), (33, 1, 130, 64, 24), (70, 8, 12, 3000, 16), (300, 1, 1, 64, 128)],
+    [(40, 2, 5, 96, 16), (1, 1, 3, 16, 1), (33, 1, 130, 64, 24), (5, 8, 12, 2100, 5), (150, 1, 1, 64, 128)],
+)
 
 
 def distance(found: Tensor, exact: Tensor) -> float:
     return float((found.double() - exact.double()).norm() / exact.double().norm())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", dtypes(torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_kernels_around_products(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Of the middle expert nobody wants anything."""
@@ -65,6 +59,21 @@ def test_the_kernels_around_products(shape: tuple[int, ...], dtype: torch.dtype)
             < 4 * torch.finfo(dtype).eps
         )
     assert torch.equal(expert.long().bincount(minlength=experts).cumsum(0), rows.ends.long())
+
+
+def test_all_rows_may_be_of_one_expert_and_rows_may_lie_apart() -> None:
+    from lockstep.model.expert_kernel import add_narrow_product, sum_rows, take_rows
+
+    torch.manual_seed(0)
+    x, narrow, total = (torch.randn(70, 2 * width, device=DEVICE)[:, :width] for width in (48, 8, 130))
+    matrices, wanted = torch.randn(4, 8, 130, device=DEVICE), total.clone()
+    for ends in ([0, 0, 70, 70], [70, 70, 70, 70], [0, 0, 0, 70], [64, 65, 65, 70]):
+        places = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+        exact = wanted.double() + grouped_product(narrow.double(), matrices.double(), places)
+        assert distance(add_narrow_product(wanted.clone(), narrow, matrices, places), exact) < 1e-6, ends
+    order = torch.randperm(70, device=DEVICE)
+    assert torch.equal(take_rows(x, order, 2), x[order // 2])
+    assert distance(sum_rows(x, order, 2), x[order].double().unflatten(0, (35, 2)).sum(1)) < 1e-6
 
 
 @needs_cuda

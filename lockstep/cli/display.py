@@ -122,6 +122,7 @@ def quieten_libraries() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     warnings.filterwarnings("ignore", module="torch.distributed.checkpoint")
+    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`")  # PEFT asks by the old name
 
 
 class JsonlTail:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from lockstep.cli.display import borderless_table, make_console, quieten_libraries
+from lockstep.cli.display import LITERAL, borderless_table, make_console, quieten_libraries
 from lockstep.cli.options import Config, Json, Overrides, app, echo, echo_json, load_settings
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def plan(
         int, typer.Option(metavar="N", help="Try every layout of the hardware, and show the N fastest.", min=0)
     ] = 0,
     price: Annotated[
-        float | None, typer.Option(help="Of one GPU for an hour: the run's cost is shown.", min=0.0)
+        float | None, typer.Option(help="Of one GPU for an hour: the run's cost is shown.", min=0.0, max=1e6)
     ] = None,
     page: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a page with pictures.")] = None,
     calibrate: Annotated[
@@ -111,7 +111,9 @@ def _calibrate() -> None:
     import torch
 
     from lockstep.plan.calibrate import calibrate, keep
+    from lockstep.plan.hardware import Calibrations
 
+    Calibrations().prepare()  # that it cannot be kept shows now
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with make_console(stderr=True).status(f"timing {device}"):
         path = keep(calibrate(device))
@@ -162,19 +164,22 @@ def _read_rows(config: RunConfig) -> StepRows | None:
     for _ in range(min(_NUM_BATCHES, total)):
         batch, cursor = batches.batch_at(cursor)
         read.append([lengths_of(datum) for datum in batch])
-    return measured_rows(config, read, total)
+    return measured_rows(config, read, total, batches.num_steps(1.0))
 
 
 def _plan_of(config: RunConfig, task: PlanTask) -> RunPlan:
-    """In the configuration's own layout, or in that which `parallel: auto` would take."""
-    from lockstep.plan.choose import choose_layout
+    """In the configuration's own layout, or in that which `parallel: auto` would take; the same of the micro-batch."""
+    from lockstep.plan.choose import choose_layout, plan_layout
     from lockstep.plan.from_config import layout_of
 
     if config.parallel.auto and not config.parallel.chosen_for(task.cluster.num_ranks):
-        found = choose_layout(config, task)
-        echo(found.why, err=True)
-        return found.plan
-    return task.plan(layout_of(config, task.cluster))
+        chosen = choose_layout(config, task)
+        echo(chosen.why, err=True)
+        return chosen.plan
+    found = plan_layout(config, task, layout_of(config, task.cluster))
+    if config.batch.fit_memory and task.options.device == "cuda":
+        echo(f"batch.micro_batch_tokens: {found.budget:,} by the plan", err=True)
+    return found
 
 
 def _search(task: PlanTask, count: int) -> list[RunPlan]:
@@ -197,10 +202,10 @@ def _show(
     *,
     as_json: bool,
 ) -> None:
-    from lockstep.plan.search import advise
+    from lockstep.plan.search import advise, last_resort
     from lockstep.reports.plan import facts, memory_rows, time_rows, traffic_rows, write_page
 
-    advice = advise(task, plan)
+    advice = [] if found else advise(task, plan)  # a search has tried all of it
     tree = plan.as_json()
     console.print(_rows_table(facts(tree)))
     if found:
@@ -219,13 +224,16 @@ def _show(
     if changes:
         console.print("what would change it:", highlight=False)
         console.print(_rows_table(changes))
+    if last := last_resort(task, plan):
+        console.print(last, **LITERAL)
+    if found:
+        console.print(f"to take the first layout: {plan.as_overrides()}", **LITERAL)
     if page is not None:
         echo(f"wrote {write_page(tree, plan.verdict(), changes, f'Plan of {name}', page)}", err=True)
     if as_json:
         rows = [{"change": a.change, **a.plan.as_json()} for a in advice]
-        echo_json(
-            json.dumps({**tree, "verdict": plan.verdict(), "advice": rows, "search": [p.as_json() for p in found]})
-        )
+        others = [{**p.as_json(), "overrides": p.as_overrides()} for p in found]
+        echo_json(json.dumps({**tree, "verdict": plan.verdict(), "advice": rows, "search": others}))
 
 
 def _effect(advice: Advice, before: RunPlan) -> str:

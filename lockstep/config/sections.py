@@ -16,7 +16,7 @@ from lockstep.config.data import DataConfig
 from lockstep.config.grpo import GrpoConfig, RolloutsConfig, check_rollouts, with_importance_weighting
 from lockstep.config.launch import LaunchConfig, LocalLaunch, PoolConfig, check_pools
 from lockstep.config.parallel import ParallelConfig
-from lockstep.config.schema import NonNegativeInt, PositiveInt, Section
+from lockstep.config.schema import ConfigError, NonNegativeInt, PositiveInt, Section
 
 
 class ModelConfig(Section):
@@ -121,6 +121,13 @@ class BatchConfig(Section):
     @property
     def samples_per_step(self) -> int | None:
         return self.samples if self.samples or self.tokens else 16
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """`num_ranks`: those with rows of their own."""
+        if self.samples_per_step is not None and self.samples_per_step < num_ranks:
+            raise ConfigError(
+                f"batch.samples {self.samples_per_step} is less than the {num_ranks} ranks: some would never have a row"
+            )
 
 
 class OptimConfig(Section):

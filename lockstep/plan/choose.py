@@ -59,13 +59,14 @@ def _plans(config: RunConfig, task: PlanTask, has_images: bool, num_rows: int | 
             continue
         try:
             with_layout(config, layout).parallel.degrees(task.cluster.num_ranks)
-            yield _plan(config, task, layout)
+            yield plan_layout(config, task, layout)
         except ConfigError:
             continue
 
 
-def _plan(config: RunConfig, task: PlanTask, layout: RankLayout) -> RunPlan:
-    if config.batch.fit_memory:
+def plan_layout(config: RunConfig, task: PlanTask, layout: RankLayout) -> RunPlan:
+    """With the micro-batch that a run would take."""
+    if config.batch.fit_memory and task.options.device == "cuda":
         try:
             return best_budget(task, layout)
         except ConfigError:  # none fits: judged by the one that is given

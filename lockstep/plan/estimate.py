@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lockstep.config.schema import ConfigError
 from lockstep.plan.description import LayerCosts, LayerKind, ModelDescription
 from lockstep.plan.hardware import GpuCluster
-from lockstep.plan.memory import GIB, RankMemory, plan_engine, plan_memory
+from lockstep.plan.memory import RankMemory, host_bytes, plan_engine, plan_memory
+from lockstep.plan.sampling import CONTEXT_GIB, GIB
 from lockstep.plan.time import StepTime, plan_time
-from lockstep.plan.work import Options, RankLayout, StepRows, Workload
-
-# Of a GPU's memory, what drivers and libraries take before the first tensor.
-CONTEXT_GIB = 0.6
+from lockstep.plan.work import Options, RankLayout, Sampling, StepRows, Workload
 
 
 @dataclass(frozen=True)
@@ -30,14 +28,17 @@ _ONE_GPU = Errors(0.04, 0.15, "28 configurations on one H200, calibrated there")
 _FROM_TABLE = Errors(0.04, 0.30, "the table of devices, not this machine: calibrate for less")
 _SEVERAL = Errors(0.12, 0.35, "published runs of others on up to 512 GPUs")
 _HOST = Errors(0.50, 0.60, "a CPU, for which activations and speed are rough")
-
-
+_SHARED_SAMPLING = Errors(0.12, 0.60, "answers sampled by ranks that hold the model together: never measured")
 _UNLIKE = Errors(0.12, 0.5, "no such model was compared with a GPU")
 
 
-def errors_of(model: ModelDescription, cluster: GpuCluster, layout: RankLayout, options: Options) -> Errors:
+def errors_of(
+    model: ModelDescription, cluster: GpuCluster, layout: RankLayout, options: Options, sampling: Sampling | None = None
+) -> Errors:
     if options.device != "cuda":
         return _HOST
+    if sampling is not None and sampling.colocated and sampling.shards > 1:
+        return _SHARED_SAMPLING
     if model.unlike:
         return replace(_UNLIKE, why=f"{model.unlike}: {_UNLIKE.why}")
     if layout.degrees.num_ranks > 1:
@@ -59,10 +60,11 @@ class RunPlan:
     memory: tuple[RankMemory, ...]
     time: StepTime
     errors: Errors
-    steps: int | None = None
+    rows: StepRows
     price_per_hour: float | None = None
     """Of one GPU."""
-    assumed: str = ""
+    host: dict[str, float] = field(default_factory=dict)
+    """Bytes of each machine's own memory, by what they are for."""
 
     @property
     def worst(self) -> RankMemory:
@@ -83,13 +85,20 @@ class RunPlan:
 
     @property
     def run_s(self) -> float | None:
-        return None if self.steps is None else self.steps * self.time.total
+        """Its steps, and what is computed once before them."""
+        if self.rows.steps is None:
+            return None
+        return self.rows.steps * self.time.total + self.rows.precomputed_steps * self.time.forward_s
+
+    @property
+    def num_gpus(self) -> int:
+        return self.cluster.num_ranks + (self.rows.sampling.engines if self.rows.sampling is not None else 0)
 
     @property
     def cost(self) -> float | None:
         if self.run_s is None or self.price_per_hour is None:
             return None
-        return self.run_s / 3600 * self.price_per_hour * self.cluster.num_ranks
+        return self.run_s / 3600 * self.price_per_hour * self.num_gpus
 
     def largest_gib(self) -> dict[str, float]:
         """What holds most of the memory at the worst moment."""
@@ -103,6 +112,17 @@ class RunPlan:
         needs = f"{short(worst.reserved / GIB)} of {short(self.capacity / GIB)} GiB"
         words = {"yes": "fits", "close": "is close to the limit", "no": "does not fit"}[self.fits]
         return f"{words}: needs {needs} (± {self.errors.memory:.0%}) on {worst.rank}: {shown}"
+
+    def as_overrides(self) -> str:
+        """Settings that make a run of this plan, as the command takes them."""
+        layout = self.layout
+        degrees = {name: size for name, size in layout.degrees._asdict().items() if size > 1 or name == "shard"}
+        found = [f"parallel.{name}={size}" for name, size in degrees.items()]
+        found += ["parallel.keep_parameters=true"] if layout.keep_parameters else []
+        found += [f"parallel.schedule={layout.schedule}"] if layout.degrees.pipeline > 1 else []
+        recomputes = "full" if self.model.kinds[0].recomputed else "none"
+        found += [f"batch.micro_batch_tokens={self.budget}", f"model.activation_checkpointing={recomputes}"]
+        return " ".join(found)
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -119,7 +139,10 @@ class RunPlan:
             "memory_error": self.errors.memory,
             "time_error": self.errors.time,
             "errors_from": self.errors.why,
-            "assumed": self.assumed,
+            "assumed": self.rows.assumed,
+            "reference": self.rows.reference,
+            "reference_is_assumed": self.rows.reference_is_assumed,
+            "host_gib": {name: size / GIB for name, size in self.host.items()},
             "memory": [
                 {
                     "rank": rank.rank,
@@ -136,7 +159,7 @@ class RunPlan:
             "tokens_per_step": self.time.tokens,
             "tokens_per_s": self.time.tokens_per_s,
             "traffic_bytes": self.time.traffic,
-            "steps": self.steps,
+            "steps": self.rows.steps,
             "run_s": self.run_s,
             "cost": self.cost,
         }
@@ -160,23 +183,13 @@ def estimate(
     stages = range(layout.degrees.pipeline)
     memory = tuple(plan_memory(model, layout, work, options, stage=stage) for stage in stages)
     if rows.sampling is not None and rows.sampling.engines and options.device == "cuda":
-        memory = (*memory, plan_engine(model, rows.sampling))
+        memory = (*memory, plan_engine(model, rows.sampling, options))
     time = plan_time(model, layout, work, options, cluster)
-    errors = errors_of(model, cluster, layout, options)
+    errors = errors_of(model, cluster, layout, options, work.sampling)
+    host = host_bytes(model, layout, work, options)
     return RunPlan(
-        model,
-        layout,
-        work,
-        options,
-        cluster,
-        budget,
-        memory,
-        time,
-        errors,
-        rows.steps,
-        price_per_hour,
-        rows.assumed,
-    )
+        model, layout, work, options, cluster, budget, memory, time, errors, rows, price_per_hour, host
+    )  # fmt: skip
 
 
 def check_layout(model: ModelDescription, layout: RankLayout, cluster: GpuCluster) -> None:

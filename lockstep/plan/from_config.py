@@ -8,8 +8,12 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
-from lockstep.config import ConfigError, GrpoConfig, RunConfig, SftConfig
+import yaml
+
+from lockstep.config import ConfigError, GrpoConfig, RunConfig, SftConfig, resolve_config
+from lockstep.config.reference import choose_reference, estimates_kl
 from lockstep.plan.description import ModelDescription, read_description
 from lockstep.plan.hardware import DEVICES, NETWORKS, Calibrations, Device, GpuCluster
 from lockstep.plan.search import PlanTask
@@ -46,7 +50,14 @@ def task_of(config: RunConfig, cluster: GpuCluster, rows: StepRows, *, price_per
         config.model.activation_checkpointing,
         pipelines=not isinstance(config.algorithm, GrpoConfig) and not config.model.activation_offload,
         price_per_hour=price_per_hour,
+        check=partial(_changed, config),
+        changed=lambda change: task_of(_changed(config, change), cluster, rows, price_per_hour=price_per_hour),
+        widens=on_gpu and config.model.precision in ("fp32", "fp64"),
     )
+
+
+def _changed(config: RunConfig, change: str) -> RunConfig:
+    return resolve_config(yaml.safe_load(config.to_yaml()), overrides=change.split())
 
 
 def described(config: RunConfig, precision: str, *, compiled: bool) -> ModelDescription:
@@ -76,8 +87,10 @@ def options_of(config: RunConfig, cluster: GpuCluster) -> Options:
         device="cpu" if cluster.device.name == "cpu" else "cuda",
         logits_gib=config.model.logits_gib,
         activation_offload=config.model.activation_offload,
+        checkpoint_in_background=config.checkpoint.asynchronous,
         compression=config.parallel.compression,
         optimizer=config.optim.kind,
+        device_gib=cluster.device.memory_gib,
     )
 
 
@@ -90,8 +103,11 @@ def precision_of(config: RunConfig, cluster: GpuCluster) -> str:
 
 def layout_of(config: RunConfig, cluster: GpuCluster) -> RankLayout:
     parallel = config.parallel
+    degrees = parallel.degrees(cluster.num_ranks, cluster.per_node)
+    if not isinstance(config.algorithm, GrpoConfig):
+        config.batch.check_ranks(degrees.data)
     return RankLayout(
-        parallel.degrees(cluster.num_ranks, cluster.per_node),
+        degrees,
         cluster.per_node,
         parallel.keep_parameters,
         parallel.prefetch,
@@ -111,11 +127,13 @@ def assumed_rows(config: RunConfig) -> StepRows:
     tokens = config.batch.tokens or length * (config.batch.samples_per_step or 1)
     said = f"rows of data.max_length {length} tokens, all learned"
     rows = StepRows(tokens, length, float(length), steps=config.optim.max_steps, assumed=said)
-    return _with_algorithm(rows, config)
+    return _with_algorithm(rows, config, None)
 
 
-def measured_rows(config: RunConfig, batches: Sequence[Sequence[TextLengths]], steps: int | None) -> StepRows:
-    """From some batches of the data."""
+def measured_rows(
+    config: RunConfig, batches: Sequence[Sequence[TextLengths]], steps: int, steps_of_epoch: int
+) -> StepRows:
+    """From some batches of the data. `steps`: of the run; `steps_of_epoch`: in which every row comes once."""
     tokens = texts = targets = keys = longest = 0
     pairs = 0.0
     for row in (row for batch in batches for row in batch):
@@ -135,16 +153,33 @@ def measured_rows(config: RunConfig, batches: Sequence[Sequence[TextLengths]], s
         keys / max(tokens, 1),
         steps=steps,
     )
-    return _with_algorithm(rows, config)
+    return _with_algorithm(rows, config, steps_of_epoch)
 
 
-def _with_algorithm(rows: StepRows, config: RunConfig) -> StepRows:
+def _with_algorithm(rows: StepRows, config: RunConfig, steps_of_epoch: int | None) -> StepRows:
     algorithm = config.algorithm
-    if isinstance(algorithm, (SftConfig, GrpoConfig)) or not algorithm.needs_reference:
+    if isinstance(algorithm, (SftConfig, GrpoConfig)):
         return replace(rows, linear=isinstance(algorithm, SftConfig))
-    wanted = algorithm.reference
-    kind = wanted if wanted != "auto" else "adapter_off" if config.lora is not None else "copy"
-    return replace(rows, linear=False, reference=kind, reference_passes=int(kind in ("copy", "adapter_off")))
+    if steps_of_epoch is None:  # rows are not known: a run that counts its steps may end before it has seen all
+        num_rows, num_seen = 1, int(config.optim.max_steps is None and config.optim.epochs >= 1)
+    else:
+        num_rows, num_seen = steps_of_epoch, rows.steps or 0
+    kind = choose_reference(config, num_rows=num_rows, num_seen=num_seen).kind
+    depends = kind == "copy" and steps_of_epoch is None
+    depends = depends and choose_reference(config, num_rows=1, num_seen=1).kind != "copy"
+    compares = estimates_kl(algorithm)  # answers behind other prompts, under both models
+    at_hand = kind in ("copy", "adapter_off")
+    if depends:
+        rows = replace(rows, assumed=f"{rows.assumed}; fewer steps than would see all rows, so a copy as the reference")
+    return replace(
+        rows,
+        linear=False,
+        reference=kind,
+        reference_passes=(2 if compares else 1) if at_hand else 0,
+        reference_is_assumed=depends,
+        extra_forwards=int(compares),
+        precomputed_steps=float(steps_of_epoch or 0) if kind == "precomputed" else 0.0,
+    )
 
 
 def _sampled_rows(config: RunConfig, algorithm: GrpoConfig) -> StepRows:
@@ -155,11 +190,10 @@ def _sampled_rows(config: RunConfig, algorithm: GrpoConfig) -> StepRows:
     length = prompt + answers
     pairs = prompt**2 / 2 + size * algorithm.max_tokens * (prompt + algorithm.max_tokens / 2)
     kept = algorithm.needs_reference
-    kind = "none" if not kept else "adapter_off" if config.lora is not None else "copy"
-    has_own_sampler = config.rollouts.engines > 0 or config.rollouts.endpoint is not None
-    sampling = Sampling(
-        prompts * size, prompt, algorithm.max_tokens, prompts, not has_own_sampler, config.rollouts.engines
-    )
+    kind = choose_reference(config, num_rows=1, num_seen=1).kind
+    engines = config.rollouts.engines if config.rollouts.device != "cpu" else 0
+    colocated = not config.rollouts.samples_elsewhere
+    sampling = Sampling(prompts * size, prompt, algorithm.max_tokens, prompts, colocated, engines)
     return StepRows(
         prompts * length,
         min(length, config.batch.micro_batch_tokens),
@@ -170,6 +204,9 @@ def _sampled_rows(config: RunConfig, algorithm: GrpoConfig) -> StepRows:
         linear=False,
         reference=kind,
         reference_passes=int(kept),
+        extra_forwards=int(algorithm.updates > 1 or (kept and algorithm.kl_in == "reward")),
+        updates=algorithm.num_updates,
+        optimizer_steps=algorithm.updates,
         sampling=sampling,
         steps=config.optim.max_steps,
         assumed=f"prompts of {prompt} tokens, answers of all {algorithm.max_tokens}" + _beside(config),
@@ -178,7 +215,8 @@ def _sampled_rows(config: RunConfig, algorithm: GrpoConfig) -> StepRows:
 
 def _beside(config: RunConfig) -> str:
     if config.rollouts.engines > 0:
-        return "; engines have GPUs of their own, and their time is not in it"
+        own = "sample on CPUs" if config.rollouts.device == "cpu" else "have GPUs of their own"
+        return f"; engines {own}, and their time is not in it"
     return "; an endpoint samples: its memory and time are not in it" if config.rollouts.endpoint is not None else ""
 
 

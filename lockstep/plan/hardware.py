@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import os
 import re
 import statistics
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -67,6 +69,17 @@ class Calibrations:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep"
         self.folder = folder or Path(os.environ.get("LOCKSTEP_CACHE") or cache) / "calibrations"
 
+    def prepare(self) -> None:
+        """Raises ConfigError where nothing can be kept."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.folder):
+                pass
+        except OSError as error:
+            raise ConfigError(
+                f"{self.folder} cannot be written to ({error.strerror}): name another folder in LOCKSTEP_CACHE"
+            ) from error
+
     def write(self, calibration: Calibration) -> Path:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self._path(calibration.device)
@@ -76,19 +89,36 @@ class Calibrations:
         return path
 
     def read(self, device: str) -> Calibration | None:
+        """None where there is none. Raises ConfigError for one that cannot be used."""
         path = self._path(device)
-        if not path.exists():
+        try:
+            return read_calibration(json.loads(path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
             return None
-        return read_calibration(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ConfigError(
+                f"the calibration {path} cannot be read ({type(error).__name__}: {error}): remove it, or measure again "
+                "with 'lockstep plan --calibrate'"
+            ) from error
 
     def _path(self, device: str) -> Path:
         return self.folder / ("".join(c if c.isalnum() else "-" for c in device.lower()) + ".json")
 
 
 def read_calibration(tree: dict[str, Any]) -> Calibration:
+    """Raises ValueError for what no machine measures."""
     products = tuple(ProductTime(**p) for p in tree["products"])
     attention = tuple(AttentionTime(**a) for a in tree["attention"])
-    return Calibration(**{**tree, "products": products, "attention": attention})
+    found = Calibration(**{**tree, "products": products, "attention": attention})
+    names = ("memory_gib", "copy_bytes_per_s", "optimizer_bytes_per_s", "launch_s", "disk_bytes_per_s")
+    rates = {name: getattr(found, name) for name in names} | found.collectives
+    times = [p.seconds for p in products] + [s for a in attention for s in (a.forward_s, a.backward_s)]
+    for name, value in [*rates.items(), *(("a time", seconds) for seconds in times)]:
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name} is {value}")
+    if not attention:
+        raise ValueError("attention was not timed")
+    return found
 
 
 # --- what devices can do ----------------------------------------------------------------------------------------------
@@ -168,7 +198,8 @@ class GpuCluster:
 
     @property
     def name(self) -> str:
-        return f"{self.device.name}:{self.per_node}x{self.nodes}"
+        network = f"@{self.network.name}" if self.nodes > 1 else ""
+        return f"{self.device.name}:{self.per_node}x{self.nodes}{network}"
 
 
 def parse_cluster(text: str, own: Mapping[str, Any] | None = None) -> GpuCluster:
@@ -205,8 +236,13 @@ def read_hardware(path: Path) -> dict[str, object]:
         tree, _ = read_yaml(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:
         raise ConfigError(f"cannot read the hardware file {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the hardware file {path} is no text in UTF-8") from error
     if not isinstance(tree, dict) or not set(tree) <= {"devices", "networks"}:
         raise ConfigError(f"{path}: expected devices: and networks:, see docs/plan.md")
+    for key, section in tree.items():
+        if not isinstance(section, dict | None):
+            raise ConfigError(f"{path}: {key} must hold entries with a name each, see docs/plan.md")
     devices = {str(n).lower(): _own_device(path, str(n).lower(), d) for n, d in (tree.get("devices") or {}).items()}
     networks = {str(n).lower(): _own_network(path, str(n).lower(), d) for n, d in (tree.get("networks") or {}).items()}
     return {"devices": devices, "networks": networks}
@@ -215,6 +251,8 @@ def read_hardware(path: Path) -> dict[str, object]:
 def _own_device(path: Path, name: str, tree: Any) -> Device:
     keys = ("memory_gib", "product_tflops", "memory_gb_per_s", "link_gb_per_s")
     values = _numbers(path, f"devices.{name}", tree, keys, ("attention_tflops",))
+    if values["memory_gib"] < 1:
+        raise ConfigError(f"{path}: devices.{name}.memory_gib {values['memory_gib']:g} holds no run: it is in GiB")
     products = values["product_tflops"] * _T
     attention = values.get("attention_tflops", values["product_tflops"] / 3) * _T
     memory, link = values["memory_gb_per_s"] * _G, values["link_gb_per_s"] * _G

@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from lockstep.plan.description import LayerCosts, LayerKind, ModelDescription, ParameterShape
+from lockstep.plan.sampling import GIB, GRAPH_BYTES, SampledCache, plan_cache
 from lockstep.plan.stages import held_micro_batches, stage_layers, stage_rest
 from lockstep.plan.work import Options, RankLayout, Sampling, Workload
 
-GIB = 2**30
 # Of CUDA libraries: workspaces of matrix products, and small buffers. Measured: 0.06 to 0.10 GiB.
 _LIBRARIES = 0.07 * GIB
-_GRAPHS = 0.07 * GIB  # of CUDA graphs that sample
+_CACHE, _STAGING = "KV cache and graphs", "checkpoint staging"
+_CPU_SEQUENCES = 16  # that a CPU decodes at once
 _HEAD_CHUNK = {"cuda": 8192, "cpu": 512}
 
 
@@ -106,9 +107,15 @@ class _Held:
 def _moments(held: _Held, work: Workload, options: Options) -> Iterator[tuple[str, dict[str, float]]]:
     always = _always(held, work, options)
     yield from _passes(held, work, options, always)
-    yield "the optimizer's step", always | {"gradients": held.gradients}
-    if work.sampling is not None and work.sampling.colocated:
-        yield "sampling", always
+    if not (held.layout.offload and held.layout.degrees.sharded):  # otherwise the host makes it
+        yield "the optimizer's step", always | {"gradients": held.gradients}
+    cache = _cache_of(held, work, options)
+    if cache is not None:
+        gathered = _Gathered(held)
+        layer = max((held.unit(held.kind(i).parameters) for i in held.layers), default=0)
+        around = 0.0 if not held.layout.degrees.sharded else 3.0 * layer * held.model.compute_bytes
+        copies = {"computing copies": gathered.root_and_copies} if held.layout.degrees.sharded else {}
+        yield "sampling", always | copies | {"communication": around} | _cache_parts(cache, work)
 
 
 def _state_bytes(held: _Held, optimizer: str) -> float:
@@ -132,37 +139,73 @@ def _always(held: _Held, work: Workload, options: Options) -> dict[str, float]:
         "optimizer": 0.0 if offloaded else _state_bytes(held, options.optimizer),
         "other buffers": model.buffers + (_LIBRARIES if options.device == "cuda" else 0.0),
     }
+    if options.device != "cuda" and options.checkpoint_in_background:
+        parts[_STAGING] = _staged_bytes(held, options)
     if work.reference == "copy":
         parts["frozen copies"] = held.gradients * (1.0 if not offloaded else 0.0)
-    if work.sampling is not None and work.sampling.colocated and options.device == "cuda":
-        parts["KV cache and graphs"] = cache_bytes(model, held.layout.degrees.tensor, work.sampling) + _GRAPHS
-        if not held.layout.degrees.sharded and model.compute_bytes < model.wide_bytes:
-            parts["frozen copies"] = parts.get("frozen copies", 0.0) + held.whole_trained * model.compute_bytes
-    return parts
+    if work.sampling is None or not work.sampling.colocated or options.device != "cuda":
+        return parts
+    if not held.layout.degrees.sharded and model.compute_bytes < model.wide_bytes:
+        parts["frozen copies"] = parts.get("frozen copies", 0.0) + held.whole_trained * model.compute_bytes
+    cache = plan_cache(model, held.layout.degrees.tensor, work.sampling, options, sum(parts.values()))
+    return parts | (_cache_parts(cache, work) if cache.kept else {})
 
 
-def plan_engine(model: ModelDescription, sampling: Sampling) -> RankMemory:
+def _staged_bytes(held: _Held, options: Options) -> float:
+    """What a checkpoint copies before it is written: trained parameters and the optimizer's state."""
+    return held.gradients + _state_bytes(held, options.optimizer)
+
+
+def host_bytes(model: ModelDescription, layout: RankLayout, work: Workload, options: Options) -> dict[str, float]:
+    """Of a machine's own memory, what its ranks take beside their GPUs, by what it is for."""
+    if options.device != "cuda":
+        return {}
+    held = [_Held(model, layout, stage, 0) for stage in range(layout.degrees.pipeline)]
+    ranks = min(layout.ranks_per_node, layout.degrees.num_ranks)
+    found: dict[str, float] = {}
+    if options.checkpoint_in_background:
+        found[_STAGING] = max(_staged_bytes(h, options) for h in held)
+    if layout.offload and layout.degrees.sharded:
+        copy = work.reference == "copy"
+        found["parameters, gradients and optimizer"] = max(
+            h.weights + h.gradients * (1 + copy) + _state_bytes(h, options.optimizer) for h in held
+        )
+    if options.activation_offload:
+        largest = work.largest
+        tokens = largest.tokens / layout.degrees.context
+        saved = [_saved(held[0].kind(i), model, largest, layout, tokens, False) for i in held[0].layers]
+        found["activations"] = sum(sum(sizes.values()) for sizes in saved)
+    return {name: size * ranks for name, size in found.items()}
+
+
+def _cache_of(held: _Held, work: Workload, options: Options) -> SampledCache | None:
+    """Where this rank samples on a GPU."""
+    if work.sampling is None or not work.sampling.colocated or options.device != "cuda":
+        return None
+    others = {name: size for name, size in _always(held, work, options).items() if name != _CACHE}
+    return plan_cache(held.model, held.layout.degrees.tensor, work.sampling, options, sum(others.values()))
+
+
+def _cache_parts(cache: SampledCache, work: Workload) -> dict[str, float]:
+    graphs = GRAPH_BYTES if work.sampling is not None and work.sampling.shards == 1 else 0.0
+    return {_CACHE: cache.num_bytes + graphs}
+
+
+def sampled_at_once(model: ModelDescription, layout: RankLayout, work: Workload, options: Options) -> int:
+    """Sequences that a rank decodes together."""
+    cache = _cache_of(_Held(model, layout, 0, 0), work, options)
+    if cache is not None:
+        return cache.sequences
+    return min(work.sampling.sequences, _CPU_SEQUENCES) if work.sampling is not None else 0
+
+
+def plan_engine(model: ModelDescription, sampling: Sampling, options: Options) -> RankMemory:
     """Of a GPU that samples alone: all weights as they are computed with, and the cache of its share of sequences."""
     weights = sum(p.numel * min(p.held_bytes, model.compute_bytes) for p in model.all_parameters())
     mine = replace(sampling, sequences=-(-sampling.sequences // max(sampling.engines, 1)))
-    parts = {
-        "weights": float(weights),
-        "KV cache and graphs": cache_bytes(model, 1, mine) + _GRAPHS,
-        "other buffers": model.buffers + _LIBRARIES,
-    }
+    parts = {"weights": float(weights), "other buffers": model.buffers + _LIBRARIES}
+    parts[_CACHE] = plan_cache(model, 1, mine, options, sum(parts.values())).num_bytes + GRAPH_BYTES
     return RankMemory("a GPU of an engine", "sampling", parts, 0.015 * sum(parts.values()))
-
-
-def cache_bytes(model: ModelDescription, tensor: int, sampling: Sampling) -> float:
-    """Keys and values of all sequences that are decoded at once, on one of `tensor` ranks."""
-    length = -(-(sampling.prompt_tokens + sampling.new_tokens) // 64) * 64
-    for_token = 0.0
-    for number in model.layers:
-        attention = model.kinds[number].attention
-        if attention is not None:
-            _, key_heads, size, _ = attention
-            for_token += 2 * key_heads * size * model.compute_bytes / tensor
-    return min(sampling.sequences, 256) * length * for_token
 
 
 def _passes(
@@ -178,7 +221,8 @@ def _passes(
     rest_saved = 0.0 if offload else model.rest_saved * tokens * held.has_last
     head = _head(held, work, options)
     several = work.micro_batches > 1
-    before = float(held.gradients) if several else 0.0
+    offloaded = layout.offload and layout.degrees.sharded  # gradients leave the GPU as they are reduced
+    before = float(held.gradients) if several and not offloaded else 0.0
     common = always | {"computing copies": gathered.root_and_copies}
     others = in_flight - 1.0  # of the other micro-batches in flight, all that they saved
 
@@ -209,7 +253,7 @@ def _passes(
         after = held.model.layers[held.layers[place - 1]] if place else None
         if after == held.model.layers[i] and place < len(held.layers) - 1:
             # Between alike layers memory falls or grows evenly: the worst is at an end of their row.
-            done += gathered.kept_gradients(kind)
+            done += 0.0 if offloaded else gathered.kept_gradients(kind)
             continue
         extra = kind.costs.backward_extra * _scale_extra(kind.costs, layout) * tokens
         extra += kind.costs.scores_extra * _pairs_in_memory(work, layout)
@@ -225,7 +269,7 @@ def _passes(
                 "communication": gathered.buffers(kind) + (wide if several else 0.0),
             },
         )
-        done += gathered.kept_gradients(kind)
+        done += 0.0 if offloaded else gathered.kept_gradients(kind)
     unit = held.unit(held.rest, trained=True)
     sharded = layout.degrees.sharded
     last = unit * model.compute_bytes + (unit * 4 if sharded else 0.0)
@@ -233,7 +277,8 @@ def _passes(
         last += unit * model.wide_bytes
     yield (
         "the end of backward",
-        common | {"gradients": float(held.gradients), "communication": last + gathered.root_buffers},
+        common
+        | {"gradients": 0.0 if offloaded else float(held.gradients), "communication": last + gathered.root_buffers},
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from lockstep.config.parallel import Degrees
 from lockstep.config.schema import ConfigError
@@ -28,6 +29,12 @@ class PlanTask:
     recomputes: str = "none"
     pipelines: bool = True
     price_per_hour: float | None = None
+    check: Callable[[str], object] = lambda change: None
+    """Raises ConfigError for settings, as in overrides ("a.b=1 c.d=2"), that do not go with the others."""
+    changed: Callable[[str], PlanTask] | None = None
+    """The same with other settings: the model is described anew."""
+    widens: bool = False
+    """The model computes in more than bf16, which it need not."""
 
     def plan(self, layout: RankLayout, budget: int | None = None, *, recompute: str | None = None) -> RunPlan:
         model = self.model
@@ -128,8 +135,8 @@ def _tries(task: PlanTask, layout: RankLayout, *, exhaustive: bool) -> Iterator[
                 continue
             fitting = True
             yield plan
-            if not exhaustive and plan.work.micro_batches > 1:
-                break  # smaller ones take more passes
+            if not exhaustive and plan.work.micro_batches > 1 and layout.degrees.pipeline == 1:
+                break  # smaller ones take more passes; stages wait less for them
         if fitting and not exhaustive:
             return
 
@@ -145,11 +152,17 @@ def best_layout(task: PlanTask) -> RunPlan:
 
 
 def best_budget(task: PlanTask, layout: RankLayout) -> RunPlan:
-    """The largest micro-batch that fits with certainty; the memory that more of it takes brings little time."""
+    """The largest micro-batch that fits with certainty; the memory that more of it takes brings little time. Of stages,
+    which wait less for small ones, the fastest."""
+    fitting: list[RunPlan] = []
     for budget in reversed(budgets(task.rows, layout.degrees, largest=32768)):
         plan = task.plan(layout, budget)
         if plan.fits == "yes":
-            return plan
+            fitting.append(plan)
+            if layout.degrees.pipeline == 1:
+                break
+    if fitting:
+        return min(fitting, key=lambda plan: plan.time.total)
     smallest = budgets(task.rows, layout.degrees)[0]
     raise ConfigError(
         f"batch.micro_batch_tokens auto: not even {smallest} tokens, the longest row, fit. "
@@ -176,48 +189,102 @@ class Advice:
 
 def advise(task: PlanTask, plan: RunPlan) -> list[Advice]:
     """At most three changes: of those that fit, or at least help, the fastest first."""
-    found: list[Advice] = []
-    for change, make in _changes(task, plan):
-        try:
-            found.append(Advice(change, make()))
-        except ConfigError:
-            continue
+    found = _made(task, _changes(task, plan))
     if plan.fits == "yes":
         better = [a for a in found if a.plan.fits == "yes" and a.plan.time.total < plan.time.total * 0.98]
         return sorted(better, key=lambda a: a.plan.time.total)[:3]
+    if plan.fits == "no" and not any(a.plan.fits == "yes" for a in found):
+        found += _made(task, _several_changes(task, plan))
     fitting = [a for a in found if a.plan.fits == "yes"]
     helping = [a for a in found if a.plan.worst.reserved < plan.worst.reserved * 0.99 and a not in fitting]
     fitting.sort(key=lambda a: a.plan.time.total)
     return [*fitting, *sorted(helping, key=lambda a: a.plan.worst.reserved)][:3]
 
 
-def _changes(task: PlanTask, plan: RunPlan) -> Iterator[tuple[str, Callable[[], RunPlan]]]:
+def last_resort(task: PlanTask, plan: RunPlan) -> str:
+    """What is left where no setting makes it fit; empty where one does."""
+    if plan.fits != "no" or any(advice.plan.fits != "no" for advice in advise(task, plan)):
+        return ""
+    adapt = "train an adapter (lora) instead of all weights, " if plan.model.trained == plan.model.parameters else ""
+    return (
+        f"No other setting makes it fit: {adapt}hold the frozen base in NF4 (model.quantization), or take more GPUs "
+        "('lockstep plan --on GPU:NxM --search 5' compares layouts)"
+    )
+
+
+Change = tuple[str, Callable[[], RunPlan]]
+
+
+def _made(task: PlanTask, changes: Iterable[Change]) -> list[Advice]:
+    """Those that the configuration allows, each of another effect."""
+    found: dict[tuple[float, float], Advice] = {}
+    for change, make in changes:
+        try:
+            task.check(change)
+            plan = make()
+        except ConfigError:
+            continue
+        found.setdefault((plan.time.total, plan.worst.reserved), Advice(change, plan))
+    return list(found.values())
+
+
+def _changes(task: PlanTask, plan: RunPlan) -> Iterator[Change]:
     layout, budget = plan.layout, plan.budget
     for size in _other_budgets(task, plan):
-        yield f"batch.micro_batch_tokens={size}", lambda size=size: task.plan(layout, size)  # type: ignore[misc]
+        yield f"batch.micro_batch_tokens={size}", partial(task.plan, layout, size)
     other = "none" if task.recomputes == "full" else "full"
-    yield (
-        f"model.activation_checkpointing={other}",
-        lambda: task.plan(layout, budget, recompute=other),
-    )
-    degrees = layout.degrees
-    if degrees.replicate > 1:
-        sharded = replace(layout, degrees=degrees._replace(replicate=1, shard=degrees.data))
-        yield f"parallel.replicate=1 parallel.shard={degrees.data}", lambda: task.plan(sharded, budget)
-    if degrees.sharded:
-        flipped = replace(layout, keep_parameters=not layout.keep_parameters)
-        yield (
-            f"parallel.keep_parameters={str(flipped.keep_parameters).lower()}",
-            lambda: task.plan(flipped, budget),
-        )
-        if not layout.offload:
-            yield "parallel.offload=true", lambda: task.plan(replace(layout, offload=True), budget)
+    yield f"model.activation_checkpointing={other}", partial(task.plan, layout, budget, recompute=other)
+    yield from _layout_changes(task, plan)
     if task.options.logits_gib > 0.5:
         small = replace(task, options=replace(task.options, logits_gib=0.5))
-        yield "model.logits_gib=0.5", lambda: small.plan(layout, budget)
-    if not task.options.activation_offload:
+        yield "model.logits_gib=0.5", partial(small.plan, layout, budget)
+    if not task.options.activation_offload and task.options.device == "cuda":
         moved = replace(task, options=replace(task.options, activation_offload=True))
-        yield "model.activation_offload=true", lambda: moved.plan(layout, budget)
+        yield "model.activation_offload=true", partial(moved.plan, layout, budget)
+    yield from _precisions(task, plan)
+
+
+def _layout_changes(task: PlanTask, plan: RunPlan) -> Iterator[Change]:
+    layout, degrees = plan.layout, plan.layout.degrees
+    if degrees.replicate > 1:
+        sharded = replace(layout, degrees=degrees._replace(replicate=1, shard=degrees.data))
+        yield f"parallel.replicate=1 parallel.shard={degrees.data}", partial(task.plan, sharded, plan.budget)
+    if degrees.sharded:
+        flipped = replace(layout, keep_parameters=not layout.keep_parameters)
+        keeps = str(flipped.keep_parameters).lower()
+        yield f"parallel.keep_parameters={keeps}", partial(task.plan, flipped, plan.budget)
+        if not layout.offload and task.options.device == "cuda":
+            yield "parallel.offload=true", partial(task.plan, replace(layout, offload=True), plan.budget)
+
+
+def _precisions(task: PlanTask, plan: RunPlan) -> Iterator[Change]:
+    """The model is described anew for these, which takes seconds: where they are needed."""
+    if task.changed is None or task.options.device != "cuda":
+        return
+    changes = ["model.precision=bf16"] if task.widens else []
+    if plan.fits == "no" and plan.model.trained < plan.model.parameters and plan.model.unlike == "":
+        changes.append("model.quantization=nf4")
+    for change in changes:
+        yield change, partial(_changed_plan, task, plan, change)
+
+
+def _changed_plan(task: PlanTask, plan: RunPlan, change: str) -> RunPlan:
+    assert task.changed is not None
+    return task.changed(change).plan(plan.layout, plan.budget)
+
+
+def _several_changes(task: PlanTask, plan: RunPlan) -> Iterator[Change]:
+    """At once, where no single one is enough: what takes the least memory of each kind."""
+    layout, least = plan.layout, _least_budget(task, plan)
+    changes = [] if task.recomputes == "full" else ["model.activation_checkpointing=full"]
+    size = min(least, plan.budget)
+    if size < plan.budget:
+        changes.append(f"batch.micro_batch_tokens={size}")
+    if len(changes) > 1:
+        yield " ".join(changes), partial(task.plan, layout, size, recompute="full")
+    if layout.degrees.sharded and not layout.offload and task.options.device == "cuda" and changes:
+        moved = replace(layout, offload=True)
+        yield " ".join([*changes, "parallel.offload=true"]), partial(task.plan, moved, size, recompute="full")
 
 
 def _other_budgets(task: PlanTask, plan: RunPlan) -> Sequence[int]:
@@ -225,3 +292,7 @@ def _other_budgets(task: PlanTask, plan: RunPlan) -> Sequence[int]:
     smaller = [size for size in (plan.budget // 2, plan.budget // 4) if size >= least]
     larger = [plan.budget * 2, plan.budget * 4] if plan.work.micro_batches > 1 else []
     return [*smaller, *larger]
+
+
+def _least_budget(task: PlanTask, plan: RunPlan) -> int:
+    return budgets(task.rows, plan.layout.degrees)[0]

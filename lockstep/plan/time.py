@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from lockstep.plan.description import LayerKind, ModelDescription, ParameterShape
 from lockstep.plan.hardware import LINK_SHARE, NETWORK_SHARE, GpuCluster, Rates, rates_of
-from lockstep.plan.memory import GIB
+from lockstep.plan.memory import sampled_at_once
+from lockstep.plan.sampling import GIB, sampling_s
 from lockstep.plan.stages import bubble_share, scheduled_micro_batches, stage_layers
 from lockstep.plan.traffic import PlannedTraffic, count_traffic
 from lockstep.plan.work import Options, RankLayout, Sampling, Workload
@@ -17,7 +18,6 @@ from lockstep.plan.work import Options, RankLayout, Sampling, Workload
 # The host starts an operation of a model, Python around it included, in about three times what a bare one takes.
 # Fitted to steps of few tokens on an H200, eager and compiled.
 _HOST_FACTOR = 3.1
-_GRAPH_KERNEL_S = 3.4e-6  # of one small kernel in a CUDA graph
 _RING_S = 6e-6  # what a collective takes at least, for each rank of its group, inside a machine
 
 
@@ -33,6 +33,8 @@ class StepTime:
     """Bytes that one rank sends, by axis."""
     flops: float
     """Of products and attention, over all ranks, without recomputation."""
+    forward_s: float = 0.0
+    """One pass without gradient over the rows of a step."""
 
     @property
     def total(self) -> float:
@@ -54,21 +56,30 @@ def plan_time(
     count = scheduled_micro_batches(layout, work.micro_batches)
     parts = {name: seconds * count for name, seconds in slowest.parts.items()}
     parts["waiting for the host"] = max(slowest.host_s - sum(slowest.parts.values()), 0.0) * count
-    parts["optimizer"] = _optimizer_s(slowest, rates, layout)
+    parts["optimizer"] = _optimizer_s(slowest, rates, layout) * work.optimizer_steps
     busy = sum(parts.values())
     parts["pipeline bubble"] = bubble_share(layout, work.micro_batches) * (busy - parts["optimizer"])
     traffic = count_traffic(model, layout, work, slowest.stage)
-    waited, hidden = _communication(traffic, layout, cluster, slowest, count)
+    waited, hidden = _communication(traffic, layout, cluster, slowest, count * work.updates)
     parts |= {f"communication: {axis}": seconds for axis, seconds in waited.items()}
     if work.sampling is not None and work.sampling.colocated:
-        parts["sampling"] = sampling_s(model, layout, work.sampling, rates)
+        parts["sampling"] = sampling_s(
+            model,
+            layout,
+            work.sampling,
+            rates,
+            at_once=sampled_at_once(model, layout, work, options),
+            host_s=rates.launch_s * _HOST_FACTOR,
+            exchange_s=_exchange_s(model, layout, work.sampling, cluster),
+        )
     return StepTime(
         {name: seconds for name, seconds in parts.items() if seconds > 0},
         hidden,
         work.step_tokens or work.tokens * work.micro_batches * layout.degrees.data,
         layout.degrees.num_ranks,
         traffic.by_axis(),
-        step_flops(model, work) * work.micro_batches * layout.degrees.data,
+        step_flops(model, work) * work.micro_batches * layout.degrees.data * work.updates,
+        slowest.forward_s * count,
     )
 
 
@@ -88,7 +99,7 @@ class _Passes:
         self.parts: dict[str, float] = {}
         self.host_s = 0.0
         self.forward_s = self.backward_s = 0.0
-        forwards = 1 + work.reference_passes + work.extra_forwards
+        forwards = work.updates + work.reference_passes + work.extra_forwards
         for number, count in _counted(model.layers[i] for i in self.layers):
             self._add_layer(model.kinds[number], count, forwards)
         if self.has_last:
@@ -125,7 +136,7 @@ class _Passes:
 
     def _add_layer(self, kind: LayerKind, count: int, forwards: int) -> None:
         size, tensor, rates = self._model.compute_bytes, self._layout.degrees.tensor, self._rates
-        again = 1 if kind.recomputed else 0
+        again, updates = 1 if kind.recomputed else 0, self._work.updates
         forward = backward = 0.0
         for p in kind.products:
             rows = self._tokens * p.share
@@ -135,21 +146,22 @@ class _Passes:
             forward += once
             # The gradient of each expert's matrix is a product of its own.
             backward += once + (here * rates.product_s(columns, rows / here, inner, size) if p.trained else 0.0)
-        self._add("products", count * (forward * (forwards + again) + backward))
+        self._add("products", count * (forward * (forwards + updates * again) + updates * backward))
         attention = {"forward": 0.0, "backward": 0.0}
         if kind.attention is not None:
             attention = self._attention(kind)
-            self._add("attention", count * (attention["forward"] * (forwards + again) + attention["backward"]))
+            whole = attention["forward"] * (forwards + updates * again) + updates * attention["backward"]
+            self._add("attention", count * whole)
         share = _share(kind, tensor)
         speed = rates.copy_bytes_per_s if self._model.compiled else rates.pointwise_bytes_per_s
         moved = {
             "forward": kind.whole.forward.moved_bytes * self._tokens * share / speed,
             "backward": kind.costs.backward.moved_bytes * self._tokens * share / speed,
         }
-        self._add("passes over memory", count * (moved["forward"] * forwards + moved["backward"]))
+        self._add("passes over memory", count * (moved["forward"] * forwards + updates * moved["backward"]))
         self.forward_s += count * (forward + attention["forward"] + moved["forward"])
         self.backward_s += count * (backward + again * forward + attention["backward"] + moved["backward"])
-        operations = kind.whole.forward.operations * forwards + kind.costs.backward.operations
+        operations = kind.whole.forward.operations * forwards + updates * kind.costs.backward.operations
         self.host_s += count * operations * rates.launch_s * _HOST_FACTOR
 
     def _attention(self, kind: LayerKind) -> dict[str, float]:
@@ -178,14 +190,15 @@ class _Passes:
         vocabulary, size = model.vocabulary / tensor, model.compute_bytes
         once = rates.product_s(targets, model.hidden, vocabulary, size)
         again = not self._work.linear and targets * vocabulary * size > options.logits_gib * GIB and model.head_trained
-        products = forwards + 1 + model.head_trained + again
+        updates = self._work.updates
+        products = forwards + updates * (1 + model.head_trained + again)
         fused = options.device == "cuda" and tensor == 1
-        passes = (forwards - 1) * 1 + (3 if self._work.linear or not model.head_trained else 4)
+        passes = forwards - updates + updates * (3 if self._work.linear or not model.head_trained else 4)
         logits = targets * vocabulary * size * passes * (1 if fused else 4) / rates.copy_bytes_per_s
         self._add("head", products * once + logits)
         self.forward_s += once
-        self.backward_s += (products - 1) * once + logits
-        self.host_s += model.rest_operations * 2 * rates.launch_s * _HOST_FACTOR
+        self.backward_s += ((products - 1) * once + logits) / updates
+        self.host_s += model.rest_operations * 2 * updates * rates.launch_s * _HOST_FACTOR
 
     def _add_copies(self) -> None:
         """Narrow copies of parameters and wide ones of their gradients; FSDP2 makes them of its shards."""
@@ -199,7 +212,7 @@ class _Passes:
             moved += 3 * model.wide_bytes * values
         if layout.degrees.sharded:
             moved += self.gathered_values * (2 * 2 * model.compute_bytes + model.compute_bytes + 4 + 4)
-        self._add("passes over memory", moved / self._rates.copy_bytes_per_s)
+        self._add("passes over memory", self._work.updates * moved / self._rates.copy_bytes_per_s)
 
 
 def _counted(numbers: Iterable[int]) -> list[tuple[int, int]]:
@@ -264,6 +277,24 @@ def _communication(
     return waited, {axis: seconds for axis, seconds in hidden.items() if seconds}
 
 
+def _exchange_s(model: ModelDescription, layout: RankLayout, sampling: Sampling, cluster: GpuCluster) -> float:
+    """Of one decoding pass by ranks that hold the model together: FSDP2 gathers every layer, unless they stay gathered;
+    tensor ranks add up twice in each."""
+    degrees, seconds = layout.degrees, 0.0
+    if sampling.shards == 1:
+        return 0.0
+    if layout.sharding_ranks > 1 and not layout.keep_parameters:
+        axis = "shard_context" if degrees.context > 1 else "shard"
+        values = sum(p.numel for i in range(len(model.layers)) for p in model.kind_of(i).parameters)
+        part = values * model.compute_bytes / degrees.tensor / degrees.expert
+        part *= 1 - 1 / layout.sharding_ranks
+        calls = len(model.layers) * _latency(axis, layout, cluster, layout.sharding_ranks)
+        seconds += part / _rate(axis, layout, cluster) + calls
+    if degrees.tensor > 1:
+        seconds += 2 * len(model.layers) * _latency("tensor", layout, cluster, degrees.tensor)
+    return seconds
+
+
 def spans_machines(axis: str, layout: RankLayout, cluster: GpuCluster) -> bool:
     """Whether the ranks of an axis are on several machines: those further right in the mesh are neighbours."""
     order = ("tensor", "context", "shard", "replicate", "pipeline")
@@ -317,32 +348,3 @@ def _shared_network(axis: str, layout: RankLayout, cluster: GpuCluster) -> float
 def _latency(axis: str, layout: RankLayout, cluster: GpuCluster, ranks: int) -> float:
     hop = cluster.network.latency_s if spans_machines(axis, layout, cluster) else _RING_S
     return hop * max(ranks - 1, 1) ** 0.5
-
-
-# --- sampling ---------------------------------------------------------------------------------------------------------
-
-
-def sampling_s(model: ModelDescription, layout: RankLayout, sampling: Sampling, rates: Rates) -> float:
-    """Reading the prompts, then one pass for each new token: as long as its small kernels, or as reading weights and
-    cache, take."""
-    weights = cache = operations = prompt = 0.0
-    for number, count in _counted(model.layers):
-        kind = model.kinds[number]
-        values = sum(p.inner * p.columns for p in kind.products)
-        weights += count * values * model.compute_bytes / layout.degrees.tensor
-        operations += count * kind.whole.forward.operations
-        prompt += count * sum(
-            rates.product_s(sampling.prompts * sampling.prompt_tokens, p.inner, p.columns, model.compute_bytes)
-            for p in kind.products
-        )
-        if kind.attention is not None:
-            _, heads, size, _ = kind.attention
-            cache += count * 2 * heads * size * model.compute_bytes / layout.degrees.tensor
-    weights += model.vocabulary * model.hidden * model.compute_bytes / layout.degrees.tensor
-    at_once = min(sampling.sequences, 256)
-    waves = -(-sampling.sequences // at_once)
-    length = sampling.prompt_tokens + sampling.new_tokens / 2
-    read = (weights + at_once * length * cache) / rates.copy_bytes_per_s
-    logits = at_once * model.vocabulary * 4 * 6 / rates.copy_bytes_per_s
-    step = max(operations * _GRAPH_KERNEL_S, read) + logits
-    return prompt + waves * sampling.new_tokens * step

@@ -30,15 +30,27 @@ def count_traffic(model: ModelDescription, layout: RankLayout, work: Workload, s
     mine = range(stage, stages, degrees.pipeline)
     count = scheduled_micro_batches(layout, work.micro_batches)
     sizes = rank_sizes(model, layout, stage)
+    count *= work.updates
     tokens, targets = work.tokens // degrees.context * count, work.targets // degrees.context * count
     sends = sum((i > 0) + (i < stages - 1) for i in mine)
     rank_work = RankWork(tokens, targets, count, sends)
     least = least_traffic(sizes, degrees, rank_work, keep_parameters=layout.keep_parameters)
+    others = (work.reference_passes + work.extra_forwards) / work.updates
     found: dict[str, tuple[float, float, int]] = {}
-    for (axis, _), size in least.items():
+    for (axis, kind), size in least.items():
         before = found.get(axis, (0.0, 0.0, 1))[0]
+        size *= 1 + others * _forward_share(axis, kind, layout)
         found[axis] = (before + size, _calls(axis, layout, len(sizes.layers), count), _ranks(axis, layout))
     return PlannedTraffic(found)
+
+
+def _forward_share(axis: str, kind: str, layout: RankLayout) -> float:
+    """Of what forward and backward send, about what a pass without gradient sends."""
+    if axis in ("tensor", "context", "expert", "pipeline"):
+        return 0.5
+    if kind != "all_gather":  # gradients
+        return 0.0
+    return 1.0 if layout.keep_parameters else 0.5
 
 
 def _calls(axis: str, layout: RankLayout, num_layers: int, micro_batches: int) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import math
+from dataclasses import dataclass, replace
 
 from lockstep.config.parallel import Degrees
 
@@ -55,6 +56,8 @@ class Sampling:
     """By the model in training; otherwise by an engine of its own."""
     engines: int = 0
     """That have GPUs of their own."""
+    shards: int = 1
+    """Ranks that hold the model together, and decode the same sequences."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,9 @@ class Workload:
     """Forward passes of the reference, for each micro-batch of a step."""
     extra_forwards: int = 0
     """Passes without gradient that the loss needs first."""
+    updates: int = 1
+    """Passes with gradient over the same rows, in one step."""
+    optimizer_steps: int = 1
     sampling: Sampling | None = None
     step_tokens: int = 0
     """Of the whole step, over all ranks."""
@@ -112,11 +118,12 @@ class Options:
     device: str = "cuda"
     logits_gib: float = 2.5
     activation_offload: bool = False
-    checkpoint_in_background: bool = True
+    checkpoint_in_background: bool = False
     compression: str = "none"
     optimizer: str = "adamw"
     """As optim.kind."""
-    extras: dict[str, float] = field(default_factory=dict)
+    device_gib: float = math.inf
+    """Of the device: a cache that would take more than half of what is free holds fewer sequences at once."""
 
 
 @dataclass(frozen=True)
@@ -133,9 +140,15 @@ class StepRows:
     linear: bool = True
     reference: str = "none"
     reference_passes: int = 0
+    reference_is_assumed: bool = False
+    """It depends on the number of rows, which is not known."""
     extra_forwards: int = 0
+    updates: int = 1
+    optimizer_steps: int = 1
     sampling: Sampling | None = None
     steps: int | None = None
+    precomputed_steps: float = 0.0
+    """Steps' worth of rows of which a reference is computed before the first step."""
     assumed: str = ""
 
     def work(self, layout: RankLayout, budget: int, multiple_of: int = 128) -> Workload:
@@ -152,9 +165,11 @@ class StepRows:
         padded = -(-tokens // multiple_of) * multiple_of
         sampling = self.sampling
         if sampling is not None:
-            ranks = max(degrees.data, 1)
+            # Ranks that hold one model together all decode what is sampled from it.
+            ranks = degrees.replicas if sampling.colocated else 1
             sequences, prompts = -(-sampling.sequences // ranks), -(-sampling.prompts // ranks)
-            sampling = replace(sampling, sequences=sequences, prompts=prompts)
+            shards = degrees.num_ranks // ranks if sampling.colocated else 1
+            sampling = replace(sampling, sequences=sequences, prompts=prompts, shards=shards)
         return Workload(
             micro_batches=count,
             tokens=padded,
@@ -166,6 +181,8 @@ class StepRows:
             reference=self.reference,
             reference_passes=self.reference_passes,
             extra_forwards=self.extra_forwards,
+            updates=self.updates,
+            optimizer_steps=self.optimizer_steps,
             sampling=sampling,
             step_tokens=self.step_tokens,
             peak_tokens=min(room, max(padded, self.longest)) if count > 1 else padded,

@@ -40,14 +40,19 @@ def facts(plan: Mapping[str, Any]) -> list[Row]:
                   f"{format_count(plan['trained'])} trained"),
         ("hardware", f"{plan['cluster']}, {plan['capacity_gib']:.4g} GiB usable on each"),
         ("layout", plan["layout"]),
-        ("step", f"{format_count(plan['tokens_per_step'])} tokens, {plan['micro_batches']} micro-batches of at most "
+        ("step", f"{format_count(plan['tokens_per_step'])} tokens, {_micro_batches(plan['micro_batches'])} of at most "
                  f"{plan['micro_batch_tokens']:,} on each rank"),
         ("time of a step", f"{_seconds(plan['step_s'])} {time}: {format_count(plan['tokens_per_s'])} tokens/s"),
     ]  # fmt: skip
     if plan["run_s"] is not None:
-        rows.append(("time of the run", f"{format_duration(plan['run_s'])} {time}, {plan['steps']:,} steps"))
+        rows.append(("time of the run", f"{format_duration(plan['run_s'])} {time}: {plan['steps']:,} steps, without "
+                                        "its start, evaluations and export"))  # fmt: skip
     if plan["cost"] is not None:
         rows.append(("cost of the run", f"{plan['cost']:,.2f} {time}"))
+    if plan["host_gib"]:
+        parts = ", ".join(f"{name} {size:.3g}" for name, size in plan["host_gib"].items())
+        total = sum(plan["host_gib"].values())
+        rows.append(("host memory", f"{total:.4g} GiB of each machine ± {plan['memory_error']:.0%}: {parts}"))
     rows.append(("how sure", f"memory ± {plan['memory_error']:.0%}, time {time}: {plan['errors_from']}"))
     if plan["assumed"]:
         rows.append(("assumed", plan["assumed"]))
@@ -113,6 +118,10 @@ def _key(parts: Sequence[tuple[str, float]], unit: str) -> str:
         for number, (name, size) in enumerate(parts)
     ]
     return f'<div class="scroll"><table class="facts">{"".join(lines)}</table></div>'
+
+
+def _micro_batches(count: int) -> str:
+    return "1 micro-batch" if count == 1 else f"{count:,} micro-batches"
 
 
 def _seconds(seconds: float) -> str:

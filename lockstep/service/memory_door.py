@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 DEADLINE_S = 30.0
 _MAX_KEPT = 512
 # Of a plan's parts, those that are there whatever the rows are.
-_ALWAYS = ("weights", "optimizer", "frozen copies", "computing copies")
+_ALWAYS = ("weights", "optimizer", "computing copies")
 
 
 @dataclass(frozen=True)
@@ -135,9 +135,10 @@ def judge(plan: Mapping[str, Any]) -> PlannedMemory:
         return UNKNOWN
     fullest = max(plan["memory"], key=lambda rank: rank["reserved_gib"])
     parts = fullest["parts_gib"]
-    always = sum(float(parts.get(name, 0.0)) for name in _ALWAYS)
+    certain = _ALWAYS if plan.get("reference_is_assumed") else (*_ALWAYS, "frozen copies")
+    always = sum(float(parts.get(name, 0.0)) for name in certain)
     if always * (1 - plan["memory_error"]) > plan["capacity_gib"]:
-        held = ", ".join(f"{name} {parts[name]:.3g}" for name in _ALWAYS if parts.get(name))
+        held = ", ".join(f"{name} {parts[name]:.3g}" for name in certain if parts.get(name))
         helps = [advice["change"] for advice in plan["advice"] if advice["fits"] != "no"]
         change = (
             f": try {' or '.join(helps)}" if helps else ": take more or larger GPUs, or LoRA instead of all weights"

@@ -7,13 +7,13 @@ import time
 from collections.abc import Sequence
 
 from lockstep.config import DpoConfig, KtoConfig, RunConfig
+from lockstep.config.reference import estimates_kl
 from lockstep.data.order import Batches
 from lockstep.train.checkpoints import Progress
 from lockstep.train.preference_data import (
     count_chosen_tokens,
     count_padded_tokens,
     discount_length,
-    estimates_kl,
     label_options,
     pair_options,
 )

@@ -13,7 +13,7 @@ from lockstep.plan.choose import ChosenLayout, choose_layout
 from lockstep.plan.estimate import RunPlan
 from lockstep.plan.from_config import TextLengths, assumed_rows, layout_of, measured_rows, task_of, this_machine
 from lockstep.plan.hardware import GpuCluster
-from lockstep.plan.search import PlanTask, advise, best_budget
+from lockstep.plan.search import PlanTask, advise, best_budget, last_resort
 from lockstep.rundir import RunDir
 from lockstep.train.schedule import num_steps
 from lockstep.types import Datum
@@ -148,16 +148,11 @@ def judge(config: RunConfig, cluster: GpuCluster, run: RunDir, rows: Sequence[Da
 
 
 def _advice(task: PlanTask, plan: RunPlan) -> str:
+    last = last_resort(task, plan)
+    if last:
+        return f". {last}"
     found = [f"{advice.change} ({advice.effect(plan)})" for advice in advise(task, plan)]
-    if found:
-        return f". What would help: {'; '.join(found)}"
-    if plan.fits != "no":
-        return ""
-    adapt = "train an adapter (lora) instead of all weights, " if plan.model.trained == plan.model.parameters else ""
-    return (
-        f". No other setting makes it fit: {adapt}hold the frozen base in NF4 (model.quantization), or take more GPUs "
-        "('lockstep plan --on GPU:NxM --search 5' compares layouts)"
-    )
+    return f". What would help: {'; '.join(found)}" if found else ""
 
 
 def _rows(config: RunConfig, rows: Sequence[Datum]) -> Any:
@@ -169,7 +164,7 @@ def _rows(config: RunConfig, rows: Sequence[Datum]) -> Any:
     for _ in range(min(_NUM_BATCHES, total)):
         batch, cursor = batches.batch_at(cursor)
         read.append([lengths_of(datum) for datum in batch])
-    return measured_rows(config, read, total)
+    return measured_rows(config, read, total, batches.num_steps(1.0))
 
 
 def lengths_of(datum: Datum) -> TextLengths:

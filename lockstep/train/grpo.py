@@ -13,6 +13,7 @@ from typing import NamedTuple
 from lockstep.algorithms.advantages import find_advantages
 from lockstep.algorithms.policy_gradient import FRESH_DIFF, STALE_DIFF
 from lockstep.config import GrpoConfig, RunConfig
+from lockstep.config.reference import choose_reference
 from lockstep.data.order import Batches
 from lockstep.data.prompts import PromptRow, Prompts
 from lockstep.rollouts.batch import (
@@ -38,7 +39,6 @@ from lockstep.rollouts.metrics import (
 from lockstep.rollouts.source import RolloutSource, read_prompt_data
 from lockstep.rundir import RunDir
 from lockstep.train.checkpoints import Progress
-from lockstep.train.reference import choose_reference
 from lockstep.train.schedule import learning_rate_at, num_steps
 from lockstep.train.steps import (
     Diverged,

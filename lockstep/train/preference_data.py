@@ -227,8 +227,3 @@ def label_options(algorithm: KtoConfig, kl: float = 0.0) -> dict[str, object]:
     """Options of the loss. `kl`: from the reference, estimated over the global batch."""
     names = ("loss", "beta", "desirable_weight", "undesirable_weight")
     return {**{name: getattr(algorithm, name) for name in names}, "kl": kl}
-
-
-def estimates_kl(algorithm: DpoConfig | KtoConfig) -> bool:
-    """Whether the loss needs an estimate of the KL from the reference over each batch."""
-    return algorithm.kind == "kto" and algorithm.loss == "kto"

@@ -59,9 +59,8 @@ def check_data(config: RunConfig, data: CompiledData, num_ranks: int) -> None:
     """Ranks of the other axes have the rows of their neighbours. `auto` chooses a layout by this."""
     parallel = config.parallel
     num_ranks = 1 if parallel.auto and not parallel.chosen_for(num_ranks) else parallel.degrees(num_ranks).data
-    rows, per_step = rows_to_learn(config, data), config.batch.samples_per_step
-    if per_step is not None and per_step < num_ranks:
-        raise ConfigError(f"batch.samples {per_step} is less than the {num_ranks} ranks: some would never have a row")
+    rows = rows_to_learn(config, data)
+    config.batch.check_ranks(num_ranks)
     if len(rows.train) < num_ranks:
         raise ConfigError(f"{num_ranks} ranks for {len(rows.train)} training rows: use at most one rank per row")
 

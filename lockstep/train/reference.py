@@ -1,4 +1,4 @@
-"""Where the log-probs of a reference come from: the choice, and a store on disk of those that are computed once.
+"""The log-probs of a reference: a store on disk of those that are computed once.
 
 An entry of the store is a folder that appears whole, by a rename, with manifest.json written last. It is verified when
 it is opened.
@@ -21,11 +21,11 @@ from typing import cast, overload
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.config import DpoConfig, GrpoConfig, KtoConfig, RunConfig, SftConfig
-from lockstep.config.algorithm import ReferenceKind
+from lockstep.config import RunConfig
+from lockstep.config.reference import ReferenceChoice, choose_reference
 from lockstep.data.columns import Rows
 from lockstep.data.order import Batches
-from lockstep.train.preference_data import AsLabelled, estimates_kl
+from lockstep.train.preference_data import AsLabelled
 from lockstep.train.schedule import num_steps
 from lockstep.types import Completion, Datum, Logprobs
 
@@ -226,65 +226,11 @@ CompiledRows = Rows | AsLabelled
 Forward = Callable[[Sequence[Datum]], list[Logprobs]]
 
 
-@dataclass(frozen=True)
-class ReferenceChoice:
-    """Where the reference's log-probs come from. Made once; `why` completes a sentence for the user."""
-
-    kind: ReferenceKind
-    why: str
-
-    def __str__(self) -> str:
-        return f"{self.kind}: {self.why}"
-
-
 def plan_reference(config: RunConfig, train: Sequence[Datum]) -> ReferenceChoice:
     batches = Batches(train, config.batch, seed=config.seed, shuffle=config.data.shuffle)
     # In whole epochs, because a batch by tokens takes now more, now fewer rows.
     num_seen = round(num_steps(config, batches) / batches.num_steps(1.0) * len(train))
     return choose_reference(config, num_rows=len(train), num_seen=num_seen)
-
-
-def choose_reference(config: RunConfig, *, num_rows: int, num_seen: int) -> ReferenceChoice:
-    """`num_seen`: how many training rows the steps of the run take, each counted as often as it comes."""
-    algorithm = config.algorithm
-    if isinstance(algorithm, SftConfig):
-        return ReferenceChoice("none", "sft has none")
-    if isinstance(algorithm, GrpoConfig):
-        return _choose_for_samples(config, algorithm)
-    if not algorithm.needs_reference:
-        return ReferenceChoice("none", f"loss {', '.join(algorithm.loss)} has none")
-    if algorithm.reference_model is not None:
-        return ReferenceChoice("precomputed", "another model is computed once, and not held beside the one in training")
-    if algorithm.reference != "auto":
-        return ReferenceChoice(algorithm.reference, "as configured")
-    if algorithm.reference_sync_steps is not None:
-        return ReferenceChoice("copy", "only a copy can follow the model in training")
-    if config.lora is not None and config.lora.init == "pissa":
-        return ReferenceChoice("copy", "with lora.init pissa the model without its adapters is not the base")
-    if config.lora is not None:
-        return ReferenceChoice("adapter_off", "the model without its adapters is the reference, at no memory")
-    return _choose_for_full(config, algorithm, num_rows, num_seen)
-
-
-def _choose_for_samples(config: RunConfig, algorithm: GrpoConfig) -> ReferenceChoice:
-    if not algorithm.needs_reference:
-        return ReferenceChoice("none", "kl_coefficient is 0")
-    if algorithm.reference != "auto":
-        return ReferenceChoice(algorithm.reference, "as configured")
-    if config.lora is not None and config.lora.init != "pissa" and algorithm.reference_sync_steps is None:
-        return ReferenceChoice("adapter_off", "the model without its adapters is the reference, at no memory")
-    return ReferenceChoice("copy", "answers are new in every step, so nothing can be computed ahead")
-
-
-def _choose_for_full(
-    config: RunConfig, algorithm: DpoConfig | KtoConfig, num_rows: int, num_seen: int
-) -> ReferenceChoice:
-    if estimates_kl(algorithm):
-        return ReferenceChoice("copy", "loss kto puts prompts and answers together anew in every batch")
-    if num_seen < num_rows and config.parallel.backend == "torch":
-        why = f"the run takes {num_seen:,} of {num_rows:,} training rows, so computing all of them first would be waste"
-        return ReferenceChoice("copy", why)
-    return ReferenceChoice("precomputed", "every row once and kept on disk, without a second copy of the weights")
 
 
 @dataclass(frozen=True)

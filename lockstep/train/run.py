@@ -22,6 +22,7 @@ from lockstep.backend.optimizers import OptimizerSettings
 from lockstep.backend.router_balance import RouterLosses
 from lockstep.backend.torch_backend import TorchBackend, agree_on_precision, join_group
 from lockstep.config import ConfigError, GrpoConfig, RunConfig
+from lockstep.config.reference import ReferenceChoice
 from lockstep.data.cache import cache_folder
 from lockstep.data.dataset import CompiledData
 from lockstep.evaluation import metrics
@@ -54,7 +55,6 @@ from lockstep.train.prepare import check_reference_model, prepare_rows, referenc
 from lockstep.train.reference import (
     Forward,
     PrecomputeSettings,
-    ReferenceChoice,
     add_reference,
     describe_files,
     has_all,

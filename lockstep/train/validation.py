@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from lockstep.config import DpoConfig, KtoConfig, RunConfig
+from lockstep.config.reference import estimates_kl
 from lockstep.train.preference_data import (
     count_chosen_tokens,
     discount_length,
-    estimates_kl,
     label_options,
     mean_scores,
     mismatch,

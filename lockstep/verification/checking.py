@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from lockstep.config import ConfigError, GrpoConfig, RunConfig, SftConfig
+from lockstep.config.reference import ReferenceChoice
 from lockstep.model.load import load_hf_config
 from lockstep.processes.ranks import run_ranks
-from lockstep.train.reference import ReferenceChoice, plan_reference
+from lockstep.train.reference import plan_reference
 from lockstep.types import OptimStep
 from lockstep.verification.job import LayoutJob, LayoutResult, agreed_refusal, read_failures, read_result
 from lockstep.verification.layouts import (

@@ -26,6 +26,7 @@ from lockstep.backend.router_balance import RouterLosses
 from lockstep.backend.torch_backend import TorchBackend
 from lockstep.config import ConfigError, DpoConfig, GrpoConfig, KtoConfig, RunConfig, SftConfig
 from lockstep.config.parallel import AXES, Degrees
+from lockstep.config.reference import choose_reference
 from lockstep.model.load import build_model, load_hf_config
 from lockstep.model.policy import Policy
 from lockstep.model.vision import sees
@@ -37,7 +38,7 @@ from lockstep.processes.worker import WorkerFailed
 from lockstep.train.checkpoints import Progress
 from lockstep.train.dpo import prepare
 from lockstep.train.grpo import learn
-from lockstep.train.reference import REFERENCE, choose_reference
+from lockstep.train.reference import REFERENCE
 from lockstep.train.steps import optim_step
 from lockstep.types import Completion, Datum, Logprobs, LossResult, LossSpec, OptimResult, OptimStep
 from lockstep.verification.assumed_routing import AssumedTrades, assume_choices, sharing_experts

@@ -19,10 +19,10 @@ from lockstep.backend.optimizers import OptimizerSettings
 from lockstep.backend.torch_backend import TorchBackend
 from lockstep.config import LoraConfig
 from lockstep.config.loading import resolve_config
+from lockstep.config.reference import choose_reference
 from lockstep.model.export import merge, save_weights
 from lockstep.model.lora import add_lora
 from lockstep.parallel.group import ProcessGroup
-from lockstep.train.reference import choose_reference
 from lockstep.types import LossSpec, OptimStep
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -227,7 +227,7 @@ def test_advice_makes_it_fit(model: ModelDescription) -> None:
 def test_rows_are_measured_or_assumed(folder: Path) -> None:
     config = config_of(folder, algorithm={"kind": "dpo"})
     pairs = [[TextLengths(100, (50, 150), 200)] * 4]
-    rows = measured_rows(config, pairs, 7)
+    rows = measured_rows(config, pairs, 7, 8)
     assert (rows.step_tokens, rows.longest, rows.steps) == (1200, 300, 7)
     assert rows.targets_share == pytest.approx(200 / 300)
     assert rows.keys_per_token == pytest.approx(400 / 300)
@@ -257,7 +257,7 @@ def test_sampling_takes_memory_and_time(folder: Path) -> None:
     length = -(-(112 + 128) // 64) * 64  # of a prompt and its answer, in whole blocks
     cache = 8 * 8 // 2 * length * 4 * 2 * 2 * 16 * 2  # sequences, tokens, layers, keys and values, heads, size, bytes
     assert engine.parts["KV cache and graphs"] == pytest.approx(cache + 0.07 * 2**30)
-    assert "engines have GPUs of their own" in divided.assumed
+    assert "engines have GPUs of their own" in divided.rows.assumed
 
 
 def test_a_description_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +274,7 @@ def test_at_the_door(folder: Path, tmp_path: Path, share: float) -> None:
     config = config_of(folder, batch={"samples": 64, "micro_batch_tokens": 16384})
     rows = [Datum([1] * 256, [Completion([2] * 256, [1.0] * 256)])] * 64
     cluster = parse_cluster("l4")
-    needed = task_of(config, cluster, measured_rows(config, [[lengths_of(r) for r in rows]], 1)).plan(ONE)
+    needed = task_of(config, cluster, measured_rows(config, [[lengths_of(r) for r in rows]], 1, 1)).plan(ONE)
     gib = 0.6 + share * needed.worst.reserved / 2**30
     cluster = replace(cluster, device=replace(cluster.device, memory_gib=gib))
     run = RunDir.create(tmp_path / "run", config)

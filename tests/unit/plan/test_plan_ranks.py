@@ -178,7 +178,7 @@ def test_the_peak_of_a_step_is_near_that_of_every_allocation_of_the_real_code(ca
     model = describe_model(config, "bf16", compiled=False)
     if layout.degrees.expert * layout.degrees.tensor > 1:
         model = with_divided_experts(model)
-    work = measured_rows(config, [lengths], 1).work(layout, 2048)
+    work = measured_rows(config, [lengths], 1, 1).work(layout, 2048)
     stages = range(layout.degrees.pipeline)
     ranks = [plan_memory(model, layout, work, Options(device="cpu"), stage=stage) for stage in stages]
     planned, peak = max(ranks, key=lambda rank: rank.allocated), simulated.peak_bytes

@@ -16,6 +16,7 @@ import pytest
 
 from lockstep.backend.fake import FakeBackend
 from lockstep.config import RunConfig
+from lockstep.config.reference import choose_reference
 from lockstep.data.order import Batches
 from lockstep.train.preference_data import AsLabelled
 from lockstep.train.reference import (
@@ -23,7 +24,6 @@ from lockstep.train.reference import (
     PrecomputeSettings,
     ReferenceStore,
     add_reference,
-    choose_reference,
     describe_files,
     has_all,
 )

@@ -17,9 +17,9 @@ from equivalence.preference_plain import gradients_of, make_pairs, padded_answer
 from lockstep.backend.batching import documents_of, plan_micro_batches
 from lockstep.cli.verify import verdict_table
 from lockstep.config import ConfigError, RunConfig, load_config
+from lockstep.config.reference import ReferenceChoice
 from lockstep.model.float64 import keep_float64
 from lockstep.train.preference_data import count_chosen_tokens, discount_length, mismatch, pair_options
-from lockstep.train.reference import ReferenceChoice
 from lockstep.types import Completion, Datum
 from lockstep.verification import reduced
 from lockstep.verification.checking import Report, StepErrors, Verdict, describe_reference

@@ -23,7 +23,7 @@ QUICK_FAULTS := $(addprefix tests/distributed/test_,ray_launch.py fault_matrix.p
 QUICK_OTHERS := $(filter-out $(QUICK_FAULTS),$(wildcard tests/distributed/test_*.py)) tests/equivalence tests/service \
 	tests/docs tests/loops tests/unit tests/test_architecture.py
 
-.PHONY: demo test check sweep test-transformers test-peers test-llama-stack test-sagemaker format hooks docs site release constraints clean
+.PHONY: demo test check sweep test-transformers test-kernels test-peers test-llama-stack test-sagemaker format hooks docs site release constraints clean
 .DEFAULT_GOAL := test
 
 demo: $(BYTECODE)
@@ -86,6 +86,16 @@ test-transformers-%: $(STAMP)
 	PYTHONPATH=.transformers-$* $(BIN)/python -c "import transformers; print('transformers', transformers.__version__)"
 	PYTHONPATH=$(CURDIR)/.transformers-$* $(PYTEST) -m "not gpu and not peers" --timeout 1800 $(AT_ONCE) $(TRANSFORMERS_TESTS)
 
+# Triton's kernels without a GPU: interpreted, in float32, against float64; and compiled for GPUs in bf16. The version is the
+# one that torch of this version brings where it comes with CUDA.
+TRITON ?= triton==3.7.1
+KERNEL_TESTS := $(addprefix tests/gpu/test_,decode_kernel.py tile_kernel.py head_kernel.py experts_cuda.py quantised_cuda.py)
+
+test-kernels: $(STAMP)
+	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target .triton '$(TRITON)'
+	PYTHONPATH=$(CURDIR)/.triton TRITON_INTERPRET=1 $(PYTEST) -m gpu -n 2 --dist worksteal $(KERNEL_TESTS)
+	PYTHONPATH=$(CURDIR)/.triton $(PYTEST) -m gpu -n 2 tests/gpu/test_kernels_compile.py
+
 # Beside TRL, loss by loss.
 test-peers: $(STAMP)
 	$(BIN)/python -m pip install --quiet -e '.[dev,peers]'
@@ -145,7 +155,7 @@ constraints:
 	rm -rf .venv-newest
 
 clean:
-	rm -rf .venv-newest .transformers-oldest .transformers-newest .venv .venv-stack .venv-sagemaker .venv-skypilot .venv-release build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv-newest .transformers-oldest .transformers-newest .triton .venv .venv-stack .venv-sagemaker .venv-skypilot .venv-release build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find lockstep tests examples docs -name __pycache__ -type d -exec rm -rf {} +
 
 # Another torch means another environment: pip would take the one that is there for good enough.

@@ -190,3 +190,55 @@ def test_tokens_are_drawn_as_in_float64(vocabulary: int, dtype: torch.dtype, tem
     tokens, logprobs = draw_kernel.draw(logits, streams, positions, 1 / temperature)
     assert logprobs[[0, 5]].isnan().all()
     assert bool(((tokens >= 0) & (tokens < vocabulary)).all())
+
+
+def test_tokens_come_as_often_as_they_are_likely() -> None:
+    """By the kernel's own random numbers. Nine tokens are possible, on both sides of the end of a chunk of 4096."""
+    from lockstep.inference import draw_kernel
+
+    possible = torch.tensor([0, 3, 17, 4000, 4095, 4096, 4097, 4500, 4999], device=DEVICE)
+    weights = torch.tensor([0.1, 0.02, 0.2, 0.08, 0.1, 0.15, 0.05, 0.1, 0.2], device=DEVICE, dtype=torch.float64)
+    logits = torch.full((5000,), -torch.inf, device=DEVICE)
+    logits[possible] = (weights.log() + 300).float()
+    num_rows = here(20_000, 200)
+    streams = random_streams(3, list(range(num_rows)), [1] * num_rows).to(DEVICE)
+    positions = torch.arange(num_rows, device=DEVICE) % 7
+    tokens, logprobs = draw_kernel.draw(logits.expand(num_rows, -1), streams, positions, 1.0)
+    counts = tokens.bincount(minlength=5000)[possible]
+    assert int(counts.sum()) == num_rows, "a token that is not possible was drawn"
+    expected = num_rows * weights
+    chi_squared = float(((counts - expected).square() / expected).sum())
+    assert (
+        chi_squared < 26.1
+    )  # of nine kinds a larger one comes once in a thousand times; the draws are always the same
+    place = torch.searchsorted(possible, tokens)
+    torch.testing.assert_close(logprobs.double(), weights.log()[place], rtol=0, atol=1e-4)
+
+
+def test_a_row_in_which_nothing_is_possible_says_so() -> None:
+    from lockstep.inference import draw_kernel
+
+    logits = torch.zeros(3, 5000, device=DEVICE)
+    logits[1], logits[2, 4321] = -torch.inf, torch.inf
+    zeros = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    tokens, logprobs = draw_kernel.draw(logits, zeros, zeros, 1.0)
+    assert logprobs.isnan().tolist() == [False, True, True]
+    assert bool(((tokens >= 0) & (tokens < 5000)).all())
+
+
+@pytest.mark.parametrize("size", [1e-4, 1e2])
+def test_scores_of_any_size_are_attended_to(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to some ten thousands: then one token takes all of the attention."""
+    from lockstep.inference import decode_kernel
+
+    monkeypatch.setattr(decode_kernel, "_MIN_TILED", 0)
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(3, heads, 16, device=DEVICE) for heads in (4, 2, 2))
+    keys, values = torch.randn(2, 3, 2, 300, 16, device=DEVICE).unbind(0)
+    query, keys = size * query, size * keys
+    positions = torch.tensor([299, 290, 5], device=DEVICE)
+    table, tiles = (t.to(DEVICE) for t in prompt_tiles({1: (0, 280)}, 3, 2))
+    how = (1.0, 0, 0.0, None)
+    wanted = exact(query, key, value, keys.clone(), values.clone(), positions, table[0], table[1], *how)
+    found = decode_attention(query, key, value, keys, values, positions, *table, tiles, *how)
+    assert float((found.double() - wanted).norm() / wanted.norm()) < (1e-6 if size < 1 else 1e-2)

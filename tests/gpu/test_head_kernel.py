@@ -102,7 +102,9 @@ def test_the_kernel_gives_entropies_sums_of_squares_and_the_gradient_of_both_kin
 
 
 @pytest.mark.parametrize("dtype", dtypes(torch.float32, torch.bfloat16))
-@pytest.mark.parametrize(("num_tokens", "size"), here([(300, 1024), (41, 60), (9, 5000)], [(41, 60), (9, 5000), (1, 16)]))
+@pytest.mark.parametrize(
+    ("num_tokens", "size"), here([(300, 1024), (41, 60), (9, 5000)], [(41, 60), (9, 5000), (1, 16)])
+)
 def test_rows_that_predict_add_up_in_a_fixed_order(dtype, num_tokens, size):
     """Some tokens predict once, some never, and the end of a shared prompt for each of its answers."""
     generator = torch.Generator(DEVICE).manual_seed(0)

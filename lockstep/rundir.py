@@ -14,7 +14,9 @@ import os
 import re
 import shutil
 import stat
+import threading
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,6 +120,10 @@ class PhaseClock:
         return {name: round(seconds, 3) for name, seconds in self._seconds.items()}
 
 
+# Fields are merged into what is there, and engines in processes are watched by a thread.
+_STATUS_LOCK = threading.RLock()
+
+
 class RunDir:
     """A run directory opened for reading, or by its one owner for writing."""
 
@@ -200,8 +206,11 @@ class RunDir:
 
     def write_status(self, **fields: object) -> None:
         """Merge fields into status.json, atomically. The owner only."""
-        if not self.owner:
-            return
+        if self.owner:
+            with _STATUS_LOCK:
+                self._write_status(fields)
+
+    def _write_status(self, fields: dict[str, object]) -> None:
         if self.clock is not None and "phase" in fields:
             fields["seconds"] = self.clock.enter(str(fields["phase"]))
         text = json.dumps({**self.status(), **fields, "updated_at": time.time()}, indent=1)
@@ -220,9 +229,14 @@ class RunDir:
         self._append("events.jsonl", {"time": time.time(), "event": kind, **fields})
 
     def report_slow(self, message: str) -> None:
-        """A fast way that cannot be taken, for everybody who looks: a warning among the events, and in the status."""
+        """A fast way that cannot be taken, for everybody who looks: a warning among the events, and in the status. From
+        any thread; of a rank that is not the owner, in its own log."""
+        if not self.owner:
+            warnings.warn(message, stacklevel=2)
+            return
         self.log_event("warning", kind="slow", message=message)
-        self.write_status(slow=[*self.status().get("slow", ()), message])
+        with _STATUS_LOCK:
+            self.write_status(slow=[*self.status().get("slow", ()), message])
 
     def log_sample(self, **fields: object) -> None:
         """An answer of the model in training, for people to read: step, prompt, answer, and what was expected."""

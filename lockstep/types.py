@@ -300,11 +300,13 @@ class SavedState:
     """What `save_state` has written. `digests`: sha256 of those files whose writer computed it, by name.
 
     `copy_s`: how long training stood still for it. `staging_bytes`: host memory that is kept for the next one.
+    `slow`: why it stood still for longer than it need have.
     """
 
     digests: Mapping[str, str] = field(default_factory=dict)
     copy_s: float = 0.0
     staging_bytes: int = 0
+    slow: str = ""
 
 
 class TrainingBackend(Protocol):

@@ -29,11 +29,15 @@ _HOST_SHARE = 4  # at most a fourth of the host's free memory is kept
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Tensors as they were, on the host, from `wait` on. `release` when they have been read."""
+    """Tensors as they were, on the host, from `wait` on. `release` when they have been read.
+
+    `problem`: why they were copied while training stood still, where that was not meant to be.
+    """
 
     tensors: Mapping[str, Tensor]
     wait: Callable[[], None] = lambda: None
     release: Callable[[], None] = lambda: None
+    problem: str = ""
 
 
 class StagingArea:
@@ -55,20 +59,33 @@ class StagingArea:
     def reserve(self, expect_sizes: Callable[[], Sequence[int]]) -> None:
         """Once: pin memory for tensors of about these bytes, in a thread, as it takes seconds for some gigabytes."""
         if self._pinning is None:
-            self._pinning = threading.Thread(target=self._divide, args=(expect_sizes(),), daemon=True)
+            self._pinning = threading.Thread(target=self._reserve, args=(expect_sizes(),), daemon=True)
             self._pinning.start()
+
+    def _reserve(self, sizes: Sequence[int]) -> None:
+        if self._in_use.acquire(blocking=False):  # otherwise a checkpoint has come first, and has its memory
+            try:
+                self._divide(sizes)
+            finally:
+                self._in_use.release()
 
     def copy(self, tensors: Mapping[str, Tensor]) -> Snapshot:
         """Tensors of the device are copied while it goes on; those of the host are copied when this returns."""
         if self._pinning is not None:
             self._pinning.join()
-        sizes = [local(t).nbytes for t in tensors.values() if local(t).device.type == "cuda"]
         if not self._in_use.acquire(blocking=False):
-            return copy_now(tensors)
-        parts = self._divide(sizes)
-        if parts is None:
-            self._in_use.release()
-            return copy_now(tensors)
+            return copy_now(tensors, "the one before it was still being written")
+        try:
+            parts = self._divide([local(t).nbytes for t in tensors.values() if local(t).device.type == "cuda"])
+            if parts is not None:
+                return self._copy_aside(tensors, parts)
+        except BaseException:
+            self._in_use.release()  # nobody else will
+            raise
+        self._in_use.release()
+        return copy_now(tensors, "this host lacks the memory to copy it to while training goes on")
+
+    def _copy_aside(self, tensors: Mapping[str, Tensor], parts: Sequence[Tensor]) -> Snapshot:
         spaces = iter(parts)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         copies: dict[str, Tensor] = {}
@@ -195,9 +212,10 @@ def _power_of_two(size: int) -> int:
     return 1 << max(size - 1, 1).bit_length()
 
 
-def copy_now(tensors: Mapping[str, Tensor]) -> Snapshot:
+def copy_now(tensors: Mapping[str, Tensor], problem: str = "") -> Snapshot:
     """Copies that later steps cannot touch."""
-    return Snapshot({name: like(t, local(t).detach().to("cpu", copy=True)) for name, t in tensors.items()})
+    copies = {name: like(t, local(t).detach().to("cpu", copy=True)) for name, t in tensors.items()}
+    return Snapshot(copies, problem=problem)
 
 
 def like(tensor: Tensor, copy: Tensor) -> Tensor:

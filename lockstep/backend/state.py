@@ -53,23 +53,25 @@ def save(
 
     def write() -> None:
         try:
-            snapshot.wait()
-            digests = write_tensors(
-                path,
-                snapshot.tensors,
-                group=group.background,
-                no_dist=group.num_ranks == 1,
-                one_file=bool(group.remote_ranks),
-            )
+            try:
+                snapshot.wait()
+                digests = write_tensors(
+                    path,
+                    snapshot.tensors,
+                    group=group.background,
+                    no_dist=group.num_ranks == 1,
+                    one_file=bool(group.remote_ranks),
+                )
+            finally:
+                snapshot.release()  # before those who wait for this one can begin the next
             host_files.collect(path, rank_file, group)
         except BaseException as error:  # torch's CheckpointException is no Exception: the waiting thread would miss it
             failure = RuntimeError(f"the checkpoint could not be written: {error}")
             failure.__cause__ = error
             done.set_exception(failure)
         else:
-            done.set_result(SavedState(digests, copy_s, staging.num_bytes if staging is not None else 0))
-        finally:
-            snapshot.release()
+            kept_bytes = staging.num_bytes if staging is not None else 0
+            done.set_result(SavedState(digests, copy_s, kept_bytes, snapshot.problem))
 
     threading.Thread(target=write, name="checkpoint-writer", daemon=True).start()
     return done

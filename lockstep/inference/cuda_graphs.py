@@ -40,6 +40,11 @@ class StepGraphs:
         """Of the steps that are captured."""
         return set(self._graphs)
 
+    @property
+    def is_suspended(self) -> bool:
+        """A graph would read autocast's cached casts after they are freed."""
+        return torch.is_autocast_enabled("cuda")
+
     def clear(self) -> None:
         """The memory pool goes with its last graph: a capture into a pool without graphs fails in the allocator."""
         self._graphs.clear()
@@ -55,8 +60,7 @@ class StepGraphs:
     def run(self, key: Hashable, step: Callable[[], Outputs], state: Sequence[Tensor]) -> Outputs:
         """The result of `step`. `key` covers everything that its shapes and code depend on; `state` are the tensors
         that it changes in place, which are restored after the warm-up run before a capture."""
-        # A graph would read autocast's cached casts after they are freed.
-        if self.problem is not None or torch.is_autocast_enabled("cuda"):
+        if self.problem is not None or self.is_suspended:
             return step()
         if key not in self._graphs and not self._capture(key, step, state):
             return step()
@@ -98,8 +102,11 @@ class StepGraphs:
             graph.capture_begin(pool=self._pool)
             try:
                 yield
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # that something failed before, not what
+                    graph.capture_end()
+                raise
+            graph.capture_end()
 
     def _warm_up(self, step: Callable[[], Outputs], state: Sequence[Tensor]) -> None:
         """Libraries initialise and code is compiled in the first run, which cannot be captured."""

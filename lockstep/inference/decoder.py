@@ -83,18 +83,31 @@ class Decoder:
         self.by_kernel = False
         self._num_slots = 0  # in use, of those allocated
         self._bank_revision = -1
-        self._speed, self._read_at = StepSpeed(report), 0.0
+        self._report, self._speed, self._read_at = report, StepSpeed(report), 0.0
         self._groups = find_call(self, model, fuses=fuses and self.device.type == "cpu" and not sharded)
+        if self.device.type == "cuda":
+            self._choose_fast_ways(graphs=graphs, sharded=sharded, compiles=compiles)
+
+    def _choose_fast_ways(self, *, graphs: bool, sharded: bool, compiles: bool) -> None:
+        """Keys are read by a kernel, steps captured and compiled; or it is said why not."""
         if self.slots.states is not None and self.graphs is not None:
             # A capture runs a step more than once, and only tokens and positions would be as before.
             self.graphs = None
-            report(f"decoding steps are no CUDA graphs: layers of {type(self._causal).__name__} keep a state")
+            self._report(f"decoding steps are no CUDA graphs: layers of {type(self._causal).__name__} keep a state")
+        elif graphs and sharded:
+            self._report("decoding steps are no CUDA graphs: several processes hold the model together")
+        problems = [shape.kernel_problem for shape in self._shapes.values()]
+        if not self.by_kernel and any(problems):
+            why = next(problem for problem in problems if problem)
+            compiled = ", nor are steps compiled" if compiles and self.graphs is not None else ""
+            self._report(f"the kernel for one new token is not used{compiled}: {why}")
         if compiles and self.graphs is not None and self.by_kernel:
-            if bank is None and recorder is None:
+            if self.bank is None and self.recorder is None:
                 self.compile_steps()
             else:
-                why = "rows have adapters of their own" if recorder is None else "the choices of routers are recorded"
-                report(f"decoding steps are not compiled: {why}")
+                adapted = self.recorder is None
+                why = "rows have adapters of their own" if adapted else "the choices of routers are recorded"
+                self._report(f"decoding steps are not compiled: {why}")
 
     def use_call(self, call: ModelCall, shapes: dict[nn.Module, LayerShape], *, kernels: bool = True) -> None:
         """`shapes`: of what attention of ours keeps. `kernels`: where those of a GPU can be used, they are."""
@@ -103,7 +116,7 @@ class Decoder:
         self._head = nn.Identity() if call.whole else self._causal.get_output_embeddings()
         self._transform = LogitTransform() if call.whole else logit_transform(self._causal)
         on_gpu = kernels and self.device.type == "cuda"
-        self.by_kernel = on_gpu and bool(shapes) and all(shape.suits_kernel for shape in shapes.values())
+        self.by_kernel = on_gpu and bool(shapes) and all(s.kernel_problem is None for s in shapes.values())
 
     def compile_steps(self) -> None:
         """From the next step on; their linear layers are joined if an eighth of the memory holds the copy."""
@@ -111,6 +124,9 @@ class Decoder:
         joined = JoinedLinears(self._model, self._groups)
         if joined.num_bytes <= kv_cache.total_bytes(self.device) // 8:
             self.joined = joined
+        else:
+            gib = joined.num_bytes / 2**30
+            self._report(f"linear layers are not joined for decoding: {gib:.1f} GiB are over an eighth of the memory")
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
@@ -269,7 +285,8 @@ class Decoder:
             found = tokens.tolist(), logprobs.tolist()
             began, self._read_at = max(started, self._read_at), time.perf_counter()  # steps before may have run on
             if self.graphs is not None and captured == self._captured:
-                self._speed.note((self._read_at - began) / num_steps, batch_size, self.graphs.problem)
+                why = self.graphs.problem or ("autocast is on" if self.graphs.is_suspended else None)
+                self._speed.note((self._read_at - began) / num_steps, batch_size, why)
             return found
 
         scored = None if num_top is None else [copy_to_host(step[2:5]) for step in steps]

@@ -325,13 +325,14 @@ def load_engine(
     compiles: bool = False,
     chat_template: str = "auto",
     records_routing: bool = False,
+    report: Callable[[str], None] = warnings.warn,
 ) -> LocalEngine:
     """An engine that samples as a run of this configuration would itself. `chat_template`: as data.chat_template."""
     keep_freed_memory()
     built, tokenizer = build_engine_model(model, lora, precision, device), load_tokenizer(model)
     if chat_template not in ("auto", "none"):
         tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
-    return LocalEngine(built, tokenizer, batch_size, compiles=compiles, records_routing=records_routing)
+    return LocalEngine(built, tokenizer, batch_size, compiles=compiles, records_routing=records_routing, report=report)
 
 
 def build_engine_model(config: ModelConfig, lora: LoraConfig | None, precision: str, device: str) -> CausalLM:

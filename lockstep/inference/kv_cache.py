@@ -107,11 +107,17 @@ class LayerShape:
         return self.num_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
 
     @property
-    def suits_kernel(self) -> bool:
-        """Whether the kernel for one new token takes it, on a GPU."""
-        narrow = self.dtype in (torch.bfloat16, torch.float16, torch.float32)
-        same_width = self.key_dim == self.value_dim <= 256
-        return narrow and same_width and not self.sinks and find_spec("triton") is not None
+    def kernel_problem(self) -> str | None:
+        """Why the kernel for one new token does not take it, on a GPU."""
+        if find_spec("triton") is None:
+            return "Triton is not installed"
+        if self.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            return f"it does not compute in {self.dtype}"
+        if self.key_dim != self.value_dim:
+            return f"keys of {self.key_dim} and values of {self.value_dim} in one head"
+        if self.key_dim > 256:
+            return f"heads of {self.key_dim} are larger than 256"
+        return "scores have sinks" if self.sinks else None
 
     def fuses_prefill(self, device: torch.device) -> bool:
         """Whether one kernel attends within all prompts of a pass."""

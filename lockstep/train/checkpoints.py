@@ -60,6 +60,7 @@ class Checkpoints:
         self.pending: Future[None] | None = None
         """The checkpoint that is being written and committed, if any."""
         self._last_step = last_step
+        self._told: set[str] = set()  # reasons for which training stood still
 
     def save(self, progress: Progress, add: Callable[[Path], None] | None = None) -> None:
         """Snapshot now; written and committed in the background. All ranks.
@@ -126,6 +127,10 @@ class Checkpoints:
             **({"staging_gib": round(saved.staging_bytes / 2**30, 2)} if saved.staging_bytes else {}),
         }
         self._run.log_event("checkpoint", step=step, validation_loss=score, **facts)
+        if saved.slow and saved.slow not in self._told:
+            self._told.add(saved.slow)
+            stood_still = f"training stood still for {saved.copy_s:.1f} s while the checkpoint of step {step} was copied"
+            self._run.report_slow(f"{stood_still}: {saved.slow}")
 
 
 def _root_cause(error: BaseException) -> str:

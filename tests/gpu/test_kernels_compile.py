@@ -1,5 +1,5 @@
-"""Every kernel compiled for real GPUs on a machine that has none: in bf16, which no interpreter computes, down to machine
-code, with the shared memory that such a GPU has. Where there is a GPU, the other tests of this folder show as much."""
+"""Every kernel compiled for real GPUs on a machine that has none: in bf16, which no interpreter computes, down to
+machine code, with the shared memory of such a GPU. Where there is one, the other tests of this folder show as much."""
 
 from __future__ import annotations
 

@@ -553,3 +553,29 @@ def test_folders_with_other_names_are_not_checkpoints(run):
     for name in ("step-x", "step-1-copy", "step-"):
         (run.checkpoints / name).mkdir()
     assert run.list_checkpoints() == []
+
+
+def test_threads_that_write_the_status_lose_nothing_of_each_other(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "run", parse_config("model: x\ndata: {train: a}"))
+
+    def report(name: str) -> None:
+        for number in range(20):
+            run.report_slow(f"{name} {number}")
+            run.write_status(**{name: number})
+
+    threads = [threading.Thread(target=report, args=(name,)) for name in ("one", "other")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    status = run.status()
+    assert (status["one"], status["other"], len(status["slow"])) == (19, 19, 40)
+
+
+def test_a_rank_that_is_not_the_owner_says_in_its_log_what_is_slow(tmp_path: Path) -> None:
+    RunDir.create(tmp_path / "run", parse_config("model: x\ndata: {train: a}"))
+    other = RunDir(tmp_path / "run")
+    with pytest.warns(UserWarning, match="steps are not captured"):
+        other.report_slow("steps are not captured")
+    assert not other.events()
+    assert "slow" not in other.status()

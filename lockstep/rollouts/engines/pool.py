@@ -59,6 +59,12 @@ def start_engines(config: RunConfig, run: RunDir, *, precision: str, choose_devi
             start_timeout_s=rollouts.start_timeout_s,
         )
 
+    def tell(kind: str, **fields: Any) -> None:
+        if kind == "engine_slow":
+            run.report_slow(f"{fields['engine']}: {fields['message']}")
+        else:
+            run.log_event(kind, **fields)
+
     return EnginePool(
         spawn,
         rollouts.engines,
@@ -66,7 +72,7 @@ def start_engines(config: RunConfig, run: RunDir, *, precision: str, choose_devi
         deadline_s=rollouts.deadline_s,
         start_timeout_s=rollouts.start_timeout_s,
         max_replacements=rollouts.max_replacements,
-        on_event=run.log_event,
+        on_event=tell,
         keeps_partials=rollouts.max_staleness > 0,
         on_close=hosts.close if hosts is not None else lambda: None,
     )

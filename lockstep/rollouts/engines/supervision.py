@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 
@@ -33,6 +33,7 @@ class Engine:
         self.name, self.slot = name, slot
         self.worker: Worker | None = None
         self.load = 0
+        self.slow: set[str] = set()  # what it has said about ways that are slow
         self.tasks: SimpleQueue[tuple[Action, int] | None] = SimpleQueue()
 
     @property
@@ -175,11 +176,19 @@ class Supervisor:
                     body = future.result().body
                     engine.health.replied(self._now(), progress=body["progress"], busy=body["busy"])
                     self._on_partial(engine.name, generation, body["partial"])
+                    self._pass_on(engine, body["slow"])
                 elif isinstance(error, WorkerDied):
                     engine.health.failed(str(error))
                 self.changed.notify_all()
 
         worker.call("ping", {"partial": self.wants_partial}, timeout_s=NO_DEADLINE_S).add_done_callback(on_done)
+
+    def _pass_on(self, engine: Engine, slow: Sequence[str]) -> None:
+        """Each message once, also of its replacements."""
+        for message in slow:
+            if message not in engine.slow:
+                engine.slow.add(message)
+                self.log_event("engine_slow", engine=engine.name, message=message)
 
     def _remove(self, engine: Engine, worker: Worker | None) -> None:
         if worker is not None:

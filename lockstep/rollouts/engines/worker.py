@@ -5,6 +5,7 @@ Before the first commit of weights it samples nothing; afterwards only for calls
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -50,12 +51,21 @@ def start(settings: Mapping[str, Any]) -> EngineHandler:
     """The entry of the process."""
     model, lora = ModelConfig(**settings["model"]), settings["lora"]
     others = {name: value for name, value in settings.items() if name not in ("model", "lora")}
-    return EngineHandler(load_engine(model, None if lora is None else LoraConfig(**lora), **others))
+    slow: list[str] = []
+
+    def report(message: str) -> None:
+        warnings.warn(message, stacklevel=2)  # to this process's log
+        slow.append(message)
+
+    engine = load_engine(model, None if lora is None else LoraConfig(**lora), report=report, **others)
+    return EngineHandler(engine, slow)
 
 
 class EngineHandler:
-    def __init__(self, engine: LocalEngine) -> None:
-        self._engine = ContinuousEngine(engine)
+    """`slow`: fast ways that could not be taken so far. Replies to pings say so."""
+
+    def __init__(self, engine: LocalEngine, slow: Sequence[str] = ()) -> None:
+        self._engine, self._slow = ContinuousEngine(engine), slow
         self._receiver = WeightReceiver(self._engine.load_weights)
         self._futures: dict[SampleCall, Future[Reply]] = {}
         self._num_messages = 0
@@ -124,6 +134,7 @@ class EngineHandler:
             "progress": self._engine.progress + self._num_messages,
             "busy": self._engine.has_work,
             "partial": partial,
+            "slow": list(self._slow),
         }
 
 

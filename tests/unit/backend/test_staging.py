@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.backend import staging
-from lockstep.backend.staging import PinnedBlocks, copy_now, free_host_bytes, plan_blocks
+from lockstep.backend.staging import PinnedBlocks, StagingArea, copy_now, free_host_bytes, plan_blocks
 
 
 @pytest.fixture(autouse=True)
@@ -90,3 +91,55 @@ def test_every_page_is_written_to_before_it_is_pinned(monkeypatch):
 
 def test_free_memory_is_some_of_what_there_is():
     assert 0 < free_host_bytes() < 1 << 50
+
+
+@pytest.fixture
+def area(monkeypatch: pytest.MonkeyPatch) -> StagingArea:
+    """Without a device: its streams and events are stand-ins, and all tensors are the host's."""
+    event = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(wait_stream=lambda other: None))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", lambda blocking: event)
+    return StagingArea(torch.device("cuda", 0))
+
+
+def test_a_checkpoint_that_has_to_wait_says_why(area: StagingArea, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"a": torch.arange(3.0)}
+    first = area.copy(values)
+    second = area.copy(values)
+    assert (first.problem, second.problem) == ("", "the one before it was still being written")
+    second.release()
+    assert area.copy(values).problem, "the first is still in use"
+    first.release()
+    third = area.copy(values)
+    assert third.problem == ""
+    third.release()
+    monkeypatch.setattr(area, "_divide", lambda sizes: None)
+    for _ in range(2):  # and not that another is being written
+        assert area.copy(values).problem.startswith("this host lacks the memory")
+
+
+def test_a_copy_that_fails_does_not_slow_down_those_after_it(area: StagingArea) -> None:
+    class Broken:
+        def __enter__(self) -> None:
+            raise RuntimeError("no stream")
+
+        def __exit__(self, *_: object) -> None: ...
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "stream", lambda stream: Broken())
+        with pytest.raises(RuntimeError, match="no stream"):
+            area.copy({"a": torch.ones(1)})
+    assert area.copy({"a": torch.ones(1)}).problem == ""
+
+
+def test_memory_is_not_reserved_while_a_checkpoint_is_in_it(area: StagingArea, monkeypatch: pytest.MonkeyPatch) -> None:
+    divided: list[list[int]] = []
+    monkeypatch.setattr(area, "_divide", lambda sizes: divided.append(list(sizes)) or [])
+    first = area.copy({"a": torch.ones(1)})
+    area.reserve(lambda: [100])
+    first.wait()
+    second = area.copy({"a": torch.ones(1)})  # waits for the thread
+    assert second.problem
+    assert divided == [[]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +16,10 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from lockstep.config import LoraConfig
+from lockstep.inference import kv_cache
 from lockstep.inference.decoder import Decoder
 from lockstep.inference.joined_linear import JoinedLinears
+from lockstep.inference.kv_cache import LayerShape
 from lockstep.inference.token_sampling import Truncation
 from lockstep.model.lora import add_lora
 from lockstep.model.policy import decoder_layers
@@ -51,6 +54,7 @@ class UncapturedSteps:
     """In the place of StepGraphs."""
 
     problem = None
+    is_suspended = False
     keys: tuple[Hashable, ...] = ()
 
     def run(self, key: Hashable, step: Callable[[], tuple[Tensor, ...]], state: Sequence[Tensor]) -> Any:
@@ -212,6 +216,62 @@ def test_a_model_that_does_not_compile_is_decoded_without_and_says_so(monkeypatc
     assert found[0] == decode(Decoder(model, fuses=False), 3, 40)[0]
     (message,) = said
     assert message.startswith("decoding steps could not be compiled (no such instruction): one of 3 rows takes ")
+
+
+def test_steps_under_autocast_say_what_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    fast = compile_decoder(make_model(), monkeypatch, said.append)
+    fast.compiled = fast.joined = None
+    monkeypatch.setattr(UncapturedSteps, "is_suspended", True)
+    decode(fast, 3, 40)
+    (message,) = said
+    assert message.startswith("decoding steps are not captured in CUDA graphs (autocast is on): one of 3 rows takes ")
+
+
+GOOD = LayerShape(2, 64, 64, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("shape", "problem"),
+    [
+        (GOOD, None),
+        (replace(GOOD, dtype=torch.float64), "it does not compute in torch.float64"),
+        (replace(GOOD, value_dim=32), "keys of 64 and values of 32 in one head"),
+        (replace(GOOD, key_dim=512, value_dim=512), "heads of 512 are larger than 256"),
+        (replace(GOOD, sinks=True), "scores have sinks"),
+    ],
+)
+def test_a_kernel_that_cannot_be_used_says_so(
+    monkeypatch: pytest.MonkeyPatch, shape: LayerShape, problem: str | None
+) -> None:
+    monkeypatch.setattr(kv_cache, "find_spec", lambda name: object())
+    said: list[str] = []
+    decoder = Decoder(make_model(), fuses=False, report=said.append)
+    decoder.graphs, decoder._shapes, decoder.by_kernel = UncapturedSteps(), {nn.Identity(): shape}, problem is None  # type: ignore[assignment]
+    monkeypatch.setattr(decoder, "compile_steps", lambda: said.append("compiled"))
+    decoder._choose_fast_ways(graphs=True, sharded=False, compiles=True)
+    unused = f"the kernel for one new token is not used, nor are steps compiled: {problem}"
+    assert said == ["compiled" if problem is None else unused]
+    monkeypatch.setattr(kv_cache, "find_spec", lambda name: None)
+    assert shape.kernel_problem == "Triton is not installed"
+
+
+def test_a_model_that_several_processes_hold_says_that_its_steps_are_no_graphs() -> None:
+    said: list[str] = []
+    decoder = Decoder(make_model(), fuses=False, report=said.append)
+    decoder._shapes = {}
+    decoder._choose_fast_ways(graphs=True, sharded=True, compiles=True)
+    assert said == ["decoding steps are no CUDA graphs: several processes hold the model together"]
+    decoder._choose_fast_ways(graphs=False, sharded=True, compiles=True)
+    assert len(said) == 1  # nobody asked for them
+
+
+def test_layers_too_large_to_be_joined_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(kv_cache, "total_bytes", lambda device: 8 * 1000)
+    fast = compile_decoder(make_model(), monkeypatch, said.append)
+    assert fast.joined is None
+    assert said == ["linear layers are not joined for decoding: 0.0 GiB are over an eighth of the memory"]
 
 
 def test_joined_biases() -> None:

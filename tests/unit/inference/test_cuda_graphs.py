@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.inference.cuda_graphs import StepGraphs
+from lockstep.inference.cuda_graphs import StepGraphs, StepSpeed
 
 
 @pytest.fixture
@@ -105,3 +105,71 @@ def test_a_capture_that_fails_is_tried_once_more(pools: list[Any], num_failures:
         assert graphs.problem == "use_count > 0 INTERNAL ASSERT FAILED"
         graphs.run("b", step, [state])
         assert len(pools) == 2, "no third capture"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a kernel was not loaded"), torch.OutOfMemoryError("no room")])
+def test_what_failed_in_a_capture_is_told_and_not_what_its_end_says(
+    pools: list[Any], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def end() -> None:
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+    graph = SimpleNamespace(capture_begin=lambda pool: pools.append(pool), capture_end=end)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+
+    def step() -> tuple[torch.Tensor]:
+        if pools:
+            raise error
+        return (torch.zeros(1),)
+
+    graphs = StepGraphs(nn.Linear(2, 2))
+    if isinstance(error, torch.OutOfMemoryError):  # training can make room
+        with pytest.raises(torch.OutOfMemoryError, match="no room"):
+            graphs.run("a", step, [])
+        assert graphs.problem is None
+    else:
+        with pytest.raises(RuntimeError, match="not loaded"):  # the plain step fails, too
+            graphs.run("a", step, [])
+        assert graphs.problem == "a kernel was not loaded"
+
+
+def test_an_end_of_a_capture_that_fails_is_a_failed_capture(pools: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def end() -> None:
+        raise RuntimeError("the graph is empty")
+
+    graph = SimpleNamespace(capture_begin=lambda pool: pools.append(pool), capture_end=end)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    graphs = StepGraphs(nn.Linear(2, 2))
+    assert graphs.run("a", lambda: (torch.ones(1),), [])[0].item() == 1
+    assert len(pools) == 2
+    assert graphs.problem == "the graph is empty"
+    assert not graphs.keys
+
+
+def test_under_autocast_nothing_is_captured_and_that_is_no_problem_of_the_graphs(
+    pools: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs, enabled = StepGraphs(nn.Linear(2, 2)), [True]
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: enabled[0] and kind == "cuda")
+    graphs.run("a", lambda: (torch.ones(1),), [])
+    assert graphs.is_suspended
+    assert not pools
+    enabled[0] = False
+    graphs.run("a", lambda: (torch.ones(1),), [])
+    assert graphs.keys == {"a"}
+    assert graphs.problem is None
+
+
+def test_a_slow_step_is_reported_once_with_what_it_cost_before() -> None:
+    said: list[str] = []
+    speed = StepSpeed(said.append)
+    speed.note(0.004, 8, None)
+    speed.note(0.002, 8, None)
+    assert not said
+    for _ in range(2):
+        speed.note(0.03, 8, "captures are out of order")
+    speed.note(0.5, 64, "captures are out of order")
+    assert said == [
+        "decoding steps are not captured in CUDA graphs (captures are out of order): one of 8 rows takes 30.0 ms "
+        "instead of 2.0"
+    ]

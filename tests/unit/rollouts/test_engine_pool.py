@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,10 +23,13 @@ from thread_engines import (
 )
 from tiny import build_tokenizer
 
+from lockstep.config import parse_config
 from lockstep.inference.engine import LocalEngine
 from lockstep.processes.worker import Reply, WorkerDied, WorkerFailed
+from lockstep.rollouts.engines import pool
 from lockstep.rollouts.engines.pool import EnginePool, EnginesLost
 from lockstep.rollouts.engines.worker import EngineHandler
+from lockstep.rundir import RunDir
 from lockstep.types import PartialCompletion
 
 
@@ -356,3 +360,33 @@ def test_a_failing_event_handler_ends_the_pool_and_not_only_its_thread(towns: Ca
     town = towns(1, on_event=fail)
     with pytest.raises(RuntimeError, match="the supervision of engines failed: the disk is full"):
         town.publish(1)
+
+
+def test_a_slow_way_of_an_engine_is_told_once(towns: Callable[..., Town]) -> None:
+    town = towns(2)
+    town.publish(1)
+    handler: Any = town.engines[1]._handler
+    handler._slow = ["decoding steps are not captured"]
+    name = town.engines[1].name
+    assert town.fields_of("engine_slow", 1) == [{"engine": name, "message": "decoding steps are not captured"}]
+    handler._slow = ["decoding steps are not captured", "nor compiled"]
+    told = [fields["message"] for fields in town.fields_of("engine_slow", 2)]
+    assert told == ["decoding steps are not captured", "nor compiled"]
+
+
+def test_slow_ways_of_engines_are_in_the_events_and_the_status_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(pool, "EnginePool", lambda *_, **options: given.update(options))
+    config = parse_config(
+        "model: x\ndata: {train: a}\nalgorithm: {kind: grpo, reward: [{name: numeric}]}\nrollouts: {engines: 1}"
+    )
+    run = RunDir.create(tmp_path / "run", config)
+    pool.start_engines(config, run, precision="fp32", choose_device=lambda device: "cpu")
+    given["on_event"]("engine_slow", engine="engine-0", message="steps are not captured")
+    given["on_event"]("weights_published", version=3)
+    slow, published = run.events()
+    assert (slow["event"], slow["kind"], slow["message"]) == ("warning", "slow", "engine-0: steps are not captured")
+    assert (published["event"], published["version"]) == ("weights_published", 3)
+    assert run.status()["slow"] == ["engine-0: steps are not captured"]

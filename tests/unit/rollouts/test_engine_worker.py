@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from lockstep.backend.torch_backend import TorchBackend
 from lockstep.config import LoraConfig, ModelConfig, load_config
 from lockstep.inference.engine import build_engine_model, load_engine, stop_token_ids
 from lockstep.model.load import build_model
+from lockstep.rollouts.engines import worker
 from lockstep.rollouts.engines.publishing import Publication
 from lockstep.rollouts.engines.worker import (
     EngineHandler,
@@ -94,6 +96,21 @@ def test_a_template_of_the_run_decides_where_its_engines_stop(tmp_path: Path) ->
     config = load_config(write_config(tmp_path, write_model(tmp_path / "model"), **changes))
     engine = load_engine(config.model, precision="fp32", chat_template=config.data.chat_template)
     assert stop_token_ids(engine.model, engine.tokenizer) == {2, 0}
+
+
+def test_an_engine_says_which_fast_way_it_could_not_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*given: Any, report: Callable[[str], None], **options: Any) -> Any:
+        engine = load_engine(*given, report=report, **options)
+        report("decoding steps are not captured in CUDA graphs")
+        return engine
+
+    write_model(tmp_path / "model")
+    settings = engine_settings(load_config(write_config(tmp_path, tmp_path / "model")), precision="fp32")
+    assert start(settings).immediate["ping"]({}, {})["slow"] == []
+    monkeypatch.setattr(worker, "load_engine", load)
+    with pytest.warns(UserWarning, match="not captured"):  # in its own log, too
+        handler = start(settings)
+    assert handler.immediate["ping"]({}, {})["slow"] == ["decoding steps are not captured in CUDA graphs"]
 
 
 def test_an_engine_without_weights_or_with_others_refuses(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ class StepGraphs:
             except RuntimeError as error:
                 if isinstance(error, torch.OutOfMemoryError) and attempt == _NUM_TRIES - 1:
                     raise
-                reason = str(error).strip().split("\n")[0]
+                reason = first_line(error)
                 self.clear()  # what a failed capture leaves in its pool may fail the next one too
             else:
                 self._graphs[key] = (graph, outputs)

@@ -54,6 +54,24 @@ def test_checkpoints_are_kept_of_the_steps_that_the_configuration_names(checkpoi
     assert latest.extra["data_digest"] == DIGEST
 
 
+def test_training_that_stood_still_for_a_checkpoint_says_so_once(tmp_path):
+    class Waiting(FakeBackend):
+        def save_state(self, path: Path) -> Future[SavedState]:
+            super().save_state(path).result()
+            written: Future[SavedState] = Future()
+            written.set_result(SavedState(copy_s=2.5, slow="the one before it was still being written"))
+            return written
+
+    config = make_config(checkpoint={"every_steps": 2}, optim={"epochs": 9, "max_steps": 6})
+    run, _ = train(tmp_path / "run", config, Waiting(), make_rows(10))
+    told = (
+        "training stood still for 2.5 s while the checkpoint of step 2 was copied: the one before it was still being "
+        "written"
+    )
+    assert run.status()["slow"] == [told]
+    assert [event["message"] for event in run.events() if event["event"] == "warning"] == [told]
+
+
 def test_the_best_checkpoints_are_kept_beside_the_last_ones(tmp_path):
     losses = [5.0, 2.0, 4.0, 1.0, 3.0, 6.0, 7.0]
     config = make_config(

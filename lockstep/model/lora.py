@@ -16,7 +16,7 @@ from torch.autograd.function import FunctionCtx
 
 from lockstep.config import LoraConfig
 from lockstep.model.experts import ExpertAdapter, compute_experts, expert_parameters, follows_transformers, is_divided
-from lockstep.model.parts import sizes_of
+from lockstep.model.parts import kind_of, sizes_of
 from lockstep.model.pissa import start_from_principal_parts
 from lockstep.model.policy import CausalLM, causal_lm, decoder_layers
 from lockstep.model.vision import blind_to, vision_parameters
@@ -397,20 +397,33 @@ class _LoraProduct(torch.autograd.Function):
 
 
 def _linear_names(model: nn.Module) -> list[str]:
-    """Name endings of every linear layer inside the decoder layers, long enough to be of nothing else: PEFT would put
-    an adapter on whatever ends so, and layers of a list are called 0, 1, 2 like those of a Sequential."""
+    """Name endings of every linear layer inside the decoder layers but routers, long enough to be of nothing else: PEFT
+    would put an adapter on whatever ends so, and layers of a list are called 0, 1, 2 like those of a Sequential."""
+    routers = {id(module) for layer in decoder_layers(model) for module in _linear_routers(layer)}
     inside = {id(module) for layer in decoder_layers(model) for module in layer.modules() if _is_linear(module)}
-    linear: set[str] = set()
-    others: set[str] = set()
-    for name, module in model.named_modules():
-        (linear if id(module) in inside else others).add(f".{name}")
+    paths = {f".{name}": id(module) for name, module in model.named_modules()}
+    others = [path for path, module in paths.items() if module not in inside]
+    routing = [path for path, module in paths.items() if module in routers]
+
+    def is_taken(end: str) -> bool:
+        beside = routing + (others if end[1:].split(".")[0].isdigit() else [])
+        return any(path.endswith(end) for path in beside)
+
     names = set()
-    for path in linear:
+    for path in (path for path, module in paths.items() if module in inside - routers):
         end = path[path.rindex(".") :]
-        while end[1:].split(".")[0].isdigit() and any(other.endswith(end) for other in others):
+        while is_taken(end):
             end = path[path.rindex(".", 0, len(path) - len(end)) :]
         names.add(end[1:])
     return sorted(names)
+
+
+def _linear_routers(layer: nn.Module) -> list[nn.Module]:
+    """Linear layers that choose among experts, in a decoder layer that has some (AFMoE, DBRX)."""
+    if not any("expert" in type(module).__name__.lower() for module in layer.modules()):
+        return []
+    linear = [(name, module) for name, module in layer.named_modules() if _is_linear(module)]
+    return [module for name, module in linear if kind_of(layer, f"{name}.weight") == "router"]
 
 
 def _vision_linear_names(model: nn.Module) -> list[str]:

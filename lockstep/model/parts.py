@@ -16,7 +16,7 @@ from lockstep.model.vision import vision_parameters
 # Of a module's own name and its class's, the first that fits decides.
 _KINDS = {
     "shared experts": re.compile(r"shared_?(expert|mlp)", re.IGNORECASE),
-    "router": re.compile(r"router|gating|topk|gate$", re.IGNORECASE),
+    "router": re.compile(r"router|gating|topk|^gate$|[a-z0-9]gate$", re.IGNORECASE),
     "experts": re.compile(r"expert", re.IGNORECASE),
     "attention": re.compile(r"attn|attention", re.IGNORECASE),
     "mixer": re.compile(r"mixer|mamba|ssm|deltanet|recurrent|shortconv", re.IGNORECASE),

@@ -21,7 +21,9 @@ from lockstep.model.load import (
     load_processor,
     load_run_tokenizer,
 )
+from lockstep.model.lora import measure_coverage
 from lockstep.model.parts import Part, describe_parts, measure_parts
+from lockstep.model.quantised import describe_rest
 from lockstep.parallel.group import choose_device
 from lockstep.train import grpo
 from lockstep.train.foresee import choose
@@ -52,6 +54,7 @@ def describe(config: RunConfig, on_progress: Callable[[CompileProgress], None] |
     _check_layout(config, architecture.get_text_config())
     tokenizer = load_run_tokenizer(config)
     check_reference_model(config, tokenizer)
+    parts, warnings = _measure_model(config)
     about = {
         "model": f"{(architecture.architectures or [type(architecture).__name__])[0]} from {config.model.path}",
         "algorithm": config.algorithm.kind,
@@ -59,10 +62,11 @@ def describe(config: RunConfig, on_progress: Callable[[CompileProgress], None] |
         "precision": choose_precision(config.model.precision, choose_device(config.launch.device))
         + (f", base {config.model.base_format}" if config.model.base_format else ""),
         "ranks": num_ranks,
-        "trained": describe_parts(_parts_of(config)),
+        "trained": describe_parts(parts),
     }
     if config.algorithm.kind == "grpo":
-        return about | _layout_of(config, None)[1] | grpo.describe(config, tokenizer)
+        found = _layout_of(config, None)[1] | grpo.describe(config, tokenizer)
+        return about | found | {"warnings": [*warnings, *found["warnings"]]}
     data = compile_data(
         config.data,
         tokenizer,
@@ -72,10 +76,11 @@ def describe(config: RunConfig, on_progress: Callable[[CompileProgress], None] |
         images=load_processor(config.model, tokenizer),
     )
     check_data(config, data, num_ranks)
-    return about | _describe_rows(config, data)
+    rows = _describe_rows(config, data)
+    return about | rows | {"warnings": [*warnings, *rows["warnings"]]}
 
 
-def _describe_rows(config: RunConfig, data: CompiledData) -> dict[str, object]:
+def _describe_rows(config: RunConfig, data: CompiledData) -> dict[str, Any]:
     """The layout, the first batch in it, and all rows."""
     rows = rows_to_learn(config, data)
     config, layout = _layout_of(config, rows.train, has_images=data.has_images)
@@ -137,10 +142,14 @@ def _layout_of(
     return config, {"layout": config.parallel.degrees(num_ranks).name}
 
 
-def _parts_of(config: RunConfig) -> dict[str, Part]:
-    """Of the model that would be trained, without its weights."""
+def _measure_model(config: RunConfig) -> tuple[dict[str, Part], list[str]]:
+    """Of the model that would be trained, without its weights: its parts, and what adapters and quantisation leave out
+    of it."""
     with torch.device("meta"):
-        return measure_parts(build_model(config.model, config.lora, "fp32", with_weights=False))
+        model = build_model(config.model, config.lora, "fp32", with_weights=False)
+    coverage, unquantised = measure_coverage(model), describe_rest(model)
+    partial = [str(coverage)] if coverage is not None and coverage.is_partial else []
+    return measure_parts(model), [*partial, *([unquantised] if unquantised else [])]
 
 
 def check_positions(config: RunConfig, backend: TorchBackend | DeepSpeedBackend, rows: RowsToLearn) -> None:

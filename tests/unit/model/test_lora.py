@@ -18,6 +18,7 @@ from lockstep.backend.torch_backend import TorchBackend
 from lockstep.config import LoraConfig
 from lockstep.model.export import merge
 from lockstep.model.lora import add_lora, is_sped_up, measure_coverage, speed_up_eager
+from lockstep.model.parts import measure_parts
 from lockstep.model.policy import Policy, causal_lm, decoder_layers
 from lockstep.parallel.group import ProcessGroup
 from lockstep.types import LossSpec, OptimStep
@@ -209,6 +210,21 @@ def test_all_linear_finds_layers_of_unusual_kinds_and_names(family: str) -> None
     assert coverage is not None
     assert coverage.share > 0.95
     assert not coverage.is_partial
+
+
+@pytest.mark.parametrize("family", ["afmoe", "hunyuan_v1_moe", "jetmoe", "zaya"])
+def test_all_linear_leaves_routers_as_they_are(family: str) -> None:
+    """Also those that are linear layers, or several."""
+    parts = measure_parts(add_lora(build_family(family), LoraConfig(rank=2)))
+    assert parts["router"].total > 0
+    assert parts["router"].trained == 0
+    assert parts["experts"].trained > 0
+
+
+def test_a_gate_that_chooses_no_experts_gets_an_adapter() -> None:
+    coverage = measure_coverage(add_lora(build_family("gemma4_text"), LoraConfig(rank=2)))
+    assert coverage is not None
+    assert coverage.adapted["per_layer_input_gate"] > 0
 
 
 def test_what_peft_refuses_is_left_out_and_said() -> None:

@@ -20,7 +20,7 @@ from lockstep.config import ConfigError, LoraConfig, load_config
 from lockstep.model.lora import add_lora, measure_coverage
 from lockstep.parallel.group import ProcessGroup
 from lockstep.rundir import RunDir
-from lockstep.train.describe import check_positions, describe_cost
+from lockstep.train.describe import check_positions, describe, describe_cost
 from lockstep.train.run import run
 
 ONE = ProcessGroup(0, 1, torch.device("cpu"))
@@ -98,6 +98,14 @@ def test_adapters_that_leave_experts_out_are_told_with_shares() -> None:
     assert "experts.gate_up_proj (" in said
     assert "experts.down_proj (" in said
     assert "q_proj" in said.split("Without an adapter")[0]
+
+
+def test_a_dry_run_tells_it_too(tmp_path: Path) -> None:
+    folder = tiny.write_model(tmp_path / "model")
+    partial = load_config(tiny.write_config(tmp_path, folder, lora={"rank": 2, "targets": ["k_proj"]}))
+    assert any("LoRA adapts" in warning and "gate_proj" in warning for warning in describe(partial)["warnings"])
+    whole = load_config(tiny.write_config(tmp_path, folder, lora={"rank": 2}))
+    assert not describe(whole)["warnings"]
 
 
 @pytest.mark.parametrize("dora", [False, True])

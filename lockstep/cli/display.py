@@ -115,12 +115,15 @@ def data_progress() -> Iterator[Callable[[CompileProgress], None]]:
 
 def quieten_libraries() -> None:
     """Keep progress bars and hints of transformers and torch out of a command's output."""
+    import logging
     import warnings
 
-    from transformers.utils import logging
+    from transformers.utils import logging as transformers_logging
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    # That layers are compiled and recomputed in part is what was asked for.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="torch.distributed.checkpoint")
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`")  # PEFT asks by the old name
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.metadata
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -46,14 +48,24 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer:
             raise
         except Exception as error:  # tokenizers raises nothing narrower for a broken file
             raise ConfigError(_describe_tokenizer(config, error)) from error
+        if _lacks_tokenizer(config) and len(tokenizer) < _FEWEST_TOKENS:  # made of nothing, by the model's class alone
+            raise ConfigError(_describe_tokenizer(config))
         return tokenizer
 
 
-def _describe_tokenizer(config: ModelConfig, error: Exception) -> str:
-    """What is wrong with it, in one sentence: transformers says what it tried."""
+_FEWEST_TOKENS = 1024
+
+
+def _lacks_tokenizer(config: ModelConfig) -> bool:
     folder = Path(config.path)
-    if folder.is_dir() and not any((*folder.glob("tokenizer*"), *folder.glob("vocab*"), *folder.glob("*.tiktoken"))):
-        return f"model.path {folder} has no tokenizer (tokenizer.json): copy its files from the model's own folder"
+    files = (*folder.glob("tokenizer*"), *folder.glob("vocab*"), *folder.glob("*.tiktoken"))
+    return folder.is_dir() and not any(files)
+
+
+def _describe_tokenizer(config: ModelConfig, error: Exception | None = None) -> str:
+    """What is wrong with it, in one sentence: transformers says what it tried."""
+    if _lacks_tokenizer(config):
+        return f"model.path {config.path} has no tokenizer (tokenizer.json): copy its files from the model's own folder"
     reason = str(error).strip().split("\n")[0]
     return f"model.path {config.path}: its tokenizer cannot be read ({reason}): copy its files again"
 
@@ -291,6 +303,20 @@ def _explaining(config: ModelConfig, *, needs_weights: bool = True) -> Iterator[
             f"model.path {config.path!r} is neither on disk nor could it be fetched from the Hub ({reason}): check "
             "the name, or give a folder"
         ) from error
+    except ValueError as error:
+        if (reason := _unknown_kind(str(error))) is None:
+            raise
+        raise ConfigError(f"model.path {config.path}: {reason}") from error
+
+
+def _unknown_kind(text: str) -> str | None:
+    """In one sentence what transformers says, with much else, of a model that it cannot build."""
+    if found := re.search(r"model type `([^`]+)` but Transformers does not recognize", text):
+        version = importlib.metadata.version("transformers")
+        return f"transformers {version} knows no model of type {found[1]!r}: take a newer version, or another model"
+    if found := re.search(r"Unrecognized configuration class <class '[\w.]*?(\w+)'> for this kind of AutoModel", text):
+        return f"a {found[1]} is of no causal language model, and those are what is trained: take another model"
+    return None
 
 
 def check_model_source(config: ModelConfig, *, needs_weights: bool = True) -> None:

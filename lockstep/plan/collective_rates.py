@@ -20,6 +20,10 @@ from lockstep.parallel.traffic import sent_share
 _NUM_BYTES = {"cpu": 2**24, "cuda": 2**28}  # of the whole tensor: as large as a layer's parameters
 _TIMES = 5
 
+# Newer versions of torch warn of the old names.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 
 def measure_collectives(device: torch.device, *, timeout_s: float = 60.0) -> dict[str, float]:
     """Bytes that a rank sends in a second, by kind. Empty where there is one GPU, or the processes do not meet."""
@@ -69,8 +73,8 @@ def _calls(whole: torch.Tensor, num_ranks: int) -> dict[str, Callable[[], object
     other = torch.empty_like(whole)
     return {
         "all_reduce": lambda: dist.all_reduce(whole),
-        "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),
+        "all_gather": lambda: _all_gather(whole, part),
+        "reduce_scatter": lambda: _reduce_scatter(part, whole),
         "all_to_all": lambda: dist.all_to_all_single(other, whole),
     }
 

@@ -20,7 +20,7 @@ from lockstep.plan.search import PlanTask
 from lockstep.plan.work import Options, RankLayout, Sampling, StepRows
 from lockstep.rundir import write_atomically
 
-_FORMAT = 7  # of descriptions on disk: count up when what is counted changes
+_FORMAT = 8  # of descriptions on disk: count up when what is counted changes
 _UNKNOWN_SOURCE = "no entry in the table of devices: its rates are a guess"
 
 

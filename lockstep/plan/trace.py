@@ -24,6 +24,7 @@ from lockstep.model.lora import speed_up_eager
 from lockstep.model.policy import PackedTokens, Policy, causal_lm, decoder_layers, headless, tensor_plan
 from lockstep.model.quantised_layers import QuantisedLinear
 from lockstep.model.stages import pipeline_names
+from lockstep.model.vision import vision_modules
 from lockstep.parallel.expected_traffic import DividedExperts, measure_sums
 from lockstep.plan.count import LayerCall, OperationCounter, count_compiled, count_eager, window_of
 from lockstep.plan.description import (
@@ -99,6 +100,7 @@ def _find_unlike(policy: Policy) -> str:
         "a mixture of experts": bool(policy.routers),
         "a quantised base": any(isinstance(module, QuantisedLinear) for module in policy.modules()),
         "attention over one document after another": not policy.variable_length,
+        "a model that sees images, which are not in it": bool(vision_modules(causal_lm(policy.model))),
     }
     return " and ".join(words for words, is_so in found.items() if is_so)
 

@@ -86,7 +86,8 @@ class Client:
     # --- jobs --------------------------------------------------------------------------------------------------------
 
     def submit(self, request: JobRequest) -> JobView:
-        return self._ask(JobView, "POST", "/api/jobs", json=request.model_dump(mode="json"))
+        # A service plans the job first: it takes up to 30 seconds for that (memory_door.py).
+        return self._ask(JobView, "POST", "/api/jobs", json=request.model_dump(mode="json"), timeout=120.0)
 
     def job(self, job_id: str) -> JobView:
         return self._ask(JobView, "GET", f"/api/jobs/{job_id}")

@@ -123,7 +123,7 @@ def _logprobs_with_facts(
     if torch.is_grad_enabled():
         return _TargetLogprobs.apply(hidden, weight, bias, targets, options, facts)
     chunks = [
-        _measure(torch.nn.functional.linear(hidden[rows], weight, bias), targets[rows], options, facts=facts)
+        _measure(torch.nn.functional.linear(hidden[rows], weight, bias), targets[rows], options, facts=facts)[0]
         for rows in split_chunks(len(targets), options.chunk_tokens)
     ]
     return _concatenate(chunks, hidden, facts)
@@ -159,11 +159,13 @@ class _TargetLogprobs(torch.autograd.Function):
         keeps = not frozen and len(targets) * len(weight) * hidden.element_size() <= options.kept_bytes
         unit = torch.empty_like(hidden) if frozen else None
         ones = torch.ones(len(targets), dtype=_accumulation_dtype(hidden.dtype), device=hidden.device)
-        ctx.logits, chunks = [], []
+        ctx.logits, ctx.normalisers, chunks = [], [], []
         for rows in split_chunks(len(targets), options.chunk_tokens):
             logits = torch.nn.functional.linear(hidden[rows], weight, bias)
             if unit is None:
-                chunks.append(_measure(logits, targets[rows], options, facts=facts))
+                measured, normalisers = _measure(logits, targets[rows], options, facts=facts)
+                chunks.append(measured)
+                ctx.normalisers.append(normalisers)
             else:
                 logprobs, d_logits = _logprobs_and_gradient(logits, targets[rows], ones[rows], options)
                 torch.mm(d_logits, weight, out=unit[rows])
@@ -192,7 +194,9 @@ class _TargetLogprobs(torch.autograd.Function):
         for i, rows in enumerate(split_chunks(len(targets), ctx.options.chunk_tokens)):
             logits = kept[i] if kept else torch.nn.functional.linear(hidden[rows], weight, bias)
             entropy = (grads[1][rows], entropies[rows]) if ctx.facts else None
-            _, d_logits = _logprobs_and_gradient(logits, targets[rows], grad[rows], ctx.options, entropy)
+            _, d_logits = _logprobs_and_gradient(
+                logits, targets[rows], grad[rows], ctx.options, entropy, ctx.normalisers[i]
+            )
             gradients.add(rows, d_logits)
             if kept:
                 kept[i] = None
@@ -256,28 +260,33 @@ def _concatenate(chunks: list[tuple[Tensor, ...]], hidden: Tensor, facts: bool) 
     return tuple(torch.cat(part) for part in parts)
 
 
-def _measure(logits: Tensor, targets: Tensor, options: HeadOptions, *, facts: bool) -> tuple[Tensor, ...]:
-    """(log-probs,) of one chunk, or with `facts` (log-probs, entropies, log_sum_sq_probs)."""
-    transform = options.transform
+def _measure(
+    logits: Tensor, targets: Tensor, options: HeadOptions, *, facts: bool
+) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """((log-probs,) of one chunk, or with `facts` (log-probs, entropies, log_sum_sq_probs); of a split head, the
+    normalisers that all ranks found together, which backward need not ask for again)."""
+    transform, normalisers = options.transform, None
     if options.vocabulary is None and _has_kernel(logits):
         from lockstep.model.head_kernel import measure
 
-        return measure(logits, targets, transform.scale, transform.softcap, facts=facts)
+        return measure(logits, targets, transform.scale, transform.softcap, facts=facts), None
+    wide = transform.apply(logits.to(_accumulation_dtype(logits.dtype)))
     if options.vocabulary is not None:
-        log_probabilities, chosen, _ = _split_log_probabilities(logits, targets, options)
+        normalisers = _normalisers(wide, options.vocabulary)
+        log_probabilities = wide - normalisers[:, None]
+        chosen = options.vocabulary.sum(_own_logprobs(log_probabilities, targets, options.vocabulary))
+    elif not facts:
+        return (wide.gather(1, targets[:, None])[:, 0] - torch.logsumexp(wide, dim=1),), None
     else:
-        wide = transform.apply(logits.to(_accumulation_dtype(logits.dtype)))
-        if not facts:
-            return (wide.gather(1, targets[:, None])[:, 0] - torch.logsumexp(wide, dim=1),)
         log_probabilities = torch.log_softmax(wide, dim=1)
         chosen = log_probabilities.gather(1, targets[:, None])[:, 0]
     if not facts:
-        return (chosen,)
+        return (chosen,), normalisers
     probabilities = log_probabilities.exp()
     entropies, squares = -(probabilities * log_probabilities).sum(dim=1), probabilities.square_().sum(dim=1)
     if options.vocabulary is not None:
         entropies, squares = options.vocabulary.sum(entropies), options.vocabulary.sum(squares)
-    return chosen, entropies, squares.log()
+    return (chosen, entropies, squares.log()), normalisers
 
 
 def _logprobs_and_gradient(
@@ -286,21 +295,26 @@ def _logprobs_and_gradient(
     grad_logprobs: Tensor,
     options: HeadOptions,
     entropy: tuple[Tensor, Tensor] | None = None,
+    normalisers: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of one chunk, and d(sum grad_logprobs * log-prob) / d logits in the logits' dtype. The logits may be
-    overwritten. `entropy`, (grad_entropies, entropies), adds the gradient of the entropies."""
+    overwritten. `entropy`, (grad_entropies, entropies), adds the gradient of the entropies. `normalisers`: of a split
+    head, from the forward pass: ranks then exchange nothing, and log-probs are of this rank's tokens alone."""
     transform, vocabulary = options.transform, options.vocabulary
     if vocabulary is None and _has_kernel(logits):
         from lockstep.model.head_kernel import logprobs_and_gradient
 
         return logprobs_and_gradient(logits, targets, grad_logprobs, transform.scale, transform.softcap, entropy)
+    wide = transform.apply(logits.to(_accumulation_dtype(logits.dtype)))
+    derivative = transform.derivative(wide)
     if vocabulary is not None:
-        log_probabilities, chosen, derivative = _split_log_probabilities(logits, targets, options)
+        log_probabilities = wide - (_normalisers(wide, vocabulary) if normalisers is None else normalisers)[:, None]
+        chosen = _own_logprobs(log_probabilities, targets, vocabulary)
+        if normalisers is None:
+            chosen = vocabulary.sum(chosen)
         here, mine = _on_this_rank(targets, logits.shape[1], vocabulary)
         bump = grad_logprobs * mine.to(grad_logprobs.dtype)
     else:
-        wide = transform.apply(logits.to(_accumulation_dtype(logits.dtype)))
-        derivative = transform.derivative(wide)
         log_probabilities = torch.log_softmax(wide, dim=1)
         chosen = log_probabilities.gather(1, targets[:, None])[:, 0]
         here, bump = targets, grad_logprobs
@@ -316,20 +330,19 @@ def _logprobs_and_gradient(
     return chosen, gradient.to(logits.dtype)
 
 
-def _split_log_probabilities(
-    logits: Tensor, targets: Tensor, options: HeadOptions
-) -> tuple[Tensor, Tensor, Tensor | float]:
-    """(log-probabilities of this rank's tokens, log-probs of the targets, derivative of the transform)."""
-    vocabulary = options.vocabulary
-    assert vocabulary is not None
-    wide = options.transform.apply(logits.to(_accumulation_dtype(logits.dtype)))
+def _normalisers(wide: Tensor, vocabulary: Vocabulary) -> Tensor:
+    """The log of the sum of exponentials over all ranks' parts of the logits. All ranks."""
     lowest = wide.new_full((len(wide),), -torch.inf)
     top = vocabulary.max(wide.amax(dim=1) if wide.shape[1] else lowest)
-    total = vocabulary.sum(torch.exp(wide - top[:, None]).sum(dim=1))
-    log_probabilities = wide - (top + torch.log(total))[:, None]
-    here, mine = _on_this_rank(targets, wide.shape[1], vocabulary)
-    chosen = log_probabilities.gather(1, here[:, None])[:, 0] * mine if wide.shape[1] else torch.zeros_like(top)
-    return log_probabilities, vocabulary.sum(chosen), options.transform.derivative(wide)
+    return top + torch.log(vocabulary.sum(torch.exp(wide - top[:, None]).sum(dim=1)))
+
+
+def _own_logprobs(log_probabilities: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
+    """Of the targets that this rank has; zero for the others."""
+    here, mine = _on_this_rank(targets, log_probabilities.shape[1], vocabulary)
+    if not log_probabilities.shape[1]:
+        return log_probabilities.new_zeros(len(targets))
+    return log_probabilities.gather(1, here[:, None])[:, 0] * mine
 
 
 def _on_this_rank(targets: Tensor, size: int, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:

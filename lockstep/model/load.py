@@ -304,9 +304,9 @@ def _explaining(config: ModelConfig, *, needs_weights: bool = True) -> Iterator[
             "the name, or give a folder"
         ) from error
     except ValueError as error:
-        if (reason := _unknown_kind(str(error))) is None:
+        if (unknown := _unknown_kind(str(error))) is None:
             raise
-        raise ConfigError(f"model.path {config.path}: {reason}") from error
+        raise ConfigError(f"model.path {config.path}: {unknown}") from error
 
 
 def _unknown_kind(text: str) -> str | None:

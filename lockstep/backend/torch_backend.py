@@ -109,6 +109,7 @@ class TorchBackend:
         self._scale = LossScale() if self.precision == "fp16" else None
         settle_dtypes(model, DTYPES[self.precision], optimizer.held_dtype(self.precision))
         self._compiles = compiles = on_gpu if compile == "auto" else bool(compile)
+        parallel.check_precision(self.precision)
         compute_dtype = _narrow_dtype(self.precision)
         built = build_policy(
             model,

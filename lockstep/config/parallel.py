@@ -98,7 +98,7 @@ class ParallelConfig(Section):
     """With replicate alone: send gradients in lower precision. The one setting here that changes the numbers."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
     """With pipeline: in which order micro-batches pass through. The last two have two stages on each rank; zero_bubble
-    goes with tensor alone."""
+    goes with tensor alone, and with model.precision fp32."""
     zero_stage: Literal[1, 2, 3] | None = None
     """With deepspeed: what is split over ranks. Default: what deepspeed_config says, otherwise 3."""
     deepspeed_config: str | None = None
@@ -134,6 +134,15 @@ class ParallelConfig(Section):
                 "expert to 1"
             )
         return self
+
+    def check_precision(self, precision: str) -> None:
+        """`precision`: that which a run computes in."""
+        if self.schedule == "zero_bubble" and self.pipeline > 1 and precision not in ("fp32", "fp64"):
+            raise ConfigError(
+                f"parallel.schedule zero_bubble does not go with {precision}: torch looks for the gradients of weights "
+                "that are computed apart at the narrow copies, and not at the weights; use interleaved, or set "
+                "model.precision to fp32"
+            )
 
     def _check_auto(self) -> None:
         if self.backend == "deepspeed":

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from lockstep.config import ConfigError, RunConfig
 from lockstep.plan.estimate import RunPlan, short
+from lockstep.plan.from_config import precision_of
 from lockstep.plan.search import PlanTask, best_budget, legal_layouts, rank_plan
 from lockstep.plan.work import RankLayout
 
@@ -58,7 +59,9 @@ def _plans(config: RunConfig, task: PlanTask, has_images: bool, num_rows: int | 
         if config.evaluation.metrics and layout.degrees.pipeline > 1:  # answers need the whole model
             continue
         try:
-            with_layout(config, layout).parallel.degrees(task.cluster.num_ranks)
+            tried = with_layout(config, layout).parallel
+            tried.degrees(task.cluster.num_ranks)
+            tried.check_precision(precision_of(config, task.cluster))
             yield plan_layout(config, task, layout)
         except ConfigError:
             continue

@@ -104,6 +104,7 @@ def precision_of(config: RunConfig, cluster: GpuCluster) -> str:
 def layout_of(config: RunConfig, cluster: GpuCluster) -> RankLayout:
     parallel = config.parallel
     degrees = parallel.degrees(cluster.num_ranks, cluster.per_node)
+    parallel.check_precision(precision_of(config, cluster))
     if not isinstance(config.algorithm, GrpoConfig):
         config.batch.check_ranks(degrees.data)
     return RankLayout(

@@ -378,6 +378,7 @@ def plan_step(config: RunConfig, num_ranks: int, expert_imbalance: float = 1.0) 
     precision = config.model.precision
     if precision == "auto":
         precision = "bf16" if on_gpu else "fp32"
+    config.parallel.check_precision(precision)
     choice = choose_reference(config, num_rows=num_rows, num_seen=num_rows)
     tile = 128 if on_gpu else 1
     return SimulatedStep(config, degrees, precision, probe(config), choice.kind, tile, expert_imbalance)

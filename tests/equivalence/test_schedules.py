@@ -53,3 +53,12 @@ def test_gradients_of_weights_apart_do_not_go_with_sharding(others: dict[str, in
     """FSDP2 does not see gradients that are computed for weights alone: they would be lost."""
     with pytest.raises(ConfigError, match="zero_bubble does not go with shard, context or replicate"):
         ParallelConfig(pipeline=2, schedule="zero_bubble", **others).degrees(4)
+
+
+def test_gradients_of_weights_apart_do_not_go_with_narrow_copies() -> None:
+    """torch takes a stage's parameters to be leaves: with copies it would give them the gradients of others."""
+    chosen = ParallelConfig(pipeline=2, shard=1, schedule="zero_bubble")
+    with pytest.raises(ConfigError, match=r"zero_bubble does not go with bf16: .* use interleaved"):
+        chosen.check_precision("bf16")
+    chosen.check_precision("fp32")
+    ParallelConfig(pipeline=2, shard=1, schedule="interleaved").check_precision("bf16")

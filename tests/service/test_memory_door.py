@@ -9,11 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from lockstep.config import ConfigError, RunConfig, resolve_config
+from lockstep.service.client import Client, ServiceFault
 from lockstep.service.errors import ServiceError
-from lockstep.service.memory_door import UNKNOWN, MemoryDoor, judge
+from lockstep.service.memory_door import DEADLINE_S, UNKNOWN, MemoryDoor, judge
+from lockstep.service.schemas import JobRequest
 
 BIG = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 32000, "hidden_size": 4096,
@@ -106,3 +109,24 @@ def test_the_real_planner_refuses(tmp_path: Path) -> None:
         door.check(config_for(model))  # type: ignore[arg-type]
     adapted = config_for(model, lora={"rank": 8})  # type: ignore[arg-type]
     assert not door.check(adapted).refused
+
+
+def test_a_copy_that_may_not_be_there_refuses_nothing() -> None:
+    """Without rows it is not known whether a reference is held beside the model or computed before."""
+    plan = plan_of(25.0, 10.0, fits="no")
+    plan["memory"][0]["parts_gib"]["frozen copies"] = 25.0
+    assert "frozen copies 25" in judge(plan).refused
+    assert judge({**plan, "reference_is_assumed": True}).refused == ""
+
+
+def test_a_client_waits_longer_than_the_door() -> None:
+    waits = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        waits.append(request.extensions["timeout"]["read"])
+        return httpx.Response(503, json={"error": {"code": "busy", "message": "busy"}})
+
+    client = Client("http://service", transport=httpx.MockTransport(answer))
+    with pytest.raises(ServiceFault):
+        client.submit(JobRequest(config={"model": "m"}))
+    assert min(waits) > 2 * DEADLINE_S

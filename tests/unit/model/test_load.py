@@ -122,6 +122,27 @@ def test_a_tokenizer_that_is_missing_or_broken_is_refused_in_one_sentence(tmp_pa
         load_tokenizer(ModelConfig(path=str(model)))
 
 
+def test_a_tokenizer_that_is_made_of_nothing_is_none(tmp_path):
+    """Of some families transformers makes one from the class alone, with a token or two."""
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
+    with pytest.raises(ConfigError, match=r"has no tokenizer \(tokenizer\.json\): copy its files from"):
+        load_tokenizer(ModelConfig(path=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        ('{"model_type": "nosuch"}', "knows no model of type 'nosuch': take a newer version, or another model$"),
+        ('{"model_type": "t5"}', "a T5Config is of no causal language model, .*: take another model$"),
+    ],
+)
+def test_a_model_that_transformers_cannot_build_is_one_sentence(tmp_path, tree: str, said: str):
+    (tmp_path / "config.json").write_text(tree)
+    with torch.device("meta"), pytest.raises(ConfigError, match=said) as raised:
+        load_causal_lm(ModelConfig(path=str(tmp_path)), torch.float32, with_weights=False)
+    assert len(str(raised.value)) < 300
+
+
 def test_a_source_that_cannot_be_a_model_is_refused_in_one_sentence(tmp_path):
     (tmp_path / "model.zip").write_text("")
     bad = {

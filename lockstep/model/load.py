@@ -11,7 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,9 +99,14 @@ def load_causal_lm(config: ModelConfig, dtype: torch.dtype, *, with_weights: boo
         if with_weights:
             options = _source(config) | dequantising_options(hf_config)
             loaded: Any = auto.from_pretrained(
-                dtype=dtype, use_safetensors=_wants_safetensors(config), output_loading_info=True, **options
+                dtype=dtype,
+                use_safetensors=_wants_safetensors(config),
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, with the name of the tensor
+                **options,
             )
             model, report = loaded
+            _refuse_other_sizes(config, report["mismatched_keys"])
             if "quantization_config" in options:
                 _settle_dequantised(model, dtype)
             _refuse_missing(config, sorted(report["missing_keys"]))
@@ -289,6 +294,15 @@ def _wants_safetensors(config: ModelConfig) -> bool | None:
     return None if config.path.endswith(".gguf") else True
 
 
+def _refuse_other_sizes(config: ModelConfig, mismatched: Iterable[tuple[str, Sequence[int], Sequence[int]]]) -> None:
+    for name, stored, wanted in sorted(mismatched):
+        sizes = " x ".join(map(str, stored)), " x ".join(map(str, wanted))
+        raise ConfigError(
+            f"model.path {config.path}: its tensor {name!r} is {sizes[0]}, and its config.json asks for "
+            f"{sizes[1]}: one of the two is of another model"
+        )
+
+
 @contextlib.contextmanager
 def _explaining(config: ModelConfig, *, needs_weights: bool = True) -> Iterator[None]:
     """Turn what transformers raises about a missing or broken source into one sentence."""
@@ -311,6 +325,8 @@ def _explaining(config: ModelConfig, *, needs_weights: bool = True) -> Iterator[
 
 def _unknown_kind(text: str) -> str | None:
     """In one sentence what transformers says, with much else, of a model that it cannot build."""
+    if "contains custom code" in text:
+        return "it brings code of its own, which is not run: set model.trust_remote_code to true if you trust it"
     if found := re.search(r"model type `([^`]+)` but Transformers does not recognize", text):
         version = importlib.metadata.version("transformers")
         return f"transformers {version} knows no model of type {found[1]!r}: take a newer version, or another model"

@@ -353,3 +353,26 @@ def test_scores_of_gemma2_are_capped_with_every_transformers(tmp_path):
             return model(input_ids=torch.arange(12)[None]).logits
 
     assert not torch.allclose(logits(50.0), logits(0.01))
+
+
+# --- sources that transformers does not take --------------------------------------------------------------------------
+
+
+def test_tensors_of_another_size_are_refused_by_name(tmp_path: Path) -> None:
+    folder = tiny.write_model(tmp_path / "model")
+    change_config(folder, intermediate_size=48)
+    with pytest.raises(ConfigError, match=r"its tensor '.*down_proj.weight' is 32 x 64, and .* asks for 32 x 48"):
+        load_causal_lm(ModelConfig(path=str(folder)), torch.float32)
+
+
+def test_code_of_a_model_is_named_with_the_key_that_allows_it(tmp_path: Path) -> None:
+    folder = tiny.write_model(tmp_path / "model")
+    change_config(folder, model_type="own", auto_map={"AutoConfig": "own.Config"})
+    (folder / "own.py").write_text("from transformers import LlamaConfig\n\nclass Config(LlamaConfig): pass\n")
+    with pytest.raises(ConfigError, match=r"code of its own, which is not run: set model\.trust_remote_code"):
+        load_hf_config(ModelConfig(path=str(folder)))
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))

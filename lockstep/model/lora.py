@@ -54,10 +54,25 @@ def add_lora(model: nn.Module, config: LoraConfig, vision: str = "auto", *, with
             f"lora.targets {wanted} finds no layer of {type(causal_lm(model)).__name__} that computes text and takes "
             "an adapter: name layers that it has, or remove lora and train in full"
         ) from error
+    _refuse_untouched_connector(adapted, vision)
     _compute_narrowly(adapted)
     if config.init == "pissa" and with_weights and not next(model.parameters()).is_meta:
         start_from_principal_parts(adapted, torch.device("cuda") if torch.cuda.is_available() else None)
     return adapted
+
+
+def _refuse_untouched_connector(adapted: nn.Module, vision: str) -> None:
+    """Gemma 3's is a matrix and no layer: it takes no adapter."""
+    causal = causal_lm(adapted)
+    parts = [(name, p) for name, kind, p in vision_parameters(causal) if kind == "connector"]
+    if vision not in ("connector", "trained") or not parts or any(p.requires_grad for _, p in parts):
+        return
+    inside = {name.removeprefix("model.").split(".")[0] for name, _ in parts}
+    raise ValueError(
+        f"model.vision {vision}: the layers between tower and language model of {type(causal).__name__} take no "
+        f"adapter: set lora.modules_to_save to [{', '.join(sorted(inside))}], which trains them whole, or "
+        "model.vision to frozen"
+    )
 
 
 def _modules_to_save(model: nn.Module, wanted: Sequence[str]) -> list[str] | None:

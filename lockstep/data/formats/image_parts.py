@@ -105,6 +105,7 @@ def gather_images(
     """
     column = list(_read_column(row))
     if not column and not any(message.get(IMAGE) for message in messages):
+        _refuse_empty_places(row, messages)
         return tuple(_without(message) for message in messages), ()
     for number, message in enumerate(messages, start=1):
         if IMAGE not in message:
@@ -124,6 +125,17 @@ def gather_images(
     if left:
         raise DataError(f"{row.origin}: {left} of the {len(column)} images in its column have no place in its messages")
     return tuple(_without(message) for message in messages), tuple(images)
+
+
+def _refuse_empty_places(row: Row, messages: Sequence[Mapping[str, Any]]) -> None:
+    """Of a row whose column is there and empty: its marks are no text."""
+    key = next((key for key in COLUMNS if key in row.fields), None)
+    marked = sum(str(message.get("content") or "").count(_IN_TEXT) for message in messages)
+    if key is not None and marked:
+        raise DataError(
+            f"{row.origin}: {_IN_TEXT} stands {marked} times in its messages, and its {key!r} is empty: add the "
+            f"images, or remove the marks; if they are text, remove {key!r} from the row"
+        )
 
 
 def _place_column(messages: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, object]]:

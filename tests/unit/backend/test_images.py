@@ -72,7 +72,9 @@ def test_packed_images_have_the_gradient_of_single_texts(folder: Path, family: s
     config, processor, batch = read(folder, family)
     scale = 1 / sum(datum.total_weight for datum in batch)
     torch.manual_seed(0)
-    model = build_model(config, LoraConfig(rank=4) if lora else None, "fp64", with_weights=True)
+    whole = ("multi_modal_projector",) if family == "gemma3" else ()  # a matrix and no layer: it takes no adapter
+    adapters = LoraConfig(rank=4, modules_to_save=whole) if lora else None
+    model = build_model(config, adapters, "fp64", with_weights=True)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
@@ -89,3 +91,10 @@ def test_packed_images_have_the_gradient_of_single_texts(folder: Path, family: s
         assert any("vis" in name for name in found)
         backend.close()
         model.zero_grad(set_to_none=True)
+
+
+@pytest.mark.parametrize("vision", ["connector", "trained"])
+def test_a_connector_that_takes_no_adapter_is_not_left_out_silently(folder: Path, vision: str) -> None:
+    config, _, _ = read(folder, "gemma3", vision)
+    with pytest.raises(ValueError, match=r"take no adapter: set lora\.modules_to_save to \[multi_modal_projector\]"):
+        build_model(config, LoraConfig(rank=4), "fp32", with_weights=False)

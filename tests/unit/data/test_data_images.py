@@ -172,6 +172,7 @@ def test_the_same_question_about_other_images_is_no_duplicate(models: Path, tmp_
         (ask({"type": "image", "base64": "%%%"}), "its image is not base64"),
         (ask({"type": "image"}), "more places for images than its column has images"),
         ({"messages": [{"role": "user", "content": "<image>?"}, ANSWER], "images": ["ok.png"] * 2}, "have no place"),
+        ({"messages": [{"role": "user", "content": "<image>?"}, ANSWER], "images": None}, "its 'images' is empty: add"),
         (ask({"type": "image", "path": "ok.png"}, {"type": "text", "text": "<|image_pad|>"}), "2 times, for 1 images"),
         ({"messages": [{"role": "user", "content": "<|image_pad|>"}, ANSWER]}, "image token of .* written out"),
         (ask({"type": "image", "path": "ok.png"}, {"type": "text", "text": "\uf8d2"}), "U\\+F8D2"),

@@ -76,7 +76,7 @@ class Decoder:
         self.graphs = StepGraphs(model) if graphs and self.device.type == "cuda" and not sharded else None
         self.slots = DecodeSlots(self.device)
         self._prefill_shapes = PrefillShapes(self.device)
-        self._shapes: dict[nn.Module, LayerShape] = {}
+        self.shapes: dict[nn.Module, LayerShape] = {}
         self.linears: FusedLinears | None = None
         self.joined: JoinedLinears | None = None
         self.compiled: CompiledStep | None = None
@@ -86,9 +86,9 @@ class Decoder:
         self._report, self._speed, self._read_at = report, StepSpeed(report), 0.0
         self._groups = find_call(self, model, fuses=fuses and self.device.type == "cpu" and not sharded)
         if self.device.type == "cuda":
-            self._choose_fast_ways(graphs=graphs, sharded=sharded, compiles=compiles)
+            self.choose_fast_ways(graphs=graphs, sharded=sharded, compiles=compiles)
 
-    def _choose_fast_ways(self, *, graphs: bool, sharded: bool, compiles: bool) -> None:
+    def choose_fast_ways(self, *, graphs: bool, sharded: bool, compiles: bool) -> None:
         """Keys are read by a kernel, steps captured and compiled; or it is said why not."""
         if self.slots.states is not None and self.graphs is not None:
             # A capture runs a step more than once, and only tokens and positions would be as before.
@@ -96,7 +96,7 @@ class Decoder:
             self._report(f"decoding steps are no CUDA graphs: layers of {type(self._causal).__name__} keep a state")
         elif graphs and sharded:
             self._report("decoding steps are no CUDA graphs: several processes hold the model together")
-        problems = [shape.kernel_problem for shape in self._shapes.values()]
+        problems = [shape.kernel_problem for shape in self.shapes.values()]
         if not self.by_kernel and any(problems):
             why = next(problem for problem in problems if problem)
             compiled = ", nor are steps compiled" if compiles and self.graphs is not None else ""
@@ -111,7 +111,7 @@ class Decoder:
 
     def use_call(self, call: ModelCall, shapes: dict[nn.Module, LayerShape], *, kernels: bool = True) -> None:
         """`shapes`: of what attention of ours keeps. `kernels`: where those of a GPU can be used, they are."""
-        self._call, self._shapes, self.linears = call, shapes, None
+        self._call, self.shapes, self.linears = call, shapes, None
         self.slots.use_shapes(shapes, call.cache)
         self._head = nn.Identity() if call.whole else self._causal.get_output_embeddings()
         self._transform = LogitTransform() if call.whole else logit_transform(self._causal)
@@ -242,7 +242,7 @@ class Decoder:
             return False
         if self.bank is not None or self.recorder is not None:
             return False
-        if not all(shape.fuses_prefill(self.device) for shape in self._shapes.values()):
+        if not all(shape.fuses_prefill(self.device) for shape in self.shapes.values()):
             return False
         if (chosen := self._prefill_shapes.buffers(part)) is None:
             return False

@@ -129,7 +129,9 @@ class Checkpoints:
         self._run.log_event("checkpoint", step=step, validation_loss=score, **facts)
         if saved.slow and saved.slow not in self._told:
             self._told.add(saved.slow)
-            stood_still = f"training stood still for {saved.copy_s:.1f} s while the checkpoint of step {step} was copied"
+            stood_still = (
+                f"training stood still for {saved.copy_s:.1f} s while the checkpoint of step {step} was copied"
+            )
             self._run.report_slow(f"{stood_still}: {saved.slow}")
 
 

@@ -247,9 +247,9 @@ def test_a_kernel_that_cannot_be_used_says_so(
     monkeypatch.setattr(kv_cache, "find_spec", lambda name: object())
     said: list[str] = []
     decoder = Decoder(make_model(), fuses=False, report=said.append)
-    decoder.graphs, decoder._shapes, decoder.by_kernel = UncapturedSteps(), {nn.Identity(): shape}, problem is None  # type: ignore[assignment]
+    decoder.graphs, decoder.shapes, decoder.by_kernel = UncapturedSteps(), {nn.Identity(): shape}, problem is None  # type: ignore[assignment]
     monkeypatch.setattr(decoder, "compile_steps", lambda: said.append("compiled"))
-    decoder._choose_fast_ways(graphs=True, sharded=False, compiles=True)
+    decoder.choose_fast_ways(graphs=True, sharded=False, compiles=True)
     unused = f"the kernel for one new token is not used, nor are steps compiled: {problem}"
     assert said == ["compiled" if problem is None else unused]
     monkeypatch.setattr(kv_cache, "find_spec", lambda name: None)
@@ -259,10 +259,10 @@ def test_a_kernel_that_cannot_be_used_says_so(
 def test_a_model_that_several_processes_hold_says_that_its_steps_are_no_graphs() -> None:
     said: list[str] = []
     decoder = Decoder(make_model(), fuses=False, report=said.append)
-    decoder._shapes = {}
-    decoder._choose_fast_ways(graphs=True, sharded=True, compiles=True)
+    decoder.shapes = {}
+    decoder.choose_fast_ways(graphs=True, sharded=True, compiles=True)
     assert said == ["decoding steps are no CUDA graphs: several processes hold the model together"]
-    decoder._choose_fast_ways(graphs=False, sharded=True, compiles=True)
+    decoder.choose_fast_ways(graphs=False, sharded=True, compiles=True)
     assert len(said) == 1  # nobody asked for them
 
 

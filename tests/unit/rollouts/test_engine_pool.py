@@ -365,11 +365,10 @@ def test_a_failing_event_handler_ends_the_pool_and_not_only_its_thread(towns: Ca
 def test_a_slow_way_of_an_engine_is_told_once(towns: Callable[..., Town]) -> None:
     town = towns(2)
     town.publish(1)
-    handler: Any = town.engines[1]._handler
-    handler._slow = ["decoding steps are not captured"]
-    name = town.engines[1].name
-    assert town.fields_of("engine_slow", 1) == [{"engine": name, "message": "decoding steps are not captured"}]
-    handler._slow = ["decoding steps are not captured", "nor compiled"]
+    engine = town.engines[1]
+    engine.slow.append("decoding steps are not captured")
+    assert town.fields_of("engine_slow", 1) == [{"engine": engine.name, "message": "decoding steps are not captured"}]
+    engine.slow.append("nor compiled")
     told = [fields["message"] for fields in town.fields_of("engine_slow", 2)]
     assert told == ["decoding steps are not captured", "nor compiled"]
 

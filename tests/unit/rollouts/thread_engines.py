@@ -46,7 +46,8 @@ class ThreadEngine:
         self.is_zombie = self.is_ended = False
         self.seen: list[dict[str, Any]] = []
         self.num_works = 0
-        self._handler = EngineHandler(LocalEngine(deepcopy(MODELS[0]), build_tokenizer(), batch_size=4))
+        self.slow: list[str] = []
+        self._handler = EngineHandler(LocalEngine(deepcopy(MODELS[0]), build_tokenizer(), batch_size=4), self.slow)
         self._inbox: SimpleQueue[tuple[str, dict[str, Any], dict[str, Any], Future[Reply]]] = SimpleQueue()
         self._pings: SimpleQueue[tuple[dict[str, Any], Future[Reply]]] = SimpleQueue()
         self._pending: set[Future[Reply]] = set()

@@ -129,7 +129,7 @@ def test_layouts_of_any_kind(seed: int) -> None:
     layout, shape = random_layout(seed), list(SHAPES.values())[seed % len(SHAPES)]
     tensors = draw(layout, shape)
     for found, exact in zip(tile_results(tensors, layout, 0.2), exact_results(tensors, layout, 0.2), strict=True):
-        assert distance(found, exact) < MOST["few"], layout
+        assert distance(found, exact) < 2 * MOST["few"], layout
 
 
 @needs_cuda

@@ -36,7 +36,7 @@ from lockstep.model.lora import AdapterCoverage, measure_coverage, speed_up_eage
 from lockstep.model.parts import Part, measure_parts
 from lockstep.model.policy import PackedTokens, Policy, causal_lm, decoder_layers, head_dim, tensor_plan
 from lockstep.model.quantised import describe_rest
-from lockstep.model.quantised_layers import PRODUCTS, QuantisedLinear
+from lockstep.model.quantised_layers import PRODUCTS, QuantisedLinear, describe_fp8
 from lockstep.model.replay import RoutingRows, replay_choices
 from lockstep.model.stages import PassThrough, Stage, check_divisible, keep_layers, layer_costs
 from lockstep.parallel import expert, pipeline, tensor
@@ -84,7 +84,8 @@ def build_policy(
     """Rank 0's weights are used. `logits_gib`: the most memory for logits; with less the head takes more passes.
     `router_replay`: routers take choices that are given."""
     dtype = compute_dtype or next(model.parameters()).dtype
-    coverage, parts, unquantised = measure_coverage(model), measure_parts(model), describe_rest(model)
+    coverage, parts = measure_coverage(model), measure_parts(model)
+    quantised = [describe_rest(model), describe_fp8(model, group.device)]
     policy = Policy(model, **_head_memory(model, group.device, dtype, logits_gib))
     # Before anything is split: every rank gets its part of the whole tensors.
     weights = _full_weights(policy) if group.rank == 0 else None
@@ -128,7 +129,7 @@ def build_policy(
         # As rank 0 finds them: a router that rounds otherwise on another device would give ranks buckets that differ.
         idle = group.broadcast_object(find_idle(policy, group.device, compute_dtype) if group.rank == 0 else None)
         module = replicate(policy, group.device, parallel.compression, idle)
-    warnings = tuple(_describe(policy, coverage, unquantised, group.device))
+    warnings = tuple(_describe(policy, coverage, quantised, group.device))
     return Built(policy.train(), module, stages, num_stages, parts, warnings, eager, routing)
 
 
@@ -155,14 +156,13 @@ def find_idle(policy: Policy, device: torch.device, compute_dtype: torch.dtype |
 
 
 def _describe(
-    policy: Policy, coverage: AdapterCoverage | None, unquantised: str, device: torch.device
+    policy: Policy, coverage: AdapterCoverage | None, quantised: list[str], device: torch.device
 ) -> Iterator[str]:
     """What is left out of training, or computed in another way than the model's own."""
     name = type(causal_lm(policy.model)).__name__
     if coverage is not None and coverage.is_partial:
         yield str(coverage)
-    if unquantised:
-        yield unquantised
+    yield from filter(None, quantised)
     if policy.noisy_routers:
         yield (
             f"{name} draws experts or noise at random while it trains: left out, experts are chosen as in inference, "

@@ -235,13 +235,34 @@ PRODUCTS = (torch.ops.lockstep.nf4_product.default, torch.ops.aten._scaled_mm.de
 
 
 def _multiplies_fp8(x: Tensor, codes: Tensor) -> bool:
-    """Tensor cores take whole 16 bytes, from compute capability 8.9 on; rows with scales give bf16 alone."""
-    if not x.is_cuda or x.dtype != torch.bfloat16:
-        return False
-    about = torch.cuda.get_device_properties(x.device)
-    if (about.major, about.minor) < (8, 9):
-        return False
+    """Rows with scales give bf16 alone."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and _has_fp8(x.device) and _has_whole_rows(codes)
+
+
+def _has_fp8(device: torch.device) -> bool:
+    """Tensor cores multiply it from compute capability 8.9 on."""
+    about = torch.cuda.get_device_properties(device)
+    return (about.major, about.minor) >= (8, 9)
+
+
+def _has_whole_rows(codes: Tensor) -> bool:
+    """Of 16 bytes each, as tensor cores take them."""
     return codes.shape[0] % 16 == 0 and codes.shape[1] % 16 == 0
+
+
+def describe_fp8(model: nn.Module, device: torch.device) -> str:
+    """Which layers in FP8 are not multiplied in it on a GPU, if any, and why."""
+    layers = [layer for layer in model.modules() if isinstance(layer, Fp8Linear)]
+    if device.type != "cuda" or not layers:
+        return ""
+    slower = "their weights are dequantised for every product, slower"
+    if not _has_fp8(device):
+        return f"products are not computed in FP8, which GPUs before compute capability 8.9 lack: {slower}"
+    odd = [layer for layer in layers if not _has_whole_rows(layer.codes)]
+    if odd:
+        sizes = ", ".join(sorted({f"{layer.out_features} x {layer.in_features}" for layer in odd})[:4])
+        return f"{len(odd)} layers of sizes that are no multiples of 16 ({sizes}) are not multiplied in FP8: {slower}"
+    return ""
 
 
 def _scaled_product(x: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:

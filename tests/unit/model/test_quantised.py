@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from lockstep.model.load import build_model, choose_precision
 from lockstep.model.lora import measure_coverage
 from lockstep.model.parts import measure_parts
 from lockstep.model.quantised import dequantise_base, describe_rest, quantise_base
-from lockstep.model.quantised_layers import QUANTISED, Format, QuantisedLinear
+from lockstep.model.quantised_layers import QUANTISED, Format, QuantisedLinear, describe_fp8
 from lockstep.rundir import RunDir
 from lockstep.train.run import run as train
 
@@ -201,3 +202,18 @@ def test_a_run_exports_from_the_models_own_weights(tmp_path: Path) -> None:
         pair = [adapter.get(f"base_model.model.{name.removesuffix('.weight')}.lora_{half}.weight") for half in "BA"]
         delta = 0 if pair[0] is None or pair[1] is None else 32 / 2 * pair[0] @ pair[1]
         assert torch.allclose(merged[name], weight + delta, atol=1e-6), name
+
+
+def test_layers_that_a_gpu_does_not_multiply_in_fp8_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    about = SimpleNamespace(major=8, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
+    plain = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32))
+    held = nn.Sequential(*(QUANTISED["fp8"](layer, layer.weight) for layer in plain))
+    gpu = torch.device("cuda", 0)
+    assert "which GPUs before compute capability 8.9 lack" in describe_fp8(held, gpu)
+    assert describe_fp8(held, torch.device("cpu")) == describe_fp8(plain, gpu) == ""
+    about.minor = 9
+    assert describe_fp8(held, gpu) == ""
+    odd = nn.Linear(32, 40)
+    held.append(QUANTISED["fp8"](odd, odd.weight))
+    assert describe_fp8(held, gpu).startswith("1 layers of sizes that are no multiples of 16 (40 x 32) are not")

@@ -166,6 +166,14 @@ def test_no_text_sees_another(layout) -> None:
         assert not torch.equal(a[:start], b[:start])
 
 
+def test_segments_without_tokens_change_nothing() -> None:
+    some = PackedLayout((40, 0, 33, 0), ((0, 0), (0, 9), (0, 9), (0, 0)))
+    others = PackedLayout((40, 33), ((0, 0), (0, 9)))
+    tensors = draw(others, SHAPES[GROUPED])
+    for found, wanted in zip(tile_results(tensors, some, 0.2), tile_results(tensors, others, 0.2), strict=True):
+        assert torch.equal(found, wanted)
+
+
 def test_gradients_of_any_layout_are_read() -> None:
     layout = LAYOUTS["many"]
     query, key, value, _ = draw(layout, SHAPES[GROUPED])

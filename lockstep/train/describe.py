@@ -65,7 +65,7 @@ def describe(config: RunConfig, on_progress: Callable[[CompileProgress], None] |
         "trained": describe_parts(parts),
     }
     if config.algorithm.kind == "grpo":
-        found = _layout_of(config, None)[1] | grpo.describe(config, tokenizer)
+        found: dict[str, Any] = _layout_of(config, None)[1] | grpo.describe(config, tokenizer)
         return about | found | {"warnings": [*warnings, *found["warnings"]]}
     data = compile_data(
         config.data,

@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lockstep.config import ParallelConfig
-from lockstep.config.layer_values import layer_values
 from lockstep.model import attention
 from lockstep.model.compiled_code import any_number_of_tokens, keep_compiled_code
 from lockstep.model.expert_ops import PRODUCTS as EXPERT_PRODUCTS
@@ -345,9 +344,9 @@ def _sum_bytes(policy: Policy, group: ProcessGroup) -> int:
 def check_heads(policy: Policy, degree: int) -> None:
     config = causal_lm(policy.model).config.get_text_config()
     for name in ("num_attention_heads", "num_key_value_heads"):
-        for heads in layer_values(config, name):
-            if heads % degree:
-                raise ValueError(f"parallel.tensor {degree} does not divide the model's {name} {heads}")
+        heads = getattr(config, name, None)
+        if heads is not None and heads % degree:
+            raise ValueError(f"parallel.tensor {degree} does not divide the model's {name} {heads}")
 
 
 def settle_dtypes(model: nn.Module, compute: torch.dtype, trained: torch.dtype | None = None) -> None:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lockstep.config.layer_values import layer_values
 from lockstep.model import attention
 from lockstep.model.experts import noisy_routers
 from lockstep.model.head import (
@@ -541,5 +540,6 @@ def logit_transform(causal: PreTrainedModel) -> LogitTransform:
 def head_dim(causal: PreTrainedModel) -> int:
     """The largest, where layers differ."""
     config = causal.config.get_text_config()
-    sizes = [size for size in layer_values(config, "head_dim") if size]
-    return max(sizes or [config.hidden_size // heads for heads in layer_values(config, "num_attention_heads")])
+    layers = getattr(config, "per_layer_config", None) or [config]
+    sizes = [getattr(layer, "head_dim", None) for layer in layers]
+    return max((size for size in sizes if size), default=config.hidden_size // config.num_attention_heads)

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lockstep.config.layer_values import layer_values
 from lockstep.config.parallel import AXES, Degrees
 
 Bytes = dict[tuple[str, str], float]
@@ -389,11 +388,9 @@ def measure_sizes(
 
 
 def _heads(config: Any, degrees: Degrees) -> tuple[int, int]:
-    """(query heads, key heads) that a rank of the tensor axis has; keys are repeated where ranks outnumber them. Those
-    of the layers with the most, where layers differ."""
-    heads = max(layer_values(config, "num_attention_heads"), default=1)
-    queries = heads // degrees.tensor
-    keys = max(layer_values(config, "num_key_value_heads"), default=heads) // degrees.tensor
+    """(query heads, key heads) that a rank of the tensor axis has; keys are repeated where ranks outnumber them."""
+    queries = config.num_attention_heads // degrees.tensor
+    keys = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) // degrees.tensor
     return queries, queries if keys % degrees.context else keys
 
 

@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lockstep.backend.build import EXPENSIVE
-from lockstep.config.layer_values import layer_values
 from lockstep.model.policy import Policy, causal_lm
 from lockstep.plan.description import LayerCosts, PassCosts, Product
 from lockstep.plan.graph import OWN_PRODUCTS, PRODUCTS, TOKENS, LayerGraph, is_of_tokens, storage_of
@@ -47,7 +46,7 @@ def _attention_of(policy: Policy, layer: nn.Module, query: Tensor | None, key: T
     keys = key.shape[-2]
     if key is query:  # of a product, for which keys were repeated
         text = causal_lm(policy.model).config.get_text_config()
-        keys = max(layer_values(text, "num_key_value_heads"), default=keys)
+        keys = getattr(text, "num_key_value_heads", None) or keys
     return (query.shape[-2], keys, query.shape[-1], window_of(layer))
 
 

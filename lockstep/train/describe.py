@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.config import ConfigError, RunConfig
-from lockstep.config.layer_values import layer_values
 from lockstep.data.dataset import CompiledData, CompileProgress, compile_data
 from lockstep.data.order import Batches
 from lockstep.data.packing import partition
@@ -116,9 +115,8 @@ def _check_layout(config: RunConfig, text: Any) -> None:
     """What a run would refuse once its model is built, from the model's own configuration alone."""
     degrees = config.parallel.degrees(config.launch.procs)
     for key in ("num_attention_heads", "num_key_value_heads"):
-        for heads in layer_values(text, key):
-            if not isinstance(heads, int) or not heads % degrees.tensor:
-                continue
+        heads = getattr(text, key, None)
+        if isinstance(heads, int) and heads % degrees.tensor:
             fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
             raise ConfigError(
                 f"parallel.tensor {degrees.tensor} does not divide the model's {key} {heads}: choose one of {fitting}"

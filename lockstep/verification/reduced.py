@@ -6,7 +6,6 @@ Head counts stay, so that what divides the model divides the copy. Every rank bu
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config import ConfigError, RunConfig
-from lockstep.config.layer_values import layer_values
 from lockstep.model.experts import compute_experts_exactly, expert_parameters, split_problem
 from lockstep.model.float64 import keep_float64
 from lockstep.model.load import load_hf_config
@@ -154,22 +152,17 @@ def _reduce(architecture: Any, reduction: Reduction, *, dropout: bool = False) -
     if hasattr(architecture, "quantization_config"):
         del architecture.quantization_config
     text = architecture.get_text_config()
-    types, apart = getattr(text, "layer_types", None), _settings_of_layers(text)
-    kept = choose_layers(list(types or [""] * text.num_hidden_layers), reduction.num_layers)
-    if apart:
-        text.per_layer_config = None
+    types = getattr(text, "layer_types", None)
     text.num_hidden_layers = reduction.num_layers
     if types is not None:
-        text.layer_types = [types[layer] for layer in kept]
+        text.layer_types = choose_layer_types(list(types), reduction.num_layers)
     text.vocab_size = reduction.num_tokens
     text.pad_token_id = reduction.padding
     text.bos_token_id = text.eos_token_id = None
     for name in () if dropout else _dropouts(text):
         setattr(text, name, 0.0)
     if reduction.narrow:
-        _narrow(text, apart)
-    if apart:
-        text.per_layer_config = {place: apart[layer] for place, layer in enumerate(kept) if layer in apart}
+        _narrow(text)
     if reduction.limit is not None:
         _lower_limits(text, reduction.limit)
     _fit_factors(text)
@@ -178,22 +171,13 @@ def _reduce(architecture: Any, reduction: Reduction, *, dropout: bool = False) -
     return architecture
 
 
-def _settings_of_layers(text: Any) -> dict[int, dict[str, Any]]:
-    """What single layers have other than the rest of the model (Gemma 4's heads), by number of the layer."""
-    return {int(layer): dict(own) for layer, own in (text.to_dict().get("per_layer_config") or {}).items()}
-
-
-def _narrow(text: Any, apart: dict[int, dict[str, Any]]) -> None:
-    """`apart`: as of `_settings_of_layers`, changed in place."""
+def _narrow(text: Any) -> None:
     hidden = text.num_attention_heads * _HEAD_DIM
     if hidden >= text.hidden_size:
         return
     text.hidden_size = hidden
-    if (size := getattr(text, "head_dim", None)) is not None:
+    if getattr(text, "head_dim", None) is not None:
         text.head_dim = _HEAD_DIM
-        for own in apart.values():
-            if "head_dim" in own:  # in proportion
-                own["head_dim"] = max(_HEAD_DIM * own["head_dim"] // size, 2)
     for name in _WIDTHS:
         width = getattr(text, name, None)
         if isinstance(width, int) and width > 2 * hidden:
@@ -246,8 +230,7 @@ def _rope_settings(text: Any) -> list[dict[str, Any]]:
 
 def _fit_factors(text: Any) -> None:
     """longrope has a factor for each pair of a head's rotated dimensions: a narrower head has fewer, evenly chosen."""
-    heads = layer_values(text, "num_attention_heads")
-    size = max(layer_values(text, "head_dim") or [text.hidden_size // max(heads)])
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     for settings in _rope_settings(text):
         count = int(size * settings.get("partial_rotary_factor", 1.0)) // 2
         for name in ("short_factor", "long_factor"):
@@ -261,24 +244,24 @@ def _like(size: int, original: int, modulus: int) -> int:
     return size + (original - size) % modulus
 
 
-def choose_layers(types: list[str], num_layers: int) -> list[int]:
-    """The first layers, the last of them replaced by the first of kinds that would be missing."""
+def choose_layer_types(types: list[str], num_layers: int) -> list[str]:
+    """The first layers, the last of them replaced by kinds that would be missing."""
     chosen = types[:num_layers]
     missing = [kind for kind in dict.fromkeys(types) if kind not in chosen][: max(num_layers - 1, 0)]
-    return [*range(len(chosen) - len(missing)), *(types.index(kind) for kind in missing)]
+    return chosen[: num_layers - len(missing)] + missing
 
 
 def find_limits(config: RunConfig, reduction: Reduction) -> ModelLimits:
     """What the user's model supports, as far as it shows before it is split."""
     text = load_hf_config(config.model).get_text_config()
-    heads = math.gcd(*layer_values(text, "num_attention_heads"))
+    heads = text.num_attention_heads
     model = build_reduced(config, reduction)
     policy = Policy(model)
     experts = [module for module in model.modules() if expert_parameters(module)]
     return ModelLimits(
         num_layers=text.num_hidden_layers,
         num_heads=heads,
-        num_key_value_heads=math.gcd(*layer_values(text, "num_key_value_heads")) or heads,
+        num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
         not_tensor=_tensor_problem(config, model),
         not_pipeline=_pipeline_problem(policy),
         not_context=""

@@ -134,7 +134,7 @@ def documents_for(policy: Policy, batch: Sequence[Datum], budget_tokens: int) ->
     _refuse_too_long(batch, policy.max_positions)
     shared = budget_tokens if policy.shares_prompts else 0
     documents = documents_of(batch, max_shared_tokens=shared, group_of=policy.rotary.group)
-    _refuse_unknown_tokens(batch, documents, policy.num_embeddings)
+    _refuse_unknown_tokens(batch, documents, policy.num_tokens)
     return documents
 
 

@@ -33,14 +33,14 @@ from lockstep.model.experts import (
 )
 from lockstep.model.lora import AdapterCoverage, measure_coverage, speed_up_eager
 from lockstep.model.parts import Part, measure_parts
-from lockstep.model.policy import PackedTokens, Policy, causal_lm, decoder_layers, head_dim, tensor_plan
+from lockstep.model.policy import PackedTokens, Policy, causal_lm, decoder_layers, setting_by_layer, tensor_plan
 from lockstep.model.quantised import describe_rest
 from lockstep.model.quantised_layers import PRODUCTS, QuantisedLinear, describe_fp8
 from lockstep.model.replay import RoutingRows, replay_choices
 from lockstep.model.stages import PassThrough, Stage, check_divisible, keep_layers, layer_costs
 from lockstep.parallel import expert, pipeline, tensor
 from lockstep.parallel.context import HeadExchange
-from lockstep.parallel.expected_traffic import DividedExperts, ExpectedTraffic, measure_sizes
+from lockstep.parallel.expected_traffic import DividedExperts, ExpectedTraffic, HeadSizes, measure_sizes
 from lockstep.parallel.group import ProcessGroup
 from lockstep.parallel.replicate import replicate
 from lockstep.parallel.shard import shard
@@ -136,7 +136,7 @@ def find_idle(policy: Policy, device: torch.device, compute_dtype: torch.dtype |
     """Names of what is trained and takes no part in computing a text, such as an encoder, an indexer, or an expert in a
     module of its own that no token chose. As in autograd's graph of a small pass."""
     places = torch.arange(8, device=device)
-    tokens = places % causal_lm(policy.model).config.get_text_config().vocab_size
+    tokens = places % (policy.num_tokens or causal_lm(policy.model).config.get_text_config().vocab_size)
     packed = PackedTokens(tokens, places, (8,), places[:-1], tokens[1:])
     narrow = torch.autocast(device.type, compute_dtype, enabled=compute_dtype is not None)
     try:
@@ -293,7 +293,7 @@ def expect_traffic(
     sizes = measure_sizes(
         built.policy,
         causal,
-        _head_dims(causal),
+        _head_sizes(causal),
         tensor_plan(built.policy.model) if group.degrees.tensor > 1 else {},
         group.degrees,
         compute_bytes=compute_bytes,
@@ -311,11 +311,15 @@ def expect_traffic(
     )
 
 
-def _head_dims(causal: Any) -> tuple[int, int]:
-    """(of queries and keys, of values): other ones where keys have a part for positions (DeepSeek's)."""
+def _head_sizes(causal: Any) -> list[HeadSizes]:
+    """Values have another size where keys have a part for positions (DeepSeek's)."""
     config = causal.config.get_text_config()
-    keys = getattr(config, "qk_head_dim", None) or head_dim(causal)
-    return keys, getattr(config, "v_head_dim", None) or keys
+    names = ("num_attention_heads", "num_key_value_heads", "qk_head_dim", "head_dim", "v_head_dim")
+    found = []
+    for queries, keys, whole_dim, own_dim, value_dim in zip(*(setting_by_layer(config, n) for n in names), strict=True):
+        dim = whole_dim or own_dim or config.hidden_size // queries
+        found.append(HeadSizes(queries, keys or queries, dim, value_dim or dim))
+    return found
 
 
 def find_tied(causal: Any, stages: Collection[int], num_stages: int) -> list[nn.Parameter]:
@@ -344,8 +348,8 @@ def _sum_bytes(policy: Policy, group: ProcessGroup) -> int:
 def check_heads(policy: Policy, degree: int) -> None:
     config = causal_lm(policy.model).config.get_text_config()
     for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, name, None)
-        if heads is not None and heads % degree:
+        every = setting_by_layer(config, name)
+        if heads := next((heads for heads in every if heads is not None and heads % degree), None):
             raise ValueError(f"parallel.tensor {degree} does not divide the model's {name} {heads}")
 
 

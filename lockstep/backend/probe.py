@@ -18,7 +18,7 @@ from torch import Tensor
 from lockstep.backend.images import BatchImages
 from lockstep.model.attention import PackedLayout
 from lockstep.model.load import DTYPES
-from lockstep.model.policy import PackedTokens, Policy, causal_lm
+from lockstep.model.policy import PackedTokens, Policy, UnknownHeadError, causal_lm
 from lockstep.model.stages import Stage, head_alone
 
 _UNKNOWN_HEAD = (
@@ -52,6 +52,8 @@ def check_policy(
 def _plain_logprobs(policy: Policy, probe: PackedTokens) -> Tensor:
     try:
         return policy(probe, plain=True)
+    except UnknownHeadError:
+        raise
     except (*_MODEL_ERRORS, RuntimeError) as error:  # of the model's own code: it wants more
         if isinstance(error, torch.OutOfMemoryError) or torch.distributed.is_initialized():
             raise
@@ -238,12 +240,25 @@ def check_stages(
                 return True
         return False
 
-    with evaluation, policy.probing():
-        if not policy.attends_packed or mixes():
+    def works(why: list[str]) -> bool:
+        try:
+            if policy.attends_packed and not mixes():
+                return True
             policy.loop_over_documents(run, _PART_ROUNDING[precision])
-            if mixes():
-                name = type(causal_lm(policy.model)).__name__
-                raise ValueError(f"{name} does not keep packed documents apart: set parallel.pipeline to 1")
+            return not mixes()
+        except (torch.OutOfMemoryError, UnknownHeadError):
+            raise
+        except Exception as error:  # models raise whatever they like when they are called in a way they do not know
+            why.append(f" ({error})")
+            return False
+
+    with evaluation, policy.probing():
+        why: list[str] = []
+        while not works(why):
+            if not policy.attends_packed:
+                name, reason = type(causal_lm(policy.model)).__name__, "".join(why[-1:])
+                raise ValueError(f"{name} does not keep packed documents apart{reason}: set parallel.pipeline to 1")
+            policy.attend_more_plainly()
     return list(_describe(policy))
 
 
@@ -253,11 +268,12 @@ def _check_head(policy: Policy, packed: PackedTokens, hidden: Tensor, rounding: 
     logits = head_alone(policy)(
         inputs_embeds=hidden[None], use_cache=False, packed_layout=PackedLayout(packed.lengths)
     ).logits
+    policy.check_width(logits)
     every = torch.log_softmax(logits[0, packed.predictors].double(), dim=-1)
     difference = float((fast - every.gather(1, packed.targets[:, None])[:, 0]).abs().max())
     if not difference <= rounding:
         name = type(causal_lm(policy.model)).__name__
-        raise ValueError(_UNKNOWN_HEAD.format(name=name, difference=difference))
+        raise UnknownHeadError(_UNKNOWN_HEAD.format(name=name, difference=difference))
 
 
 def _isolates(policy: Policy, device: torch.device, rounding: float) -> bool:
@@ -289,9 +305,10 @@ def _follows_shared_prompts(policy: Policy, device: torch.device, rounding: floa
 def _tokens(policy: Policy, start: int, count: int) -> Tensor:
     """With a padding token among them: some models do not count it as a position."""
     config = causal_lm(policy.model).config.get_text_config()
-    tokens = (start + 11 * torch.arange(count)) % config.vocab_size
+    size = policy.num_tokens or config.vocab_size
+    tokens = (start + 11 * torch.arange(count)) % size
     padding = getattr(config, "pad_token_id", None)
-    if padding is not None and 0 <= padding < config.vocab_size:
+    if padding is not None and 0 <= padding < size:
         tokens[2] = padding
     return tokens
 

@@ -38,7 +38,7 @@ from lockstep.inference.token_sampling import (
     uniforms,
 )
 from lockstep.model.head import LogitTransform
-from lockstep.model.policy import CausalLM, causal_lm, decoder_layers, logit_transform
+from lockstep.model.policy import CausalLM, causal_lm, decoder_layers, logit_transform, num_logits
 from lockstep.model.replay import RoutingRecorder
 from lockstep.model.rotary import RotaryByLength, TextSpan
 
@@ -115,6 +115,7 @@ class Decoder:
         self.slots.use_shapes(shapes, call.cache)
         self._head = nn.Identity() if call.whole else self._causal.get_output_embeddings()
         self._transform = LogitTransform() if call.whole else logit_transform(self._causal)
+        self._num_logits = None if call.whole else num_logits(self._causal)
         on_gpu = kernels and self.device.type == "cuda"
         self.by_kernel = on_gpu and bool(shapes) and all(s.kernel_problem is None for s in shapes.values())
 
@@ -402,7 +403,8 @@ class Decoder:
         return contextlib.nullcontext() if self.bank is None else self.bank.applied(numbers)
 
     def _draw(self, outputs: Tensor, streams: Tensor, positions: Tensor, truncation: Truncation) -> tuple[Tensor, ...]:
-        if self._transform.softcap is None and suits_draw_kernel(outputs, truncation):
+        is_plain = self._transform.softcap is None and self._num_logits is None
+        if is_plain and suits_draw_kernel(outputs, truncation):
             return draw_by_kernel(outputs, streams, positions, self._transform.scale / truncation.temperature)
         return sample_tokens(self._as_logits(outputs), truncation, uniforms(streams, positions + 1))
 
@@ -421,7 +423,7 @@ class Decoder:
     def _as_logits(self, outputs: Tensor) -> Tensor:
         """As in the trainer's head: transformed in float32 or wider."""
         wide = torch.float64 if outputs.dtype == torch.float64 else torch.float32
-        return self._transform.apply(outputs.to(wide))
+        return self._transform.apply(outputs[..., : self._num_logits].to(wide))
 
     def _hidden(
         self, tokens: Tensor, positions: Tensor, attention: AttentionPass, mask: Tensor | None = None

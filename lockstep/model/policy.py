@@ -41,6 +41,11 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
+
+class UnknownHeadError(ValueError):
+    """A model does something to its logits that is not known here."""
+
+
 CausalLM: TypeAlias = "PreTrainedModel | PeftModel"
 
 
@@ -104,7 +109,8 @@ class Policy(nn.Module):
         self.routers = Routers(model)
         self.rotary = RotaryByLength.of(model)
         self.max_positions = max_positions(causal)
-        self.num_embeddings = num_embeddings(causal)
+        self.num_tokens = num_tokens(causal)
+        self._num_logits = num_logits(causal)
         self.image_forward: ImageForward | None = None  # of a model that is given images
         # Not as attributes of their own: they would be registered a second time.
         self._towers = tuple(vision_modules(causal).values())
@@ -230,6 +236,7 @@ class Policy(nn.Module):
             if self.image_forward is not None and seen:
                 seen |= self.image_forward.token_types(packed.tokens)
             logits = causal_lm(self.model)(input_ids=packed.tokens[None], use_cache=False, **seen).logits
+        self.check_width(logits)
         logprobs = torch.log_softmax(logits[0, packed.predictors].double(), dim=-1)
         return logprobs.gather(1, packed.targets[:, None])[:, 0]
 
@@ -273,12 +280,34 @@ class Policy(nn.Module):
         """[N] log-probs; with `grad_logprobs` (sum of grad_logprobs * log-probs, log-probs detached); with `facts`
         their TokenFacts."""
         weight, bias = head_matrices(causal_lm(self.model).get_output_embeddings())
-        weight, bias = _local(weight), None if bias is None else _local(bias)
+        weight, bias = (
+            self._without_padding(_local(weight)),
+            None if bias is None else self._without_padding(_local(bias)),
+        )
         hidden = pick_rows(hidden, packed.predictors)
         if grad_logprobs is not None:
             return weighted_logprob_sum(hidden, weight, bias, packed.targets, grad_logprobs, self.head_options)
         measure = token_facts if facts else target_logprobs
         return measure(hidden, weight, bias, packed.targets, self.head_options)
+
+    def check_width(self, logits: Tensor) -> None:
+        """Of the model's own forward: a logit for each row of the head that is a token, and no other. Rows too many
+        could be less than rounding in a narrow precision."""
+        causal = causal_lm(self.model)
+        rows = len(head_matrices(causal.get_output_embeddings())[0])
+        expected = min(rows, self._num_logits or rows)
+        if logits.shape[-1] != expected:
+            raise UnknownHeadError(
+                f"{type(causal).__name__} gives {logits.shape[-1]:,} logits, and its head has {expected:,} rows of "
+                "tokens: what it does to its logits is not known, so it cannot be trained yet"
+            )
+
+    def _without_padding(self, rows: Tensor) -> Tensor:
+        """Of the head, on this rank: those that are tokens."""
+        if self._num_logits is None:
+            return rows
+        vocabulary = self.head_options.vocabulary
+        return rows[: max(self._num_logits - (0 if vocabulary is None else vocabulary.first), 0)]
 
     def _spans(self, packed: PackedTokens) -> list[TextSpan]:
         """The texts of this rank's tokens."""
@@ -389,7 +418,7 @@ def has_windows(causal: PreTrainedModel) -> bool:
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:
         return any("full" not in kind for kind in kinds)
-    return bool(getattr(config, "sliding_window", None))
+    return any(setting_by_layer(config, "sliding_window"))
 
 
 def tensor_plan(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
@@ -403,12 +432,14 @@ def tensor_plan(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
         style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
         if style is not None:
             modules[name] = (module, style)
-    # Log-probs are computed from a split head; the plans of some models leave it out (nemotron_h).
+    # Log-probs are computed from a head whose rows are split; the plans of some models leave it out (nemotron_h) or
+    # split its columns (inkling2).
     head, embedding = causal.get_output_embeddings(), causal.get_input_embeddings()
     ends = {head: "colwise_gather_output"}
     if getattr(head, "weight", None) is getattr(embedding, "weight", head):
         ends[embedding] = "embedding_rowwise"
-    return modules | {name: (m, ends[m]) for name, m in causal.named_modules() if m in ends and name not in modules}
+    found = {name: (m, ends[m]) for name, m in causal.named_modules() if m in ends}
+    return modules | {name: how for name, how in found.items() if name not in modules or how[0] is head}
 
 
 def causal_lm(model: nn.Module) -> PreTrainedModel:
@@ -471,10 +502,10 @@ def max_positions(causal: PreTrainedModel) -> int | None:
     return limit if has_table else None
 
 
-def num_embeddings(causal: PreTrainedModel) -> int | None:
-    """How many tokens the model has a vector for; None: its embedding is not of a known kind."""
+def num_tokens(causal: PreTrainedModel) -> int | None:
+    """How many the model has a vector and a logit for; None: its embedding is not of a known kind."""
     tables = [m.num_embeddings for m in causal.get_input_embeddings().modules() if isinstance(m, nn.Embedding)]
-    return max(tables, default=None)
+    return min(max(tables), num_logits(causal) or max(tables)) if tables else None
 
 
 def headless(causal: PreTrainedModel) -> nn.Module:
@@ -537,9 +568,21 @@ def logit_transform(causal: PreTrainedModel) -> LogitTransform:
     return LogitTransform(scale, next((cap for cap in caps if cap is not None), None))
 
 
+def num_logits(causal: PreTrainedModel) -> int | None:
+    """How many rows of a padded head are tokens: the model drops the logits of those that follow. None: all are."""
+    return getattr(causal.config.get_text_config(), "unpadded_vocab_size", None)
+
+
+def setting_by_layer(config: Any, name: str) -> list[Any]:
+    """A setting of a model's configuration, layer by layer; once where no layer has settings of its own. None: it is
+    not there."""
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    return [getattr(layer, name, None) for layer in layers]
+
+
 def head_dim(causal: PreTrainedModel) -> int:
     """The largest, where layers differ."""
     config = causal.config.get_text_config()
-    layers = getattr(config, "per_layer_config", None) or [config]
-    sizes = [getattr(layer, "head_dim", None) for layer in layers]
-    return max((size for size in sizes if size), default=config.hidden_size // config.num_attention_heads)
+    if sizes := [size for size in setting_by_layer(config, "head_dim") if size]:
+        return max(sizes)
+    return config.hidden_size // min(setting_by_layer(config, "num_attention_heads"))

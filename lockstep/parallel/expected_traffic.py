@@ -9,7 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -32,6 +32,15 @@ class Unit:
         return Unit(self.parameters + self.filling, self.trained + self.trained_filling)
 
 
+class HeadSizes(NamedTuple):
+    """Of one layer: how many heads of queries and of keys, and how large keys and values are."""
+
+    queries: int
+    keys: int
+    key_dim: int
+    value_dim: int
+
+
 @dataclass(frozen=True)
 class Sizes:
     """A model as one rank has it: its stage and its part of each matrix. Widths are values per token."""
@@ -39,9 +48,9 @@ class Sizes:
     layers: tuple[Unit, ...]
     rest: Unit
     hidden: int
-    split_queries: int = 0
-    """Heads x dim of the queries that one rank computes."""
-    split_keys: int = 0
+    split_queries: float = 0
+    """Heads x dim of the queries that one rank computes, on average over layers."""
+    split_keys: float = 0
     """The same of keys, repeated where ranks outnumber them."""
     value_share: float = 1.0
     """The size of a value, and of what is attended, for each number of a key."""
@@ -346,7 +355,7 @@ def _twice(num_ranks: int) -> float:
 def measure_sizes(
     policy: nn.Module,
     causal: Any,
-    head_dims: tuple[int, int],
+    heads: Sequence[HeadSizes],
     tensor_plan: Mapping[str, tuple[nn.Module, str]],
     degrees: Degrees,
     *,
@@ -356,15 +365,14 @@ def measure_sizes(
     tied: Iterable[nn.Parameter] = (),
     ends: tuple[bool, bool] = (True, True),
 ) -> Sizes:
-    """What this rank has of a policy that is built around `causal`. `head_dims`: of keys, of values. `tensor_plan`:
-    name -> (module, style), empty where matrices are not split. `tied`: what this rank's stage shares with another.
-    `ends`: whether it embeds tokens, and whether it has the head."""
+    """What this rank has of a policy that is built around `causal`. `heads`: layer by layer, or those of
+    all. `tensor_plan`: name -> (module, style), empty where matrices are not split. `tied`: what this rank's stage
+    shares with another. `ends`: whether it embeds tokens, and whether it has the head."""
     config = causal.config.get_text_config()
     apart = [p for p in policy.parameters() if _num_parts(p, "expert") > 1]
     layers = [[p for p in layer.parameters() if p not in set(apart)] for layer in _layers(causal)]
     in_layers = {p for parameters in [apart, *layers] for p in parameters}
     rest = [p for p in policy.parameters() if p not in in_layers]
-    heads, keys = _heads(config, degrees)
     sums = measure_sums(tensor_plan, causal, config.hidden_size, divided, *ends) if degrees.tensor > 1 else {}
     # Hidden states to each chosen expert and back, and their gradients.
     sends = 4 * divided.num_layers * divided.top_k * config.hidden_size if degrees.expert > 1 else 0
@@ -373,9 +381,7 @@ def measure_sizes(
         tuple(_unit(parameters, compute_bytes, num_shards) for parameters in layers if parameters),
         _unit(rest, compute_bytes, num_shards),
         config.hidden_size,
-        heads * head_dims[0],
-        keys * head_dims[0],
-        head_dims[1] / head_dims[0],
+        *_split_heads(heads, degrees),
         **sums,
         experts=_unit(apart, compute_bytes),
         routed=divided.num_layers * divided.top_k,
@@ -387,11 +393,17 @@ def measure_sizes(
     )
 
 
-def _heads(config: Any, degrees: Degrees) -> tuple[int, int]:
-    """(query heads, key heads) that a rank of the tensor axis has; keys are repeated where ranks outnumber them."""
-    queries = config.num_attention_heads // degrees.tensor
-    keys = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) // degrees.tensor
-    return queries, queries if keys % degrees.context else keys
+def _split_heads(layers: Sequence[HeadSizes], degrees: Degrees) -> tuple[float, float, float]:
+    """(split_queries, split_keys, value_share) of a rank of the tensor axis; keys are repeated where ranks outnumber
+    them."""
+    queries, keys, values = 0, 0, 0
+    for layer in layers:
+        num_queries, num_keys = layer.queries // degrees.tensor, layer.keys // degrees.tensor
+        num_keys = num_queries if num_keys % degrees.context else num_keys
+        queries += num_queries * layer.key_dim
+        keys += num_keys * layer.key_dim
+        values += (num_queries + num_keys) * layer.value_dim
+    return queries / len(layers), keys / len(layers), values / (queries + keys)
 
 
 def _layers(causal: Any) -> list[nn.Module]:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lockstep.backend.build import EXPENSIVE
-from lockstep.model.policy import Policy, causal_lm
+from lockstep.model.policy import Policy, causal_lm, setting_by_layer
 from lockstep.plan.description import LayerCosts, PassCosts, Product
 from lockstep.plan.graph import OWN_PRODUCTS, PRODUCTS, TOKENS, LayerGraph, is_of_tokens, storage_of
 
@@ -46,7 +46,9 @@ def _attention_of(policy: Policy, layer: nn.Module, query: Tensor | None, key: T
     keys = key.shape[-2]
     if key is query:  # of a product, for which keys were repeated
         text = causal_lm(policy.model).config.get_text_config()
-        keys = getattr(text, "num_key_value_heads", None) or keys
+        numbers = [getattr(m, "layer_idx", None) for m in layer.modules()]
+        every = setting_by_layer(text, "num_key_value_heads")
+        keys = every[next((n for n in numbers if n is not None), 0) % len(every)] or keys
     return (query.shape[-2], keys, query.shape[-1], window_of(layer))
 
 
@@ -88,8 +90,9 @@ class _Kept:
 
 def _empty_kept(policy: Policy) -> _Kept:
     text = causal_lm(policy.model).config.get_text_config()
-    sizes = [getattr(text, name, None) for name in ("intermediate_size", "moe_intermediate_size", "ffn_dim", "n_inner")]
-    inner = int(getattr(text, "moe_intermediate_size", None) or 0)
+    names = ("intermediate_size", "moe_intermediate_size", "ffn_dim", "n_inner")
+    sizes = [setting_by_layer(text, name)[0] for name in names]
+    inner = int(sizes[1] or 0)
     return _Kept(text.hidden_size, next((int(s) for s in sizes if s), 4 * text.hidden_size), (inner, 2 * inner))
 
 

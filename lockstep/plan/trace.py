@@ -21,7 +21,15 @@ from lockstep.config import ConfigError, RunConfig
 from lockstep.model.experts import divide_experts, expert_parameters, split_problem, stacked_parameters
 from lockstep.model.load import DTYPES, build_model
 from lockstep.model.lora import speed_up_eager
-from lockstep.model.policy import PackedTokens, Policy, causal_lm, decoder_layers, headless, tensor_plan
+from lockstep.model.policy import (
+    PackedTokens,
+    Policy,
+    causal_lm,
+    decoder_layers,
+    headless,
+    setting_by_layer,
+    tensor_plan,
+)
 from lockstep.model.quantised_layers import QuantisedLinear
 from lockstep.model.stages import pipeline_names
 from lockstep.model.vision import vision_modules
@@ -91,7 +99,7 @@ def describe_model(config: RunConfig, precision: str, *, compiled: bool) -> Mode
 
 def _value_share(config: Any) -> float:
     """As backend/build.py measures it."""
-    value, key = (getattr(config, name, None) for name in ("v_head_dim", "qk_head_dim"))
+    value, key = (setting_by_layer(config, name)[0] for name in ("v_head_dim", "qk_head_dim"))
     return value / key if value and key else 1.0
 
 

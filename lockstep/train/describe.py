@@ -23,6 +23,7 @@ from lockstep.model.load import (
 from lockstep.model.lora import measure_coverage
 from lockstep.model.parts import Part, describe_parts, measure_parts
 from lockstep.model.quantised import describe_rest
+from lockstep.model.policy import setting_by_layer
 from lockstep.parallel.group import choose_device
 from lockstep.train import grpo
 from lockstep.train.foresee import choose
@@ -115,8 +116,8 @@ def _check_layout(config: RunConfig, text: Any) -> None:
     """What a run would refuse once its model is built, from the model's own configuration alone."""
     degrees = config.parallel.degrees(config.launch.procs)
     for key in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(text, key, None)
-        if isinstance(heads, int) and heads % degrees.tensor:
+        every = [heads for heads in setting_by_layer(text, key) if isinstance(heads, int)]
+        if heads := next((heads for heads in every if heads % degrees.tensor), None):
             fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
             raise ConfigError(
                 f"parallel.tensor {degrees.tensor} does not divide the model's {key} {heads}: choose one of {fitting}"

@@ -6,6 +6,7 @@ Head counts stay, so that what divides the model divides the copy. Every rank bu
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +19,7 @@ from lockstep.model.experts import compute_experts_exactly, expert_parameters, s
 from lockstep.model.float64 import keep_float64
 from lockstep.model.load import load_hf_config
 from lockstep.model.lora import add_lora
-from lockstep.model.policy import CausalLM, Policy, tensor_plan
+from lockstep.model.policy import CausalLM, Policy, setting_by_layer, tensor_plan
 from lockstep.model.quantised import dequantise_base, quantise_base
 from lockstep.model.stages import check_divisible
 from lockstep.verification.layouts import ModelLimits
@@ -153,35 +154,60 @@ def _reduce(architecture: Any, reduction: Reduction, *, dropout: bool = False) -
         del architecture.quantization_config
     text = architecture.get_text_config()
     types = getattr(text, "layer_types", None)
+    own = _take_layer_settings(text)
     text.num_hidden_layers = reduction.num_layers
     if types is not None:
         text.layer_types = choose_layer_types(list(types), reduction.num_layers)
+        own = {i: own.get(types.index(kind), {}) for i, kind in enumerate(text.layer_types)}
     text.vocab_size = reduction.num_tokens
     text.pad_token_id = reduction.padding
     text.bos_token_id = text.eos_token_id = None
     for name in () if dropout else _dropouts(text):
         setattr(text, name, 0.0)
     if reduction.narrow:
-        _narrow(text)
+        _narrow(text, own)
     if reduction.limit is not None:
         _lower_limits(text, reduction.limit)
     _fit_factors(text)
+    if kept := {i: settings for i, settings in own.items() if settings and i < reduction.num_layers}:
+        text.per_layer_config = kept
     if hasattr(text, "initializer_range"):
         text.initializer_range = text.hidden_size**-0.5  # logits far from uniform, so that faults show
     return architecture
 
 
-def _narrow(text: Any) -> None:
+def _take_layer_settings(text: Any) -> dict[int, dict[str, Any]]:
+    """Those that layers have for themselves, by layer. The configuration, which answers no question about them as long
+    as it has them, then has those of all layers alone."""
+    if not getattr(text, "is_heterogeneous", False):
+        return {}
+    found = {int(i): dict(settings) for i, settings in text.to_dict()["per_layer_config"].items()}
+    text.per_layer_config = None
+    return found
+
+
+def _narrow(text: Any, own: dict[int, dict[str, Any]]) -> None:
+    """`own`: of single layers, whose heads stay as much larger as they are."""
     hidden = text.num_attention_heads * _HEAD_DIM
     if hidden >= text.hidden_size:
         return
     text.hidden_size = hidden
-    if getattr(text, "head_dim", None) is not None:
+    size = getattr(text, "head_dim", None)
+    if size is not None:
         text.head_dim = _HEAD_DIM
+        for settings in own.values():
+            if "head_dim" in settings:
+                settings["head_dim"] = max(round(settings["head_dim"] / size), 1) * _HEAD_DIM
     for name in _WIDTHS:
-        width = getattr(text, name, None)
-        if isinstance(width, int) and width > 2 * hidden:
-            setattr(text, name, _like(2 * hidden, width, 16))
+        for settings in own.values():
+            if name in settings:
+                settings[name] = _narrower(settings[name], hidden)
+        if hasattr(text, name):
+            setattr(text, name, _narrower(getattr(text, name), hidden))
+
+
+def _narrower(width: Any, hidden: int) -> Any:
+    return _like(2 * hidden, width, 16) if isinstance(width, int) and width > 2 * hidden else width
 
 
 def choose_limit(lengths: Iterable[int]) -> int:
@@ -195,8 +221,8 @@ def find_length_limits(architecture: Any, at_least: int) -> dict[str, int]:
     """Lengths beyond which a model computes a text differently, by the names of its settings. Windows count from
     `at_least` tokens on: smaller ones stay as they are."""
     text = architecture.get_text_config()
-    values = {name: getattr(text, name, None) for name in _LENGTHS}
-    limits = {name: value for name, value in values.items() if isinstance(value, int) and value > at_least}
+    values = {name: [v for v in setting_by_layer(text, name) if isinstance(v, int)] for name in _LENGTHS}
+    limits = {name: max(found) for name, found in values.items() if max(found, default=0) > at_least}
     for settings in _rope_settings(text):
         if settings.get("rope_type") == "longrope":
             limits["longrope"] = settings["original_max_position_embeddings"]
@@ -254,14 +280,15 @@ def choose_layer_types(types: list[str], num_layers: int) -> list[str]:
 def find_limits(config: RunConfig, reduction: Reduction) -> ModelLimits:
     """What the user's model supports, as far as it shows before it is split."""
     text = load_hf_config(config.model).get_text_config()
-    heads = text.num_attention_heads
+    queries, keys = (setting_by_layer(text, name) for name in ("num_attention_heads", "num_key_value_heads"))
+    heads = math.gcd(*queries)  # what divides it divides those of every layer
     model = build_reduced(config, reduction)
     policy = Policy(model)
     experts = [module for module in model.modules() if expert_parameters(module)]
     return ModelLimits(
         num_layers=text.num_hidden_layers,
         num_heads=heads,
-        num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
+        num_key_value_heads=math.gcd(*(number or heads for number in keys)),
         not_tensor=_tensor_problem(config, model),
         not_pipeline=_pipeline_problem(policy),
         not_context=""

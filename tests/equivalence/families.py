@@ -55,14 +55,18 @@ _QWEN4: dict[str, Any] = {
     "hc_lowrank": 8,
     "ple_embed_dim": 32,
 }
-_DOTS3_HEADS: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2, "qk_nope_head_dim": 16}
-_DOTS3: dict[str, Any] = {
+_DOTS3: dict[str, Any] = {  # two layers choose their keys; two have windows, and heads of another number and size
+    "index_n_heads": 16,  # with few, many scores are zero, and which of the equal ones are chosen is left to chance
+    "index_topk": 5,
+    "head_dim": 16,
     "shared_experts_intermediate_size": 16,
-    "head_dim": 20,
-    "index_n_heads": 4,
-    "index_topk": 8,
-    "layer_types": ["indexed_attention", "sliding_attention"] * 2,
-    "per_layer_config": {1: _DOTS3_HEADS, 3: _DOTS3_HEADS},
+    "swa_num_attention_heads": 2,
+    "swa_num_key_value_heads": 2,
+    "swa_q_lora_rank": 12,
+    "swa_kv_lora_rank": 12,
+    "swa_head_dim": 10,
+    "swa_qk_nope_head_dim": 6,
+    "swa_v_head_dim": 6,
 }
 _MUSIC: dict[str, Any] = {"dropout": 0.0}
 
@@ -82,13 +86,18 @@ HINTS: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 100.0, "clip_qkv": 8.0},
     },
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "dots3_note": {
         "text_config": _DOTS3,
-        "vision_config": {"mlp_layer_types": ["dense"] * 4, "adapter_in_dim": 32, "adapter_out_dim": 32},
-        "audio_config": {"adapter_input_size": 32, "adapter_out_dim": 32},
+        "vision_config": {"adapter_in_dim": 32, "adapter_out_dim": 32, "mlp_layer_types": ["dense", "sparse"] * 2},
+        "audio_config": {
+            "adapter_input_size": 32,
+            "adapter_out_dim": 32,
+            "feature_size": 8,
+            "downsample_hidden_size": 8,
+        },
     },
     "dots3_note_text": _DOTS3,
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "falcon_h1": {"mamba_d_ssm": 32},
     "gemma3": {"text_config": {"layer_types": ["sliding_attention", "full_attention"] * 2}},
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
@@ -114,6 +123,19 @@ HINTS: dict[str, dict[str, Any]] = {
         "swa_head_dim": 8,
         "sliding_window_size": 6,
     },
+    "inkling2_text": {
+        "d_rel": 8,
+        "rel_extent": 16,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 8,
+        "sliding_window_size": 6,
+        "layer_types": ["hybrid_sliding", "hybrid"] * 2,
+        "n_layers_per_attn_res_block": 2,
+        "log_scaling_n_floor": 4,
+        "vocab_size": 104,
+        "unpadded_vocab_size": 97,
+    },
     "kimi_linear": {
         "num_experts_per_token": 2,
         "linear_head_dim": 8,
@@ -123,6 +145,7 @@ HINTS: dict[str, dict[str, Any]] = {
     },
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm3": {"layer_types": ["conv", "full_attention", "conv", "sliding_attention"]},
     "longcat_flash": {"head_dim": 4, "zero_expert_num": 2},
     "mamba2": {"num_heads": 8},
     "modernbert-decoder": {"layer_types": ["sliding_attention", "full_attention"] * 2},

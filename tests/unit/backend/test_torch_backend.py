@@ -62,7 +62,7 @@ def test_an_unknown_loss_and_a_batch_without_weights_are_refused() -> None:
 
 def test_rows_that_the_model_cannot_read_are_named_before_anything_is_computed() -> None:
     backend = TorchBackend(make_model("llama", lora=False), precision="fp64", device="cpu")
-    known, nan = backend.policy.num_embeddings, float("nan")
+    known, nan = backend.policy.num_tokens, float("nan")
     assert known is not None
     good = Datum([1, 2], [Completion([3], [1.0])])
     bad = {

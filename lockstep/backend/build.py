@@ -262,10 +262,8 @@ def split_tensors(policy: Policy, group: ProcessGroup) -> None:
         raise ValueError("quantised matrices are not split over ranks: set parallel.tensor to 1")
     if not isinstance(causal_lm(policy.model).get_output_embeddings(), nn.Linear):
         raise ValueError("an output head with an adapter is not split over ranks: set parallel.tensor to 1")
-    # Experts are divided already: by whole matrices, where the plan of a model would have parts of each.
-    plan = {name: how for name, how in tensor_plan(policy.model).items() if how[1] != "moe_tp_experts"}
     check_heads(policy, group.degrees.tensor)
-    tensor.split(plan, group.mesh["tensor"])
+    tensor.split(tensor_plan(policy.model), group.mesh["tensor"])
     head = causal_lm(policy.model).get_output_embeddings()
     policy.split_vocabulary(tensor.SplitVocabulary(head.weight, group.mesh["tensor"]))
 

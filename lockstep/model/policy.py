@@ -422,15 +422,18 @@ def has_windows(causal: PreTrainedModel) -> bool:
 
 
 def tensor_plan(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """The model's own plan, which modules are split over ranks and how: name -> (module, style)."""
+    """The model's own plan, which modules are split over ranks and how: name -> (module, style). Behind a style there
+    may be a number of columns."""
     causal = causal_lm(model)
     plan: dict[str, str] = getattr(causal, "_tp_plan", None) or {}
     if not any(".*." in pattern for pattern in plan):
         raise ValueError(f"{type(causal).__name__} has no plan for tensor parallelism: set parallel.tensor to 1")
-    modules = {}
-    for name, module in causal.named_modules():
+    modules, every = {}, dict(causal.named_modules())
+    for name, module in every.items():
         style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
-        if style is not None:
+        if style == "mla_kv_a_proj":  # the part of a key that all heads share
+            style += f" {getattr(every[name.rpartition('.')[0]], 'qk_rope_head_dim', '')}"
+        if style not in (None, "moe_tp_experts"):  # experts are divided by whole matrices, not by parts of each
             modules[name] = (module, style)
     # Log-probs are computed from a head whose rows are split; the plans of some models leave it out (nemotron_h) or
     # split its columns (inkling2).

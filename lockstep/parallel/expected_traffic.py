@@ -496,6 +496,8 @@ def measure_sums(
         elif style == "colwise" and module is not head:
             readers.add(name.rpartition(".")[0])
             backward += _adapter_ranks(module, "lora_B")
+        elif style.startswith("mla_kv_a_proj "):
+            backward += int(style.partition(" ")[2])
         elif style in ("replicated_with_grad_allreduce", "sequence_parallel"):
             parameters += sum(p.numel() for p in module.parameters() if p.requires_grad)
         if style == "sequence_parallel":

@@ -25,13 +25,14 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 def split(modules: Mapping[str, tuple[nn.Module, str]], mesh: DeviceMesh) -> None:
     """Split every module (by name: module, style) over the ranks of `mesh`, in place. All ranks."""
+    if problem := plan_problem(modules):
+        raise ValueError(f"{problem}: set parallel.tensor to 1")
     done: dict[nn.Parameter, nn.Parameter] = {}
     # Sibling modules (q, k and v; gate and up) read the same input.
     readers = Counter(name.rpartition(".")[0] for name, (_, style) in modules.items() if style == "colwise")
     entrances = {parent: _Entrance(mesh, count) for parent, count in readers.items()}
     for name, (module, style) in modules.items():
-        if style not in _STYLES:
-            raise ValueError(f"{name} is to be split as {style!r}, which is unknown: known are {', '.join(_STYLES)}")
+        kind, _, width = style.partition(" ")
         parent = name.rpartition(".")[0]
         if style == "sequence_parallel" and parent in readers:
             raise ValueError(
@@ -39,7 +40,15 @@ def split(modules: Mapping[str, tuple[nn.Module, str]], mesh: DeviceMesh) -> Non
                 "columns there, and no tokens to share; split it as 'replicated_with_grad_allreduce'"
             )
         entrance = entrances.get(parent) or _Entrance(mesh, 1)
-        _STYLES[style](_Splitter(name, mesh, done, entrance), module)
+        _STYLES[kind](_Splitter(name, mesh, done, entrance, int(width or 0)), module)
+
+
+def plan_problem(modules: Mapping[str, tuple[nn.Module, str]]) -> str:
+    """Why modules cannot be split so, as far as the plan tells; empty: they may."""
+    for name, (_, style) in modules.items():
+        if style.partition(" ")[0] not in _STYLES:
+            return f"{name} is to be split as {style!r}, which is unknown: known are {', '.join(_STYLES)}"
+    return ""
 
 
 class _Entrance:
@@ -68,9 +77,14 @@ class _Splitter:
     """Splits parameters, each once, however many modules share it."""
 
     def __init__(
-        self, name: str, mesh: DeviceMesh, done: dict[nn.Parameter, nn.Parameter], entrance: _Entrance
+        self,
+        name: str,
+        mesh: DeviceMesh,
+        done: dict[nn.Parameter, nn.Parameter],
+        entrance: _Entrance,
+        width: int = 0,
     ) -> None:
-        self.name, self.mesh, self.entrance, self._done = name, mesh, entrance, done
+        self.name, self.mesh, self.entrance, self.width, self._done = name, mesh, entrance, width, done
 
     def parameter(self, module: nn.Module, key: str, dim: int, *, even: bool = True) -> None:
         old = getattr(module, key, None)
@@ -143,6 +157,25 @@ def _split_tokens(splitter: _Splitter, module: nn.Module) -> None:
     module.forward = lambda x: _Gather.apply(forward(_Cut.apply(x, mesh, 1)), mesh, x.shape[1], 1)
 
 
+def _sum_shared_key(splitter: _Splitter, module: nn.Module) -> None:
+    """Every rank has the parameters. The last columns go to the heads of each rank as they are, so their gradient is a
+    sum over ranks; the others go through a matrix that is split by columns, which sums theirs."""
+    own, mesh, width = module.forward, splitter.mesh, splitter.width
+    if not width:
+        raise ValueError(f"{splitter.name} does not say which of its columns all heads share: set parallel.tensor to 1")
+
+    def forward(x: Tensor) -> Tensor:
+        output = own(x)
+        rest, shared = output.split([output.shape[-1] - width, width], dim=-1)
+        return torch.cat([rest, Enter.apply(shared, mesh)], dim=-1)
+
+    module.forward = forward
+
+
+def _leave_whole(splitter: _Splitter, module: nn.Module) -> None:
+    """Every rank has the parameters, and computes the same."""
+
+
 _STYLES: dict[str, Callable[[_Splitter, Any], None]] = {
     "colwise": _split_columns,
     "rowwise": _split_rows,
@@ -151,6 +184,8 @@ _STYLES: dict[str, Callable[[_Splitter, Any], None]] = {
     "embedding_rowwise": _split_vocabulary,
     "replicated_with_grad_allreduce": _sum_gradients,
     "sequence_parallel": _split_tokens,
+    "mla_kv_a_proj": _sum_shared_key,
+    "replicate": _leave_whole,
 }
 
 

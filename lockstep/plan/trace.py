@@ -34,6 +34,7 @@ from lockstep.model.quantised_layers import QuantisedLinear
 from lockstep.model.stages import pipeline_names
 from lockstep.model.vision import vision_modules
 from lockstep.parallel.expected_traffic import DividedExperts, measure_sums
+from lockstep.parallel.tensor import plan_problem
 from lockstep.plan.count import LayerCall, OperationCounter, count_compiled, count_eager, window_of
 from lockstep.plan.description import (
     LayerCosts,
@@ -128,9 +129,10 @@ def _refused_axes(policy: Policy, calls: Sequence[LayerCall]) -> dict[str, str]:
         found["tensor"] = problem
     else:
         try:
-            tensor_plan(policy.model)
+            unknown = plan_problem(tensor_plan(policy.model))
         except ValueError as error:
-            found["tensor"] = str(error)
+            unknown = str(error)
+        found |= {"tensor": unknown} if unknown else {}
     if problem:
         found["expert"] = problem
     elif not any(expert_parameters(m) for m in policy.modules()):
@@ -323,7 +325,7 @@ def _tensor_sums(policy: Policy, layer: nn.Module) -> dict[str, int]:
     except ValueError:  # it is not split
         return {}
     inside = set(layer.modules())
-    mine = {name: how for name, how in plan.items() if how[0] in inside and how[1] != "moe_tp_experts"}
+    mine = {name: how for name, how in plan.items() if how[0] in inside}
     causal, experts = causal_lm(policy.model), [module for module in inside if expert_parameters(module)]
     layers: list[Any] = [module for module in inside if hasattr(module, "lora_A")]
     wrapped = [module for module in layers if module.get_base_layer() in experts]

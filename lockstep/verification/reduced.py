@@ -22,6 +22,7 @@ from lockstep.model.lora import add_lora
 from lockstep.model.policy import CausalLM, Policy, setting_by_layer, tensor_plan
 from lockstep.model.quantised import dequantise_base, quantise_base
 from lockstep.model.stages import check_divisible
+from lockstep.parallel.tensor import plan_problem
 from lockstep.verification.layouts import ModelLimits
 
 _HEAD_DIM = 8
@@ -307,10 +308,9 @@ def _tensor_problem(config: RunConfig, model: nn.Module) -> str:
     if config.lora is not None and config.model.base_format is not None:
         return f"matrices held in {config.model.base_format} are not split over ranks"
     try:
-        tensor_plan(model)
+        return plan_problem(tensor_plan(model))
     except ValueError as error:
         return str(error)
-    return ""
 
 
 def _expert_problem(config: RunConfig, experts: Sequence[nn.Module]) -> str:

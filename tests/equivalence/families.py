@@ -112,6 +112,10 @@ HINTS: dict[str, dict[str, Any]] = {
     "gemma4": {"text_config": _GEMMA4},
     "gemma4_text": _GEMMA4,
     "gemma4_unified": {"text_config": _GEMMA4},
+    # transformers 5.23 does not build its own default, in which every layer takes its keys from another one.
+    "gemma4_unified_assistant": {
+        "text_config": {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    },
     "gemma4_unified_text": _GEMMA4,
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 6},
     "gptj": {"rotary_dim": 4},

@@ -22,11 +22,12 @@ from torch import nn
 from lockstep.backend.torch_backend import TorchBackend
 from lockstep.config import LoraConfig
 from lockstep.inference.engine import LocalEngine
-from lockstep.model.experts import noisy_routers
+from lockstep.model.experts import expert_parameters, noisy_routers, split_problem
 from lockstep.model.lora import add_lora, measure_coverage
 from lockstep.model.policy import PackedTokens, Policy, causal_lm, headless, tensor_plan
 from lockstep.model.stages import Stage, check_divisible, layer_costs
 from lockstep.parallel.group import ProcessGroup
+from lockstep.parallel.tensor import plan_problem
 from lockstep.types import LossSpec, SamplingParams
 
 ONE = ProcessGroup(0, 1, torch.device("cpu"))
@@ -125,7 +126,7 @@ def _adapters(name: str) -> str:
 
 def _layouts(name: str, policy: Policy) -> str:
     found = ["context"] if policy.attends_packed and not policy.mixers.parts else []
-    checks: dict[str, Any] = {"tensor": lambda: tensor_plan(build(name))}
+    checks: dict[str, Any] = {"tensor": lambda: _check_plan(build(name))}
     if policy.packs:
         checks["pipeline"] = lambda: _check_stages(policy)
     for layout, check in checks.items():
@@ -137,6 +138,14 @@ def _layouts(name: str, policy: Policy) -> str:
         except Exception as error:
             found.append(f"{WRONG} ({layout}: {type(error).__name__})")
     return ", ".join(["data", *sorted(found)])
+
+
+def _check_plan(model: Any) -> None:
+    """What divides a model over the tensor axis must know all that its plan asks for."""
+    experts = [part for part in model.modules() if expert_parameters(part)]
+    problem = plan_problem(tensor_plan(model)) or next(filter(None, map(split_problem, experts)), "")
+    if problem:
+        raise ValueError(problem)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from equivalence.families import build
+from equivalence.families import NAMES, build
 from equivalence.family_layouts import (
     CELLS,
     FAMILIES,
@@ -58,6 +58,22 @@ def check(layout: str, cells: list[Cell], folder: Path) -> dict[Cell, str]:
 
 def test_a_hybrid_without_a_plan_is_cut_into_stages(tmp_path: Path) -> None:
     check("pipeline", [("lfm2", True)], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("deepseek_v2", "tensor"),  # heads share a part of their keys
+        ("deepseek_v32", "pipeline"),  # layers choose their keys, and do not take packed attention
+        ("inkling2_text", "tensor"),  # rows of the head that are no tokens, and a plan that splits its columns
+        ("dots3_note_text", "tensor"),  # some layers have heads of their own number and size
+    ],
+)
+def test_layers_of_uncommon_kinds_are_split(family: str, layout: str, tmp_path: Path) -> None:
+    if family not in NAMES:
+        pytest.skip(f"this version of transformers has no {family}")
+    check(layout, [(family, False), (family, True)], tmp_path)
 
 
 @pytest.mark.slow

@@ -27,3 +27,8 @@ def test_tokens_cannot_be_shared_where_ranks_have_columns():
 def test_a_module_that_is_no_matrix_is_refused():
     with pytest.raises(ValueError, match=r"layers\.0\.norm is a RMSNorm, which cannot be split over ranks"):
         split({"layers.0.norm": (nn.RMSNorm(4), "rowwise")}, NOBODY)
+
+
+def test_columns_that_all_heads_share_must_be_counted():
+    with pytest.raises(ValueError, match=r"attn\.kv_a does not say which of its columns all heads share"):
+        split({"attn.kv_a": (nn.Linear(4, 6), "mla_kv_a_proj ")}, NOBODY)

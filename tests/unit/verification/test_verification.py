@@ -13,6 +13,7 @@ import transformers
 
 from lockstep.config import ConfigError, Degrees, RunConfig, load_config
 from lockstep.model.load import load_hf_config
+from lockstep.model.policy import setting_by_layer
 from lockstep.types import Completion, Datum, OptimStep
 from lockstep.verification import checking as compare
 from lockstep.verification.checking import tensor_errors
@@ -214,6 +215,27 @@ def test_a_reduced_model_keeps_heads_and_remainders(tmp_path: Path) -> None:
     assert all(torch.equal(p, again[name]) for name, p in found.named_parameters())
     limits = find_limits(config, reduction)
     assert limits == ModelLimits(6, 9, 3)
+
+
+def test_layers_keep_settings_of_their_own_in_a_reduced_model(tmp_path: Path) -> None:
+    """As in Gemma 4: its configuration does not say the size of a head, which differs from layer to layer."""
+    kinds = ["sliding_attention"] * 3 + ["full_attention"]
+    settings = {"num_hidden_layers": 8, "hidden_size": 256, "vocab_size": 291, "head_dim": 64, "layer_types": kinds * 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size_per_layer_input": 291}
+    own = {3: {"head_dim": 128, "num_key_value_heads": 1}, 7: {"head_dim": 128, "num_key_value_heads": 1}}
+    small = {"hidden_size_per_layer_input": 8, "intermediate_size": 512}
+    architecture = transformers.Gemma4TextConfig(**settings, **heads, **small, per_layer_config=own)
+    model = tiny.write_model(tmp_path / "model")
+    architecture.save_pretrained(model)
+    config = configure(tmp_path, model)
+    reduction = choose_reduction(config, list(range(100)), num_layers=2)
+    assert reduction.narrow
+    found = build_reduced(config, reduction).config
+    assert found.layer_types == ["sliding_attention", "full_attention"]
+    assert setting_by_layer(found, "head_dim") == [8, 16]
+    assert setting_by_layer(found, "num_key_value_heads") == [2, 1]
+    limits = find_limits(config, reduction)
+    assert (limits.num_layers, limits.num_heads, limits.num_key_value_heads) == (8, 4, 1)
 
 
 def test_a_model_that_cannot_be_narrowed_is_only_made_shallow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

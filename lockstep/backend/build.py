@@ -136,7 +136,7 @@ def find_idle(policy: Policy, device: torch.device, compute_dtype: torch.dtype |
     """Names of what is trained and takes no part in computing a text, such as an encoder, an indexer, or an expert in a
     module of its own that no token chose. As in autograd's graph of a small pass."""
     places = torch.arange(8, device=device)
-    tokens = places % (policy.num_tokens or causal_lm(policy.model).config.get_text_config().vocab_size)
+    tokens = places % causal_lm(policy.model).config.get_text_config().vocab_size
     packed = PackedTokens(tokens, places, (8,), places[:-1], tokens[1:])
     narrow = torch.autocast(device.type, compute_dtype, enabled=compute_dtype is not None)
     try:
@@ -310,13 +310,14 @@ def expect_traffic(
 
 
 def _head_sizes(causal: Any) -> list[HeadSizes]:
-    """Values have another size where keys have a part for positions (DeepSeek's)."""
+    """Values have another size where keys have a part for positions (DeepSeek's). None of a model without attention."""
     config = causal.config.get_text_config()
     names = ("num_attention_heads", "num_key_value_heads", "qk_head_dim", "head_dim", "v_head_dim")
     found = []
     for queries, keys, whole_dim, own_dim, value_dim in zip(*(setting_by_layer(config, n) for n in names), strict=True):
-        dim = whole_dim or own_dim or config.hidden_size // queries
-        found.append(HeadSizes(queries, keys or queries, dim, value_dim or dim))
+        if queries:
+            dim = whole_dim or own_dim or config.hidden_size // queries
+            found.append(HeadSizes(queries, keys or queries, dim, value_dim or dim))
     return found
 
 

@@ -305,7 +305,7 @@ def _follows_shared_prompts(policy: Policy, device: torch.device, rounding: floa
 def _tokens(policy: Policy, start: int, count: int) -> Tensor:
     """With a padding token among them: some models do not count it as a position."""
     config = causal_lm(policy.model).config.get_text_config()
-    size = policy.num_tokens or config.vocab_size
+    size = min(config.vocab_size, policy.num_tokens or config.vocab_size)
     tokens = (start + 11 * torch.arange(count)) % size
     padding = getattr(config, "pad_token_id", None)
     if padding is not None and 0 <= padding < size:

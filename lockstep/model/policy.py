@@ -280,10 +280,8 @@ class Policy(nn.Module):
         """[N] log-probs; with `grad_logprobs` (sum of grad_logprobs * log-probs, log-probs detached); with `facts`
         their TokenFacts."""
         weight, bias = head_matrices(causal_lm(self.model).get_output_embeddings())
-        weight, bias = (
-            self._without_padding(_local(weight)),
-            None if bias is None else self._without_padding(_local(bias)),
-        )
+        weight = self._without_padding(_local(weight))
+        bias = None if bias is None else self._without_padding(_local(bias))
         hidden = pick_rows(hidden, packed.predictors)
         if grad_logprobs is not None:
             return weighted_logprob_sum(hidden, weight, bias, packed.targets, grad_logprobs, self.head_options)

@@ -403,7 +403,7 @@ def _split_heads(layers: Sequence[HeadSizes], degrees: Degrees) -> tuple[float, 
         queries += num_queries * layer.key_dim
         keys += num_keys * layer.key_dim
         values += (num_queries + num_keys) * layer.value_dim
-    return queries / len(layers), keys / len(layers), values / (queries + keys)
+    return (queries / len(layers), keys / len(layers), values / (queries + keys)) if layers else (0, 0, 1)
 
 
 def _layers(causal: Any) -> list[nn.Module]:

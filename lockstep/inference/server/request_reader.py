@@ -14,6 +14,7 @@ from lockstep.inference.server.errors import ApiError, bad_request
 from lockstep.inference.server.requests import ChatBody, CompletionBody, SamplingBody
 from lockstep.inference.server.served import ServedModel, ServedModels
 from lockstep.inference.server.settings import ServerSettings
+from lockstep.model.policy import causal_lm, num_logits
 
 _COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions
 Result = TypeVar("Result")
@@ -22,7 +23,8 @@ Result = TypeVar("Result")
 class RequestReader:
     def __init__(self, models: ServedModels, settings: ServerSettings) -> None:
         self._engine, self._settings = models.engine, settings
-        self._num_tokens = self._engine.model.config.get_text_config().vocab_size
+        size = self._engine.model.config.get_text_config().vocab_size
+        self._num_tokens = min(size, num_logits(causal_lm(self._engine.model)) or size)
         self._longest_token = max(map(len, self._engine.tokenizer.get_vocab()), default=1)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenise")
 

@@ -22,8 +22,8 @@ from lockstep.model.load import (
 )
 from lockstep.model.lora import measure_coverage
 from lockstep.model.parts import Part, describe_parts, measure_parts
-from lockstep.model.quantised import describe_rest
 from lockstep.model.policy import setting_by_layer
+from lockstep.model.quantised import describe_rest
 from lockstep.parallel.group import choose_device
 from lockstep.train import grpo
 from lockstep.train.foresee import choose

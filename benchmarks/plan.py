@@ -2,6 +2,7 @@
 
     python benchmarks/plan.py measure --out measured.json [--seconds 400]     # on the GPU; calibrates in the same run
     python benchmarks/plan.py compare measured.json                          # anywhere: predicted, measured, error
+    python benchmarks/plan.py published                                      # anywhere: beside torchtitan's 8B runs
 
 Weights are random and made on the device. A case takes a few steps on rows of fixed lengths, through the same backend,
 losses and sampler that a run uses; memory is read for each phase of a step, time from CUDA events.
@@ -133,11 +134,14 @@ def main() -> None:
     measuring.add_argument("--tiny", action="store_true", help="a tiny model, to try this program on a CPU")
     comparing = commands.add_parser("compare")
     comparing.add_argument("measured", type=Path)
+    commands.add_parser("published")
     arguments = parser.parse_args()
     if arguments.command == "measure":
         measure(arguments)
-    else:
+    elif arguments.command == "compare":
         compare(arguments.measured)
+    else:
+        compare_published()
 
 
 def workload(case: Case) -> Any:
@@ -464,6 +468,71 @@ def comparisons(data: dict[str, Any]) -> Any:
                 "reserved": (memory.reserved / 2**30, measured["reserved_gib"]),
                 "time": (step.total, measured["step_s"]),
             },
+        )
+
+
+# --- runs of others ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Published:
+    """A run of torchtitan with Llama 3.1 8B, on machines of eight: docs/plan.md names the tables."""
+
+    name: str
+    device: str
+    machines: int
+    length: int
+    rows: int  # of each GPU
+    recompute: str
+    compiled: bool
+    tokens_per_s: float  # of each GPU
+    gib: float
+    context: int = 1
+
+
+PUBLISHED = [
+    Published("FSDP, selective", "h100-96", 1, 8192, 2, "selective", False, 5762, 82.4),
+    Published("FSDP, selective, compiled", "h100-96", 1, 8192, 2, "selective", True, 6667, 77.0),
+    Published("FSDP, selective, 128 GPUs", "h100-96", 16, 8192, 2, "selective", False, 5605, 67.0),
+    Published("FSDP, selective, compiled, 128 GPUs", "h100-96", 16, 8192, 2, "selective", True, 6514, 62.0),
+    Published("FP8, full, 32k", "h100-96", 1, 32768, 1, "full", True, 3890, 83.9),
+    Published("FP8, full, context 2, 64k", "h100-96", 1, 65536, 1, "full", True, 2540, 84.2, 2),
+    Published("FP8, full, context 4, 128k", "h100-96", 1, 131072, 1, "full", True, 1071, 84.0, 4),
+    Published("FP8, full, context 8, 256k", "h100-96", 1, 262144, 1, "full", True, 548, 84.5, 8),
+    Published("FP8, selective, H200, 32 GPUs", "h200", 4, 8192, 2, "selective", True, 10938, 48.0),
+]
+
+
+def compare_published() -> None:
+    """Plans are of our own step in bf16, from data sheets."""
+    from lockstep.config import resolve_config
+    from lockstep.plan.from_config import assumed_rows, layout_of, task_of
+    from lockstep.plan.hardware import DEVICES, NETWORKS, Device, GpuCluster
+
+    narrow = Device("h100-96", 94.5, 989e12, 2400e9, 450e9, 290e12, "96 GB of HBM2e, as torchtitan's page says")
+    print("run, tokens/s for each GPU planned, published, difference; GiB planned, published, difference")
+    for run in PUBLISHED:
+        ranks = 8 * run.machines
+        cluster = GpuCluster({**DEVICES, narrow.name: narrow}[run.device], 8, run.machines, NETWORKS["ib400"])
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(SHAPES["llama-8b"]), encoding="utf-8")
+            config = resolve_config(
+                {
+                    "model": {"path": folder, "compile": run.compiled, "activation_checkpointing": run.recompute},
+                    "data": {"train": ["rows.jsonl"], "max_length": run.length},
+                    "batch": {
+                        "samples": ranks * run.rows // run.context,
+                        "micro_batch_tokens": run.length * run.rows // run.context,
+                    },
+                    "parallel": {"context": run.context},
+                    "launch": {"procs": ranks},
+                }
+            )
+            plan = task_of(config, cluster, assumed_rows(config)).plan(layout_of(config, cluster))
+        speed, gib = plan.time.tokens_per_s / ranks, plan.worst.reserved / 2**30
+        print(
+            f"{run.name:36} {speed:7,.0f} {run.tokens_per_s:7,.0f} {speed / run.tokens_per_s - 1:+5.0%} "
+            f"{gib:7.1f} {run.gib:6.1f} {gib / run.gib - 1:+5.0%}"
         )
 
 

@@ -109,8 +109,7 @@ class TorchBackend:
         self._scale = LossScale() if self.precision == "fp16" else None
         settle_dtypes(model, DTYPES[self.precision], optimizer.held_dtype(self.precision))
         self._compiles = compiles = on_gpu if compile == "auto" else bool(compile)
-        parallel.check_precision(self.precision)
-        compute_dtype = _narrow_dtype(self.precision)
+        compute_dtype = _narrow_dtype(self.precision, parallel)
         built = build_policy(
             model,
             self.group,
@@ -547,6 +546,7 @@ def _narrow_copies(policy: Policy, dtype: torch.dtype | None) -> NarrowCopies | 
     return None if dtype is None else NarrowCopies(policy, decoder_layers(policy.model), dtype)
 
 
-def _narrow_dtype(precision: str) -> torch.dtype | None:
+def _narrow_dtype(precision: str, parallel: ParallelConfig) -> torch.dtype | None:
     """The dtype to compute in when it is narrower than what the optimizer holds."""
+    parallel.check_precision(precision)
     return DTYPES[precision] if precision in ("bf16", "fp16") else None

@@ -235,12 +235,12 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
-        longest = self.batch.tokens or self.batch.micro_batch_tokens
-        if self.data.max_length > min(longest, self.batch.micro_batch_tokens * self.parallel.context):
+        room = self.batch.micro_batch_tokens * self.parallel.context  # context ranks share a micro-batch
+        if self.data.max_length > min(self.batch.tokens or room, room):
             raise ValueError(
                 f"data.max_length {self.data.max_length} does not fit into batch.micro_batch_tokens "
                 f"{self.batch.micro_batch_tokens}"
-                + (f" / batch.tokens {longest}" if self.batch.tokens else "")
+                + (f" / batch.tokens {self.batch.tokens}" if self.batch.tokens else "")
                 + ": raise the budget or lower max_length"
             )
         if self.deterministic and self.parallel.backend == "deepspeed":

@@ -84,6 +84,9 @@ class _Held:
         everything = [*(p for layer in self.layers for p in self.kind(layer).parameters), *self.rest]
         self.weights = sum(self.local(p) * p.held_bytes for p in everything)
         self.gradients = sum(self.local(p) * model.wide_bytes for p in everything if p.trained)
+        # What is offloaded leaves the GPU as it is reduced.
+        self.offloaded = layout.offload and layout.degrees.sharded
+        self.gradients_here = 0.0 if self.offloaded else float(self.gradients)
         self.whole_trained = sum(self.gathered(p) for p in everything if p.trained)
 
     def kind(self, layer: int) -> LayerKind:
@@ -107,7 +110,7 @@ class _Held:
 def _moments(held: _Held, work: Workload, options: Options) -> Iterator[tuple[str, dict[str, float]]]:
     always = _always(held, work, options)
     yield from _passes(held, work, options, always)
-    if not (held.layout.offload and held.layout.degrees.sharded):  # otherwise the host makes it
+    if not held.offloaded:  # otherwise the host makes it
         yield "the optimizer's step", always | {"gradients": held.gradients}
     cache = _cache_of(held, work, options)
     if cache is not None:
@@ -133,7 +136,7 @@ _MOMENTS = {"adamw": 2.0, "adamw_8bit": 0.52, "adafactor": 0.02}
 def _always(held: _Held, work: Workload, options: Options) -> dict[str, float]:
     """What is there in every moment after the first step."""
     model = held.model
-    offloaded = held.layout.offload and held.layout.degrees.sharded
+    offloaded = held.offloaded
     parts: dict[str, float] = {
         "weights": 0.0 if offloaded else held.weights,
         "optimizer": 0.0 if offloaded else _state_bytes(held, options.optimizer),
@@ -221,8 +224,7 @@ def _passes(
     rest_saved = 0.0 if offload else model.rest_saved * tokens * held.has_last
     head = _head(held, work, options)
     several = work.micro_batches > 1
-    offloaded = layout.offload and layout.degrees.sharded  # gradients leave the GPU as they are reduced
-    before = float(held.gradients) if several and not offloaded else 0.0
+    before = held.gradients_here if several else 0.0
     common = always | {"computing copies": gathered.root_and_copies}
     others = in_flight - 1.0  # of the other micro-batches in flight, all that they saved
 
@@ -253,7 +255,7 @@ def _passes(
         after = held.model.layers[held.layers[place - 1]] if place else None
         if after == held.model.layers[i] and place < len(held.layers) - 1:
             # Between alike layers memory falls or grows evenly: the worst is at an end of their row.
-            done += 0.0 if offloaded else gathered.kept_gradients(kind)
+            done += gathered.kept_gradients(kind)
             continue
         extra = kind.costs.backward_extra * _scale_extra(kind.costs, layout) * tokens
         extra += kind.costs.scores_extra * _pairs_in_memory(work, layout)
@@ -269,7 +271,7 @@ def _passes(
                 "communication": gathered.buffers(kind) + (wide if several else 0.0),
             },
         )
-        done += 0.0 if offloaded else gathered.kept_gradients(kind)
+        done += gathered.kept_gradients(kind)
     unit = held.unit(held.rest, trained=True)
     sharded = layout.degrees.sharded
     last = unit * model.compute_bytes + (unit * 4 if sharded else 0.0)
@@ -277,8 +279,7 @@ def _passes(
         last += unit * model.wide_bytes
     yield (
         "the end of backward",
-        common
-        | {"gradients": 0.0 if offloaded else float(held.gradients), "communication": last + gathered.root_buffers},
+        common | {"gradients": held.gradients_here, "communication": last + gathered.root_buffers},
     )
 
 
@@ -356,6 +357,8 @@ class _Gathered:
         return narrow, 0.0 if self._sharded else trained * model.wide_bytes
 
     def kept_gradients(self, kind: LayerKind) -> float:
+        if self._held.offloaded:
+            return 0.0
         return float(sum(self._held.local(p) for p in kind.parameters if p.trained) * self._held.model.wide_bytes)
 
 

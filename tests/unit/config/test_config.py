@@ -280,6 +280,10 @@ def test_files_that_cannot_be_read(tmp_path):
     [
         (["batch.samples=1", "batch.tokens=9000"], "give either samples or tokens, not both"),
         (["data.max_length=5000"], "data.max_length 5000 does not fit into batch.micro_batch_tokens 4096"),
+        (
+            ["data.max_length=9000", "parallel.context=2"],
+            "data.max_length 9000 does not fit into batch.micro_batch_tokens 4096",
+        ),
         (["batch.tokens=1000"], "data.max_length 2048 does not fit into batch.micro_batch_tokens 4096 / batch.tokens"),
         (["data.validation=v.jsonl", "data.validation_fraction=0.1"], "give either validation files or"),
         (["data.train=[]"], "train names no file"),

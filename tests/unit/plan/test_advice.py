@@ -296,3 +296,9 @@ def test_zero_bubble_has_no_plan_in_bf16(folder: Path) -> None:
     with pytest.raises(ConfigError, match="zero_bubble does not go with bf16"):
         layout_of(config_of(folder, *overrides), cluster)
     assert layout_of(config_of(folder, *overrides, "model.precision=fp32"), cluster).schedule == "zero_bubble"
+
+
+def test_context_ranks_share_the_tokens_of_a_long_text(folder: Path) -> None:
+    overrides = ("launch.procs=2", "parallel.context=2", "data.max_length=4096", "batch.micro_batch_tokens=2048")
+    plan = plan_for(config_of(folder, *overrides), parse_cluster("h100:2"))
+    assert (plan.work.tokens, plan.work.micro_batches) == (4096, 64)

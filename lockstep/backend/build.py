@@ -84,7 +84,7 @@ def build_policy(
     `router_replay`: routers take choices that are given."""
     dtype = compute_dtype or next(model.parameters()).dtype
     coverage, parts = measure_coverage(model), measure_parts(model)
-    quantised = [describe_rest(model), describe_fp8(model, group.device)]
+    notes = [describe_rest(model), describe_fp8(model, group.device), _describe_offload(parallel, group)]
     policy = Policy(model, **_head_memory(model, group.device, dtype, logits_gib))
     # Before anything is split: every rank gets its part of the whole tensors.
     weights = _full_weights(policy) if group.rank == 0 else None
@@ -128,7 +128,7 @@ def build_policy(
         # As rank 0 finds them: a router that rounds otherwise on another device would give ranks buckets that differ.
         idle = group.broadcast_object(find_idle(policy, group.device, compute_dtype) if group.rank == 0 else None)
         module = replicate(policy, group.device, parallel.compression, idle)
-    warnings = tuple(_describe(policy, coverage, quantised, group.device))
+    warnings = tuple(_describe(policy, coverage, notes, group.device))
     return Built(policy.train(), module, stages, num_stages, parts, warnings, eager, routing)
 
 
@@ -155,13 +155,13 @@ def find_idle(policy: Policy, device: torch.device, compute_dtype: torch.dtype |
 
 
 def _describe(
-    policy: Policy, coverage: AdapterCoverage | None, quantised: list[str], device: torch.device
+    policy: Policy, coverage: AdapterCoverage | None, notes: list[str], device: torch.device
 ) -> Iterator[str]:
     """What is left out of training, or computed in another way than the model's own."""
     name = type(causal_lm(policy.model)).__name__
     if coverage is not None and coverage.is_partial:
         yield str(coverage)
-    yield from filter(None, quantised)
+    yield from filter(None, notes)
     if policy.noisy_routers:
         yield (
             f"{name} draws experts or noise at random while it trains: left out, experts are chosen as in inference, "
@@ -174,6 +174,12 @@ def _describe(
             f"packed documents attend in torch's variable-length kernel, not in our own, which {policy.why_not_tiles}: "
             "about half as fast over short ones"
         )
+
+
+def _describe_offload(parallel: ParallelConfig, group: ProcessGroup) -> str:
+    if not parallel.offload or group.degrees.sharded:
+        return ""
+    return "parallel.offload does nothing here: only weights that ranks share (parallel.shard) are kept in host memory"
 
 
 def _compile(layers: list[nn.Module], policy: Policy, device: torch.device) -> dict[nn.Module, Callable[..., object]]:

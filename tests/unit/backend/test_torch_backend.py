@@ -10,6 +10,7 @@ from equivalence.plain import make_batch, make_model
 
 from lockstep import Completion, Datum, LossSpec, OptimStep, TorchBackend
 from lockstep.backend.build import settle_dtypes
+from lockstep.config import ParallelConfig
 
 
 def test_a_model_loaded_in_bf16_is_trained_in_float32() -> None:
@@ -106,3 +107,9 @@ def test_a_scale_is_finite_and_results_can_be_printed(tmp_path: Path) -> None:
     assert repr(result.loss) in repr(result)
     backend.save_state(str(tmp_path / "state")).result(timeout=60)  # type: ignore[arg-type]
     backend.load_state(str(tmp_path / "state"))  # type: ignore[arg-type]
+
+
+def test_offloading_where_nothing_is_sharded_is_told() -> None:
+    backend = TorchBackend(make_model("llama", lora=False), device="cpu", parallel=ParallelConfig(offload=True))
+    assert [w for w in backend.warnings if "parallel.offload does nothing here" in w]
+    assert not TorchBackend(make_model("llama", lora=False), device="cpu").warnings

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -93,5 +94,7 @@ def test_what_is_there_after_the_first_step_and_after_compiling_is_not_looked_at
             long_lived.set_aside()
             found.append(gc.get_freeze_count())
             kept.append([[] for _ in range(100)])
-        assert before == found[0] < found[1] == found[2] < found[3] == found[4]
+        # Other threads may end what they had meanwhile, so that a few are fewer.
+        grown = [after - before >= 100 for before, after in pairwise([before, *found])]
+        assert grown == [False, True, False, True, False]
     assert gc.get_freeze_count() == 0

@@ -68,6 +68,14 @@ _DOTS3: dict[str, Any] = {  # two layers choose their keys; two have windows, an
     "swa_qk_nope_head_dim": 6,
     "swa_v_head_dim": 6,
 }
+_INKLING: dict[str, Any] = {
+    "d_rel": 8,
+    "rel_extent": 16,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 8,
+    "sliding_window_size": 6,
+}
 _MUSIC: dict[str, Any] = {"dropout": 0.0}
 
 HINTS: dict[str, dict[str, Any]] = {
@@ -119,21 +127,9 @@ HINTS: dict[str, dict[str, Any]] = {
     "gemma4_unified_text": _GEMMA4,
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 6},
     "gptj": {"rotary_dim": 4},
-    "inkling_text": {
-        "d_rel": 8,
-        "rel_extent": 16,
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 2,
-        "swa_head_dim": 8,
-        "sliding_window_size": 6,
-    },
+    "inkling_text": _INKLING,
     "inkling2_text": {
-        "d_rel": 8,
-        "rel_extent": 16,
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 2,
-        "swa_head_dim": 8,
-        "sliding_window_size": 6,
+        **_INKLING,
         "layer_types": ["hybrid_sliding", "hybrid"] * 2,
         "n_layers_per_attn_res_block": 2,
         "log_scaling_n_floor": 4,

@@ -332,9 +332,10 @@ class TrainingBackend(Protocol):
 
     def export_weights(self, path: Path) -> None: ...
 
-    def read_weights(self) -> NamedTensors:
+    def read_weights(self, *, on_device: bool = False) -> NamedTensors:
         """What an engine needs to sample as this model would, by the model's own names: whole tensors in the dtype that
-        is sampled with, copied to rank 0's CPU; only the adapters where there are some. Nothing on other ranks."""
+        is sampled with, copied to rank 0's CPU; only the adapters where there are some. Nothing on other ranks.
+        `on_device`: the copies stay on rank 0's device, but for those that it has no room for."""
         ...
 
     def close(self) -> None: ...

@@ -134,7 +134,7 @@ class FakeBackend:
         path.mkdir(parents=True, exist_ok=True)
         (path / "weights.json").write_text(json.dumps({"weight": self.weight}))
 
-    def read_weights(self) -> dict[str, float]:
+    def read_weights(self, *, on_device: bool = False) -> dict[str, float]:
         self._record(RecordedCall("read_weights", self.step))
         return {"weight": self.weight}
 

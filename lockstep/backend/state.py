@@ -5,12 +5,13 @@ Written under the model's own parameter names, whole or in pieces: another layou
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -113,11 +114,20 @@ def load(
     return set(wanted)
 
 
-def gather(model: nn.Module, group: ProcessGroup, dtypes: Mapping[str, torch.dtype] | None = None) -> dict[str, Tensor]:
-    """Every tensor of the model's state dict, whole, on rank 0's CPU; other ranks get nothing. All ranks.
+Copy: TypeAlias = Callable[[Tensor, torch.dtype], Tensor]
 
-    `dtypes`: of those to be converted, on their own device. In the model's own order, also where rank 0 has some of
-    its layers. Tied parameters are gathered once and stay one tensor: that is how the writer recognises them.
+
+def gather(
+    model: nn.Module,
+    group: ProcessGroup,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+    copy: Copy = lambda tensor, dtype: tensor.detach().to(dtype).cpu(),
+) -> dict[str, Tensor]:
+    """Every tensor of the model's state dict, whole, on rank 0; other ranks get nothing. All ranks.
+
+    `dtypes`: of those to be converted. `copy`: where to; the CPU, and no copy of what is there already. In the model's
+    own order, also where rank 0 has some of its layers. Tied parameters are gathered once and stay one tensor: that is
+    how the writer recognises them.
     """
     mine = model.state_dict(keep_vars=True)
     whole: dict[str, Tensor] = {}
@@ -129,12 +139,20 @@ def gather(model: nn.Module, group: ProcessGroup, dtypes: Mapping[str, torch.dty
             if home.place > 0:
                 full = _pass_to_first_place(full, home, group)
         if group.rank == 0:
-            whole[name] = whole[home.first_name] if full is None else _converted(full, name, dtypes).cpu()
+            if full is None:
+                whole[name] = whole[home.first_name]
+            else:
+                whole[name] = copy(full, (dtypes or {}).get(name, full.dtype))
     return whole
 
 
-def _converted(tensor: Tensor, name: str, dtypes: Mapping[str, torch.dtype] | None) -> Tensor:
-    return tensor.detach().to((dtypes or {}).get(name, tensor.dtype))
+def copy_for_rank_0(tensor: Tensor, dtype: torch.dtype, *, on_device: bool) -> Tensor:
+    """A copy that training does not change: on the CPU, or on the tensor's own device while that has room."""
+    tensor = tensor.detach()
+    if on_device:
+        with contextlib.suppress(torch.OutOfMemoryError):
+            return tensor.to(dtype, copy=True)
+    return tensor.to(dtype, copy=True) if tensor.device.type == "cpu" else tensor.to(dtype).cpu()
 
 
 class _Home(NamedTuple):

@@ -362,20 +362,18 @@ class TorchBackend:
             save_weights(self.policy.model, full, path)
         self.group.barrier()
 
-    def read_weights(self) -> dict[str, Tensor]:
-        """The trained tensors as they are sampled with, whole, on rank 0's CPU. All ranks."""
+    def read_weights(self, *, on_device: bool = False) -> dict[str, Tensor]:
+        """The trained tensors as they are sampled with, whole, copied for rank 0. All ranks."""
         dtypes = dict.fromkeys(self.parameters(), DTYPES[self.precision])
+        copy = functools.partial(state.copy_for_rank_0, on_device=on_device)
         if all(p.requires_grad for p in self.policy.model.parameters()):
-            whole = state.gather(self.policy.model, self.group, dtypes)
+            whole = state.gather(self.policy.model, self.group, dtypes, copy)
         else:
-            whole = _gather(self.parameters(), self.group)
+            whole = _gather(self.parameters(), self.group, dtypes, copy)
         kept = dict[int, str]()
-        # Copies, because training goes on; what comes from another device is one already. Tied tensors once.
         return {
-            name: tensor.to(dtypes.get(name, tensor.dtype), copy=self.device.type == "cpu")
-            for name, tensor in whole.items()
-            if kept.setdefault(id(tensor), name) == name
-        }
+            name: tensor for name, tensor in whole.items() if kept.setdefault(id(tensor), name) == name
+        }  # tied: once
 
     @contextlib.contextmanager
     def lend_model(self, *, stable: bool = False) -> Iterator[Any]:
@@ -501,10 +499,12 @@ class TorchBackend:
         return loss_step.origins_of(flags.tolist(), rank_batch.batch)
 
 
-def _gather(parameters: Mapping[str, Tensor], group: ProcessGroup) -> dict[str, Tensor]:
+def _gather(
+    parameters: Mapping[str, Tensor], group: ProcessGroup, dtypes: Mapping[str, torch.dtype], copy: state.Copy
+) -> dict[str, Tensor]:
     """Whole, on rank 0. All ranks."""
     whole = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in parameters.items()}
-    return {name: p.detach().cpu() for name, p in whole.items()} if group.rank == 0 else {}
+    return {name: copy(p, dtypes[name]) for name, p in whole.items()} if group.rank == 0 else {}
 
 
 def join_group(device: str, parallel: ParallelConfig, timeout_s: float) -> ProcessGroup:

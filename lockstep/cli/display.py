@@ -331,7 +331,8 @@ def _event_line(event: Mapping[str, Any]) -> Text | None:
         case "checkpoint":
             return Text.assemble(step, "checkpoint saved")
         case "compiled" if float(event.get("seconds", 0)) >= MIN_COMPILE_S:
-            return Text.assemble(step, f"compiled for {float(event['seconds']):.0f} s")
+            who = f"{event['engine']} " if "engine" in event else ""
+            return Text.assemble(step, f"{who}compiled for {float(event['seconds']):.0f} s")
         case "checkpoint_damaged":
             problem = str(event.get("problem", ""))
             return Text.assemble(step, ("checkpoint damaged: ", "bold yellow"), problem, ", skipped")
@@ -453,6 +454,9 @@ def _where_time_went(status: Mapping[str, Any]) -> str:
         count = compilations["count"]
         times = "once" if count == 1 else f"{count} times"
         shown.append(f"of these {format_duration(compilations['seconds'])} compiling, {times}")
+    engines = status.get("engine_compilations") or {}
+    if (longest := max((engine["seconds"] for engine in engines.values()), default=0.0)) >= 1:
+        shown.append(f"engines compiled for up to {format_duration(longest)}")
     return f"  ({', '.join(shown)})" if shown else ""
 
 

@@ -21,6 +21,7 @@ from lockstep.inference.kv_cache import UnsupportedModelError
 from lockstep.inference.scheduler import BatchLimits, decode_all
 from lockstep.inference.sequence import NOTHING_ELSE, SequenceOptions, TokenSequence
 from lockstep.inference.token_sampling import random_streams
+from lockstep.model.compiled_code import note_compilations
 from lockstep.model.load import (
     DTYPES,
     apply_weights,
@@ -326,10 +327,14 @@ def load_engine(
     chat_template: str = "auto",
     records_routing: bool = False,
     report: Callable[[str], None] = warnings.warn,
+    on_compiled: Callable[[float], None] | None = None,
 ) -> LocalEngine:
-    """An engine that samples as a run of this configuration would itself. `chat_template`: as data.chat_template."""
+    """An engine that samples as a run of this configuration would itself. `chat_template`: as data.chat_template.
+    `on_compiled` gets the seconds of whatever this process compiles."""
     keep_freed_memory()
     built, tokenizer = build_engine_model(model, lora, precision, device), load_tokenizer(model)
+    if compiles and on_compiled is not None and built.device.type == "cuda":
+        note_compilations(on_compiled)
     if chat_template not in ("auto", "none"):
         tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
     return LocalEngine(built, tokenizer, batch_size, compiles=compiles, records_routing=records_routing, report=report)

@@ -1,9 +1,11 @@
-"""Where code that torch and Triton compile is kept, so that a second run finds what the first one compiled."""
+"""Where code that torch and Triton compile is kept, so that a second run finds what the first one compiled; and who is
+told when something is compiled."""
 
 from __future__ import annotations
 
 import os
 import stat
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,6 +42,31 @@ def _is_private(folder: Path) -> bool:
     except (OSError, RuntimeError):  # a read-only home, or none
         return False
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+
+
+def note_compilations(note: Callable[[float], None]) -> Callable[[], None]:
+    """`note` gets the seconds of everything that this process compiles, until the function is called that this returns.
+
+    It brings torch's compiler into the process.
+    """
+    from torch._dynamo.callback import callback_handler
+
+    started = 0.0
+
+    def begin(_: object) -> None:
+        nonlocal started
+        started = time.perf_counter()
+
+    def end(_: object) -> None:
+        note(time.perf_counter() - started)
+
+    def forget() -> None:
+        callback_handler.remove_start_callback(begin)
+        callback_handler.remove_end_callback(end)
+
+    callback_handler.register_start_callback(begin)
+    callback_handler.register_end_callback(end)
+    return forget
 
 
 def any_number_of_tokens(device: torch.device) -> dict[str, str | int | bool | Callable[..., object]]:

@@ -340,7 +340,7 @@ def view_job(job: Job, run: RunDir, slots: Slots, queue_position: int | None) ->
         progress=progress_of(status, metrics, job.state),
         metrics=metrics,
         seconds=numbers_of(status.get("seconds")),
-        compilations=Compilations(**_counted(numbers_of(status.get("compilations")))),
+        compilations=_compilations_of(status),
         layout=str(status.get("layout") or "")[:200],
         plan=beside_plan(status.get("planned"), _measured(metrics)),
     )
@@ -373,8 +373,14 @@ def numbers_of(value: object) -> dict[str, float]:
     return {str(name): float(n) for name, n in pairs if isinstance(n, (int, float)) and math.isfinite(n)}
 
 
-def _counted(found: dict[str, float]) -> dict[str, Any]:
-    return {"count": int(found.get("count", 0)), "seconds": found.get("seconds", 0.0)}
+def _compilations_of(status: dict[str, Any]) -> Compilations:
+    own, engines = numbers_of(status.get("compilations")), status.get("engine_compilations")
+    of_engines = (
+        [numbers_of(counted).get("seconds", 0.0) for counted in engines.values()] if isinstance(engines, dict) else []
+    )
+    return Compilations(
+        count=int(own.get("count", 0)), seconds=own.get("seconds", 0.0), engine_seconds=max(of_engines, default=0.0)
+    )
 
 
 def _whole(value: object) -> int | None:

@@ -52,10 +52,12 @@ class JobMetrics(Wire):
 
 
 class Compilations(Wire):
-    """Of layers and kernels, on a GPU. Their time is part of what they were for."""
+    """Of layers and kernels, on a GPU. Their time is part of what they were for. `engine_seconds`: of the engine that
+    compiled longest, in a process of its own."""
 
     count: int = 0
     seconds: float = 0.0
+    engine_seconds: float = 0.0
 
 
 class JobView(Wire):

@@ -28,6 +28,7 @@ from lockstep.data.dataset import CompiledData
 from lockstep.evaluation import metrics
 from lockstep.inference.image_answers import answer_with_images
 from lockstep.inference.openai.rollout_endpoint import RolloutEndpoint, connect
+from lockstep.model.compiled_code import note_compilations
 from lockstep.model.export import export_run, save_weights
 from lockstep.model.load import (
     build_model,
@@ -78,8 +79,10 @@ def run(run_dir: Path, asked_to_stop: Callable[[], bool] = lambda: False) -> Non
     config = run.config()
     config.parallel.degrees(num_ranks)
     started, run.clock = time.monotonic(), PhaseClock()
-    beginning: dict[str, Any] = {"started_at": time.time(), "duration_s": None, "ranks": num_ranks}
-    run.write_status(state="preparing", phase="reading data", error=None, slow=[], compilations=None, **beginning)
+    forgotten = dict.fromkeys(("error", "duration_s", "compilations", "engine_compilations"))  # of an earlier turn
+    run.write_status(
+        state="preparing", phase="reading data", slow=[], started_at=time.time(), ranks=num_ranks, **forgotten
+    )
     run.sweep()
     check_trainable(config.model)
     tokenizer = load_run_tokenizer(config)
@@ -91,14 +94,14 @@ def run(run_dir: Path, asked_to_stop: Callable[[], bool] = lambda: False) -> Non
         run.log_event("reference", kind=reference.kind, why=reference.why)
 
     run.write_status(phase="joining the other ranks" if num_ranks > 1 else "loading the model")
-    group = join_group(config.launch.device, config.parallel, config.launch.timeout_s)
-    group = host_files.find_remote_ranks(run.path, group)
-    if group.num_ranks > 1 and group.device.type == "cuda":
-        run.log_event("nccl", message=find_nccl().describe())
+    group = join_ranks(config, run)
     config = foresee(config, group, run, rows.train)
     keep_freed_memory()
     compiles = group.device.type == "cuda" if config.model.compile == "auto" else config.model.compile
-    with CompileWatch(run, enabled=compiles) as watch, LongLived(lambda: watch.count) as long_lived:
+    with (
+        CompileWatch(run, note_compilations if compiles else None) as watch,
+        LongLived(lambda: watch.count) as long_lived,
+    ):
         backend, rows = build(config, group, run, rows, reference, images)
         backend.asked_to_stop = asked_to_stop
         if isinstance(backend, TorchBackend):
@@ -116,16 +119,10 @@ def run(run_dir: Path, asked_to_stop: Callable[[], bool] = lambda: False) -> Non
             timeout_s=config.launch.timeout_s,
             last_step=progress.step or None,
         )
+        parts = (rows.train, rows.validation)
+        inputs = LoopInputs(config, backend, *parts, run, checkpoints, progress, None, asked_to_stop, long_lived)
         try:
-            parts = (rows.train, rows.validation)
-            inputs = LoopInputs(config, backend, *parts, run, checkpoints, progress, None, asked_to_stop, long_lived)
-            if isinstance(data, PromptData):
-                total = grpo.count_steps(config, data.train)
-                with compose_rollouts(config, backend, data, tokenizer, run, progress, total) as rollouts:
-                    progress = grpo.train(inputs, rollouts, total)
-            else:
-                inputs = replace(inputs, answers=answer_scores(config, backend, data, tokenizer, run))
-                progress = sft.train(inputs) if config.algorithm.kind == "sft" else dpo.train(inputs)
+            progress = run_loop(inputs, backend, data, tokenizer)
         except Diverged:
             checkpoints.wait()  # one still being written is of an earlier step, and intact
             raise
@@ -139,6 +136,28 @@ def run(run_dir: Path, asked_to_stop: Callable[[], bool] = lambda: False) -> Non
     # By a clock that nobody sets: the difference of the two times may be anything.
     ending = {"completed_at": time.time(), "duration_s": time.monotonic() - started}
     run.write_status(state="completed", phase="done", export=exported, step=progress.step, **ending)
+
+
+def join_ranks(config: RunConfig, run: RunDir) -> ProcessGroup:
+    """All ranks."""
+    group = join_group(config.launch.device, config.parallel, config.launch.timeout_s)
+    group = host_files.find_remote_ranks(run.path, group)
+    if group.num_ranks > 1 and group.device.type == "cuda":
+        run.log_event("nccl", message=find_nccl().describe())
+    return group
+
+
+def run_loop(
+    inputs: LoopInputs, backend: TorchBackend | DeepSpeedBackend, data: CompiledData | PromptData, tokenizer: Any
+) -> Progress:
+    """The loop of the configured algorithm, with what this algorithm alone needs. All ranks."""
+    config, run = inputs.config, inputs.run
+    if isinstance(data, PromptData):
+        total = grpo.count_steps(config, data.train)
+        with compose_rollouts(config, backend, data, tokenizer, run, inputs.progress, total) as rollouts:
+            return grpo.train(inputs, rollouts, total)
+    inputs = replace(inputs, answers=answer_scores(config, backend, data, tokenizer, run))
+    return sft.train(inputs) if config.algorithm.kind == "sft" else dpo.train(inputs)
 
 
 def record_interruption(run: RunDir, group: ProcessGroup, step: int) -> None:
@@ -343,12 +362,16 @@ def compose_rollouts(
     """Who samples: this process, engines of the run, or a server. All ranks."""
     algorithm = config.algorithm
     assert isinstance(algorithm, GrpoConfig)
+    shares_gpu = False
 
     def start() -> Engines:
+        nonlocal shares_gpu
         if config.rollouts.endpoint is not None:
             return connect_endpoint(config, backend, run)
         precision = backend.precision
-        return start_engines(config, run, precision=precision, choose_device=lambda name: choose_device(name).type)
+        pool = start_engines(config, run, precision=precision, choose_device=lambda name: choose_device(name).type)
+        shares_gpu = pool.shares_gpu
+        return pool
 
     return open_rollouts(
         config,
@@ -358,7 +381,7 @@ def compose_rollouts(
         step=progress.step,
         cursor=progress.cursor,
         broadcast=backend.group.broadcast_object,
-        read_weights=backend.read_weights,
+        read_weights=lambda: backend.read_weights(on_device=shares_gpu),
         colocated_engine=lambda: colocated_engine(
             backend,
             tokenizer,

@@ -296,43 +296,30 @@ class MetricsLog:
 class CompileWatch:
     """Every compilation of this process becomes an event, and the status says how many there were and how long.
 
-    `enabled`: without a compiler nothing is imported and nothing watched.
+    `note_compilations` calls what it is given with the seconds of each, until what it returns is called. None: nothing
+    is compiled, and nothing watched.
     """
 
-    def __init__(self, run: RunDir, *, enabled: bool) -> None:
-        self._run, self._enabled = run, enabled
-        self._count, self._seconds, self._started = 0, 0.0, 0.0
+    def __init__(
+        self, run: RunDir, note_compilations: Callable[[Callable[[float], None]], Callable[[], None]] | None
+    ) -> None:
+        self._run, self._note_compilations = run, note_compilations
+        self.count, self._seconds = 0, 0.0
         self.step: Callable[[], int] = lambda: 0
         """The one that is being computed."""
 
     def __enter__(self) -> Self:
-        if self._enabled:
-            from torch._dynamo.callback import callback_handler
-
-            callback_handler.register_start_callback(self._note_start)
-            callback_handler.register_end_callback(self._note_end)
+        self._forget = self._note_compilations(self._note) if self._note_compilations else lambda: None
         return self
 
-    @property
-    def count(self) -> int:
-        return self._count
-
     def __exit__(self, *_: object) -> None:
-        if self._enabled:
-            from torch._dynamo.callback import callback_handler
+        self._forget()
 
-            callback_handler.remove_start_callback(self._note_start)
-            callback_handler.remove_end_callback(self._note_end)
-
-    def _note_start(self, _: object) -> None:
-        self._started = time.perf_counter()
-
-    def _note_end(self, _: object) -> None:
-        seconds = time.perf_counter() - self._started
-        self._count, self._seconds = self._count + 1, self._seconds + seconds
+    def _note(self, seconds: float) -> None:
+        self.count, self._seconds = self.count + 1, self._seconds + seconds
         with contextlib.suppress(OSError):  # a full disk must not fail the compiler
             self._run.log_event("compiled", step=self.step(), seconds=round(seconds, 3))
-            self._run.write_status(compilations={"count": self._count, "seconds": round(self._seconds, 3)})
+            self._run.write_status(compilations={"count": self.count, "seconds": round(self._seconds, 3)})
 
 
 class LongLived:

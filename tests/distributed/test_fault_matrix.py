@@ -214,16 +214,17 @@ def test_a_run_that_is_hit_ends_as_if_nothing_had_happened(
 
 
 REWARD_MODULE = """
-import os, signal, time
+import contextlib, os, signal
 from pathlib import Path
 from lockstep.rollouts.rewards.scoring import length
 
 known, happened = length(most=4, unit="characters", soft=12), Path(__file__).with_name("happened")
 
 def killed(text, row):
-    if row["prompt"] == "say 9" and not happened.exists():  # in the third step
-        happened.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
+    if row["prompt"] == "say 9":  # in the third step
+        with contextlib.suppress(FileExistsError):
+            happened.touch(exist_ok=False)  # one process, of those that score this prompt's answers at the same time
+            os.kill(os.getpid(), signal.SIGKILL)
     return known(text, row)
 """
 

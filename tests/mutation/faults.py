@@ -378,9 +378,9 @@ BACKEND = (
     ),
     Fault(
         "published weights change while training goes on",
-        TORCH,
-        'tensor.dtype), copy=self.device.type == "cpu")',
-        "tensor.dtype))",
+        STATE,
+        'return tensor.to(dtype, copy=True) if tensor.device.type == "cpu"',
+        'return tensor.to(dtype) if tensor.device.type == "cpu"',
         (WEIGHTS,),
     ),
     Fault(

@@ -58,7 +58,15 @@ def main(run_dir: Path) -> int:
     (run.export / "adapter" / "adapter_config.json").write_text(json.dumps({"r": 16}))
     seconds = {"start": 8.2, "training": 190.0, "checkpoints": 17.4, "export": 0.3}
     compilations = {"count": 3, "seconds": 42.0}
-    run.write_status(state="completed", phase="done", step=total, seconds=seconds, compilations=compilations)
+    in_engines = {"engine-0": {"count": 2, "seconds": 21.0}, "engine-1": {"count": 1, "seconds": 20.0}}
+    run.write_status(
+        state="completed",
+        phase="done",
+        step=total,
+        seconds=seconds,
+        compilations=compilations,
+        engine_compilations=in_engines,
+    )
     return 0
 
 

@@ -223,8 +223,8 @@ class DeepSpeedBackend:
                 self.pieces.set(parameter, value, key)
         self.pieces.spread(parameters.values())
 
-    def read_weights(self) -> dict[str, Tensor]:
-        """The trained tensors as they are sampled with, whole, on rank 0's CPU. All ranks."""
+    def read_weights(self, *, on_device: bool = False) -> dict[str, Tensor]:
+        """The trained tensors as they are sampled with, whole, copied for rank 0. All ranks."""
         whole: dict[str, Tensor] = {}
         is_whole = all(p.requires_grad for p in self.policy.model.parameters())
         held = self.policy.model.state_dict(keep_vars=True) if is_whole else self.parameters()
@@ -237,7 +237,7 @@ class DeepSpeedBackend:
                 full = self.pieces.get(value) if value.requires_grad else value
                 if self.group.rank == 0:
                     dtype = DTYPES[self.precision] if value.requires_grad else value.dtype
-                    whole[name] = full.detach().to("cpu", dtype, copy=True)
+                    whole[name] = state.copy_for_rank_0(full, dtype, on_device=on_device)
         return whole
 
     def export_weights(self, path: Path) -> None:

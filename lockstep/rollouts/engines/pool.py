@@ -6,7 +6,8 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -18,6 +19,7 @@ from lockstep.processes.hosts import HOSTS_FILE, SECRET_VARIABLE, HostListener
 from lockstep.processes.local import LocalWorker
 from lockstep.processes.ray import Reservation
 from lockstep.processes.worker import Reply, Worker, WorkerDied, WorkerError, WorkerFailed
+from lockstep.rollouts.engines import device_memory
 from lockstep.rollouts.engines.health import HealthLimits, State
 from lockstep.rollouts.engines.publishing import Publication
 from lockstep.rollouts.engines.supervision import NO_DEADLINE_S, Engine, EnginesLost, Supervisor
@@ -42,6 +44,7 @@ def start_engines(config: RunConfig, run: RunDir, *, precision: str, choose_devi
         device = choose_device(device)
     settings = engine_settings(config, precision=precision, device=device)
     num_ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", config.launch.procs))
+    gpus = [_gpu_of(num_ranks_here + number) for number in range(rollouts.engines)] if device == "cuda" else []
 
     def spawn(name: str) -> Worker:
         if reservation is not None:
@@ -54,14 +57,20 @@ def start_engines(config: RunConfig, run: RunDir, *, precision: str, choose_devi
             name,
             ENTRY,
             settings,
-            env=_gpu_environment(num_ranks_here + number) if device == "cuda" else None,
+            env={"CUDA_VISIBLE_DEVICES": gpus[number]} if gpus else None,
             log_path=run.logs / f"{name}.log",
             start_timeout_s=rollouts.start_timeout_s,
         )
 
+    compiled: dict[str, list[float]] = defaultdict(list)
+
     def tell(kind: str, **fields: Any) -> None:
         if kind == "engine_slow":
             run.report_slow(f"{fields['engine']}: {fields['message']}")
+        elif kind == "engine_compiled":
+            compiled[fields["engine"]].append(fields["seconds"])
+            run.log_event("compiled", **fields)
+            run.write_status(engine_compilations={name: _count(seconds) for name, seconds in compiled.items()})
         else:
             run.log_event(kind, **fields)
 
@@ -74,8 +83,13 @@ def start_engines(config: RunConfig, run: RunDir, *, precision: str, choose_devi
         max_replacements=rollouts.max_replacements,
         on_event=tell,
         keeps_partials=rollouts.max_staleness > 0,
+        shares_gpu=reservation is None and hosts is None and _gpu_of(0) in gpus,
         on_close=hosts.close if hosts is not None else lambda: None,
     )
+
+
+def _count(seconds: Sequence[float]) -> dict[str, float]:
+    return {"count": len(seconds), "seconds": round(sum(seconds), 3)}
 
 
 def _listen_for_hosts(run: RunDir) -> HostListener | None:
@@ -84,11 +98,17 @@ def _listen_for_hosts(run: RunDir) -> HostListener | None:
     return HostListener(secret, os.environ["MASTER_ADDR"], run.path / HOSTS_FILE) if secret else None
 
 
-def _gpu_environment(number: int) -> dict[str, str]:
-    """One GPU for each engine, after those of the ranks; where there are too few, the first ones are shared."""
+def _gpu_of(number: int) -> str:
+    """The name of one GPU for each process, ranks first; where there are too few, the first ones are shared."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
-    return {"CUDA_VISIBLE_DEVICES": names[number % len(names)]}
+    return names[number % len(names)] if names else ""
+
+
+def _device_of(tensors: Collection[Tensor]) -> str:
+    """The GPU that has all of them, if one does."""
+    devices = {tensor.device for tensor in tensors}
+    return device_memory.device_id(devices.pop()) if len(devices) == 1 else ""
 
 
 class EngineCall:
@@ -237,17 +257,20 @@ class EnginePool:
         max_replacements: int,
         on_event: Callable[..., None],
         keeps_partials: bool,
+        shares_gpu: bool = False,
         stuck_s: float = 300.0,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         """`spawn` starts the engine of that name and returns when it is connected. `on_event` gets the kind of an event
         and its fields, from one thread. `keeps_partials`: completions of a lost engine continue on another; otherwise
-        they start again. `stuck_s`: how long an engine may be busy without progress.
+        they start again. `shares_gpu`: an engine is on the GPU of this process, so that weights are best left there.
+        `stuck_s`: how long an engine may be busy without progress.
         """
         limits = HealthLimits(check_interval_s, deadline_s, start_timeout_s, stuck_s)
-        self._keeps_partials, self._on_close = keeps_partials, on_close
+        self._keeps_partials, self._on_close, self.shares_gpu = keeps_partials, on_close, shares_gpu
         self.calls: dict[str, EngineCall] = {}
         self._publishing = threading.Lock()
+        self._told_of_copies = False
         self.supervisor = Supervisor(
             spawn, num_engines, limits, max_replacements, on_event, self._on_partial, self._on_lost
         )
@@ -279,10 +302,16 @@ class EnginePool:
 
     def publish(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """Returns once every running engine has verified and loaded these weights, or was removed; at least one has
-        them. Tensors must not change until then. An engine that is started later gets them before it serves.
+        them. Tensors must not change until then, nor later where they are on a GPU. An engine that is started later
+        gets them before it serves.
         """
         started, supervisor = time.monotonic(), self.supervisor
-        publication = Publication.of(version, tensors)
+        device_id = _device_of(tensors.values())
+        publication = (
+            Publication.of_device(version, tensors, device_id) if device_id else Publication.of(version, tensors)
+        )
+        if self.shares_gpu and not publication.device_id:
+            self._tell_of_copies()
         with self._publishing, self._changed:
             previous = supervisor.publication
             if previous is not None and version < previous.version:
@@ -302,6 +331,12 @@ class EnginePool:
             names = [engine.name for engine in supervisor.engines if engine.health.serves(version, version)]
         seconds = round(time.monotonic() - started, 3)
         supervisor.log_event("weights_published", version=version, engines=names, seconds=seconds)
+
+    def _tell_of_copies(self) -> None:
+        if not self._told_of_copies:
+            self._told_of_copies = True
+            message = "new weights pass through the host's memory: their GPU has no room for a copy"
+            self.supervisor.log_event("engine_slow", engine="engines", message=message)
 
     def _is_loaded(self, awaited: Mapping[str, int], version: int) -> bool:
         engines = self.supervisor.engines

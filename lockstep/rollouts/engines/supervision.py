@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 
 from lockstep.processes.worker import Reply, Worker, WorkerDied, WorkerFailed
+from lockstep.rollouts.engines import device_memory
 from lockstep.rollouts.engines.health import Action, EngineHealth, EngineSlot, Fleet, HealthLimits, PatientClock, State
 from lockstep.rollouts.engines.publishing import Publication
 
@@ -34,6 +35,9 @@ class Engine:
         self.worker: Worker | None = None
         self.load = 0
         self.slow: set[str] = set()  # what it has said about ways that are slow
+        self.num_compiled = 0  # compilations of this process that were passed on
+        self.device_id = ""
+        self.opens_memory = True  # until it has failed to
         self.tasks: SimpleQueue[tuple[Action, int] | None] = SimpleQueue()
 
     @property
@@ -177,6 +181,9 @@ class Supervisor:
                     engine.health.replied(self._now(), progress=body["progress"], busy=body["busy"])
                     self._on_partial(engine.name, generation, body["partial"])
                     self._pass_on(engine, body["slow"])
+                    for seconds in body["compiled"][engine.num_compiled :]:
+                        self.log_event("engine_compiled", engine=engine.name, seconds=round(seconds, 3))
+                    engine.num_compiled = len(body["compiled"])
                 elif isinstance(error, WorkerDied):
                     engine.health.failed(str(error))
                 self.changed.notify_all()
@@ -226,9 +233,10 @@ class Supervisor:
         if not is_current:
             worker.kill()
             return
-        worker.call("ping", timeout_s=self._limits.start_timeout_s).result()
+        answer = worker.call("ping", timeout_s=self._limits.start_timeout_s).result().body
         with self.changed:
             if engine.is_current(generation):
+                engine.device_id, engine.num_compiled = answer["device_id"], 0
                 engine.health.started(self._now())
                 self.changed.notify_all()
                 self.log_event("engine_started", engine=engine.name, pid=worker.pid)
@@ -240,7 +248,8 @@ class Supervisor:
             if worker is None or not engine.is_current(generation) or engine.health.version == publication.version:
                 return
         try:
-            send_publication(worker, publication, self._limits.start_timeout_s)
+            if not self._shares(engine, worker, publication):
+                send_publication(worker, publication.on_host, self._limits.start_timeout_s)
         except WorkerFailed as error:
             with self.changed:
                 if engine.is_current(generation):
@@ -253,6 +262,32 @@ class Supervisor:
                 if engine.is_current(generation):
                     engine.health.acknowledged(publication.version)
                     self.changed.notify_all()
+
+    def _shares(self, engine: Engine, worker: Worker, publication: Publication) -> bool:
+        """Whether the engine has read the weights where they are. What it cannot open it gets as a copy, and so
+        do its replacements."""
+        if not engine.opens_memory or not publication.device_id or publication.device_id != engine.device_id:
+            return False
+        try:
+            share_publication(worker, publication, self._limits.start_timeout_s)
+        except (device_memory.NotShared, WorkerFailed) as error:
+            if isinstance(error, WorkerFailed) and error.kind != device_memory.NotShared.__name__:
+                raise
+            reason = error.reason if isinstance(error, WorkerFailed) else str(error)
+            engine.opens_memory = False
+            with self.changed:
+                self._pass_on(engine, [f"new weights pass through the host's memory: {reason}"])
+            return False
+        return True
+
+
+def share_publication(worker: Worker, publication: Publication, timeout_s: float) -> None:
+    """Sends the addresses of all of it, and waits for the commit."""
+    version = publication.version
+    addresses = [device_memory.share(content) for content in publication.buckets]
+    worker.call("begin_weights", publication.manifest.to_json(), timeout_s=timeout_s).result()
+    worker.call("shared_buckets", {"version": version, "addresses": addresses}, timeout_s=timeout_s).result()
+    worker.call("commit_weights", {"version": version}, timeout_s=timeout_s).result()
 
 
 def send_publication(worker: Worker, publication: Publication, timeout_s: float) -> None:

@@ -18,6 +18,7 @@ from lockstep.config import LoraConfig, ModelConfig, RunConfig
 from lockstep.inference.continuous_engine import ContinuousEngine, SampleCall
 from lockstep.inference.engine import LocalEngine, load_engine
 from lockstep.processes.worker import Body, Reply
+from lockstep.rollouts.engines import device_memory
 from lockstep.rollouts.engines.publishing import Manifest, WeightReceiver
 from lockstep.rollouts.episode import as_bytes, as_text
 from lockstep.types import PartialCompletion, PartialCompletions, Prompt, SamplingParams, TextCompletion
@@ -52,26 +53,31 @@ def start(settings: Mapping[str, Any]) -> EngineHandler:
     model, lora = ModelConfig(**settings["model"]), settings["lora"]
     others = {name: value for name, value in settings.items() if name not in ("model", "lora")}
     slow: list[str] = []
+    compiled: list[float] = []
 
     def report(message: str) -> None:
         warnings.warn(message, stacklevel=2)  # to this process's log
         slow.append(message)
 
-    engine = load_engine(model, None if lora is None else LoraConfig(**lora), report=report, **others)
-    return EngineHandler(engine, slow)
+    engine = load_engine(
+        model, None if lora is None else LoraConfig(**lora), report=report, on_compiled=compiled.append, **others
+    )
+    return EngineHandler(engine, slow, compiled)
 
 
 class EngineHandler:
-    """`slow`: fast ways that could not be taken so far. Replies to pings say so."""
+    """`slow`: fast ways that could not be taken so far. `compiled`: seconds of what was compiled. Pings ask."""
 
-    def __init__(self, engine: LocalEngine, slow: Sequence[str] = ()) -> None:
-        self._engine, self._slow = ContinuousEngine(engine), slow
+    def __init__(self, engine: LocalEngine, slow: Sequence[str] = (), compiled: Sequence[float] = ()) -> None:
+        self._engine, self._slow, self._compiled = ContinuousEngine(engine), slow, compiled
+        self._device = engine.model.device
         self._receiver = WeightReceiver(self._engine.load_weights)
         self._futures: dict[SampleCall, Future[Reply]] = {}
         self._num_messages = 0
         self.methods: dict[str, Method] = {
             "begin_weights": self._begin_weights,
             "bucket": self._receive_bucket,
+            "shared_buckets": self._open_shared_buckets,
             "commit_weights": self._commit_weights,
             "sample": self._sample,
         }
@@ -96,9 +102,16 @@ class EngineHandler:
         self._num_messages += 1
         self._receiver.receive(body["version"], body["number"], tensors["content"])
 
+    def _open_shared_buckets(self, body: Body, tensors: Tensors) -> None:
+        self._num_messages += 1
+        for number, address in enumerate(body["addresses"]):
+            self._receiver.receive(body["version"], number, device_memory.open_shared(address, self._device))
+
     def _commit_weights(self, body: Body, tensors: Tensors) -> Body:
         self._num_messages += 1
         self._receiver.commit(body["version"])
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # what was shared may be written again as soon as we answer
         return {"version": self._receiver.version}
 
     def _sample(self, body: Body, tensors: Tensors) -> Future[Reply]:
@@ -135,6 +148,8 @@ class EngineHandler:
             "busy": self._engine.has_work,
             "partial": partial,
             "slow": list(self._slow),
+            "compiled": list(self._compiled),
+            "device_id": device_memory.device_id(self._device),
         }
 
 

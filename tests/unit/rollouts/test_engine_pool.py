@@ -373,6 +373,20 @@ def test_a_slow_way_of_an_engine_is_told_once(towns: Callable[..., Town]) -> Non
     assert told == ["decoding steps are not captured", "nor compiled"]
 
 
+def test_every_compilation_of_an_engine_and_of_its_replacement_is_told_once(towns: Callable[..., Town]) -> None:
+    town = towns(1)
+    town.publish(1)
+    town.engines[0].compiled.append(4.0)
+    town.fields_of("engine_compiled", 1)
+    town.engines[0].compiled.append(2.0)
+    town.fields_of("engine_compiled", 2)
+    town.engines[0].kill()
+    town.wait_until(lambda: len(town.engines) == 2)
+    town.engines[1].compiled.append(3.0)
+    told = [(fields["engine"], fields["seconds"]) for fields in town.fields_of("engine_compiled", 3)]
+    assert told == [("engine-0", 4.0), ("engine-0", 2.0), ("engine-0", 3.0)]
+
+
 def test_slow_ways_of_engines_are_in_the_events_and_the_status_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -384,8 +398,19 @@ def test_slow_ways_of_engines_are_in_the_events_and_the_status_of_the_run(
     run = RunDir.create(tmp_path / "run", config)
     pool.start_engines(config, run, precision="fp32", choose_device=lambda device: "cpu")
     given["on_event"]("engine_slow", engine="engine-0", message="steps are not captured")
+    for engine, seconds in (("engine-0", 12.5), ("engine-1", 3.0), ("engine-0", 0.5)):
+        given["on_event"]("engine_compiled", engine=engine, seconds=seconds)
     given["on_event"]("weights_published", version=3)
-    slow, published = run.events()
+    slow, *compiled, published = run.events()
+    assert [(event["event"], event["engine"]) for event in compiled] == [
+        ("compiled", "engine-0"),
+        ("compiled", "engine-1"),
+        ("compiled", "engine-0"),
+    ]
+    assert run.status()["engine_compilations"] == {
+        "engine-0": {"count": 2, "seconds": 13.0},
+        "engine-1": {"count": 1, "seconds": 3.0},
+    }
     assert (slow["event"], slow["kind"], slow["message"]) == ("warning", "slow", "engine-0: steps are not captured")
     assert (published["event"], published["version"]) == ("weights_published", 3)
     assert run.status()["slow"] == ["engine-0: steps are not captured"]

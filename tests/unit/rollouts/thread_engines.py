@@ -47,7 +47,9 @@ class ThreadEngine:
         self.seen: list[dict[str, Any]] = []
         self.num_works = 0
         self.slow: list[str] = []
-        self._handler = EngineHandler(LocalEngine(deepcopy(MODELS[0]), build_tokenizer(), batch_size=4), self.slow)
+        self.compiled: list[float] = []
+        engine = LocalEngine(deepcopy(MODELS[0]), build_tokenizer(), batch_size=4)
+        self._handler = EngineHandler(engine, self.slow, self.compiled)
         self._inbox: SimpleQueue[tuple[str, dict[str, Any], dict[str, Any], Future[Reply]]] = SimpleQueue()
         self._pings: SimpleQueue[tuple[dict[str, Any], Future[Reply]]] = SimpleQueue()
         self._pending: set[Future[Reply]] = set()

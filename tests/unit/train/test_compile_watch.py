@@ -15,6 +15,7 @@ from torch._dynamo.callback import callback_handler
 
 from lockstep.cli.display import RunDisplay, print_summary
 from lockstep.config import parse_config
+from lockstep.model.compiled_code import note_compilations
 from lockstep.rundir import PhaseClock, RunDir
 from lockstep.train.steps import CompileWatch, LongLived
 
@@ -27,7 +28,7 @@ def run(tmp_path: Path) -> RunDir:
 def test_every_compilation_is_an_event_with_its_step_and_seconds(run: RunDir) -> None:
     step = 7
     double = torch.compile(lambda x: x * 2, backend="eager", dynamic=False)
-    with CompileWatch(run, enabled=True) as watch:
+    with CompileWatch(run, note_compilations) as watch:
         watch.step = lambda: step
         double(torch.ones(3))
         double(torch.ones(3))  # compiled before
@@ -45,7 +46,7 @@ def test_every_compilation_is_an_event_with_its_step_and_seconds(run: RunDir) ->
 
 
 def test_a_watch_that_is_not_enabled_registers_nothing(run: RunDir) -> None:
-    with CompileWatch(run, enabled=False):
+    with CompileWatch(run, None):
         assert not callback_handler.start_callbacks
 
 
@@ -70,6 +71,9 @@ def test_the_summary_says_where_the_time_went_and_what_was_slow(run: RunDir) -> 
     run.log_event("compiled", step=13, seconds=0.2)  # too short to be shown
     seconds = {"start": 12.0, "training": 40.0, "export": 0.4}
     run.write_status(state="completed", started_at=1.0, seconds=seconds, compilations={"count": 2, "seconds": 9.3})
+    run.log_event("compiled", engine="engine-1", seconds=21.0)
+    engines = {"engine-0": {"count": 2, "seconds": 13.0}, "engine-1": {"count": 1, "seconds": 21.0}}
+    run.write_status(engine_compilations=engines)
     answers = iter([True, False])
     view.follow(lambda: next(answers))
     print_summary(console, run)
@@ -78,7 +82,8 @@ def test_the_summary_says_where_the_time_went_and_what_was_slow(run: RunDir) -> 
     assert "warning: steps are not captured: one of 64 rows takes 31.0 ms instead of 1.9" in text
     assert "step 12  compiled for 9 s" in text
     assert "step 13" not in text
-    assert "(training 40s, start 12s, of these 9s compiling, 2 times)" in text
+    assert "engine-1 compiled for 21 s" in text
+    assert "(training 40s, start 12s, of these 9s compiling, 2 times, engines compiled for up to 21s)" in text
     status = json.loads((run.path / "status.json").read_text())
     assert status["slow"] == ["steps are not captured: one of 64 rows takes 31.0 ms instead of 1.9"]
 

@@ -180,9 +180,12 @@ function whereTimeWent(job) {
     .filter(([, seconds]) => seconds >= 1)
     .sort(([, a], [, b]) => b - a)
     .map(([name, seconds]) => `${name} ${duration(seconds)}`);
-  const { count = 0, seconds: compiling = 0 } = job.compilations ?? {};
+  const { count = 0, seconds: compiling = 0, engine_seconds: inEngines = 0 } = job.compilations ?? {};
   if (parts.length && compiling >= 1) {
     parts.push(`of these ${duration(compiling)} compiling, ${count === 1 ? "once" : `${count} times`}`);
+  }
+  if (parts.length && inEngines >= 1) {
+    parts.push(`engines compiled for up to ${duration(inEngines)}`);
   }
   return parts.join(", ");
 }

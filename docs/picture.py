@@ -18,8 +18,9 @@ TRAINING = [
         ("train", "a loop per algorithm: sft, dpo, grpo; run.py composes", "torch", 47),
     ],
     [
-        ("rollouts", "orchestrator, buffer, engines, rewards", "torch", 44),
-        ("evaluation", "how good are answers?", "torch", 22),
+        ("rollouts", "orchestrator, buffer, engines, rewards", "torch", 31),
+        ("evaluation", "how good are answers?", "torch", 18),
+        ("tenants", "one base, many adapters", "torch", 18),
         ("plan", "what will it cost?", "torch", 14),
     ],
     [
@@ -34,7 +35,7 @@ TRAINING = [
     ],
 ]
 CONTROL = [
-    ("service", "jobs over HTTP; Llama Stack", "control"),
+    ("service", "HTTP: jobs, Llama Stack, Tinker", "control"),
     ("launch", "starts, watches and ends runs", "control"),
     ("reports", "pages and pictures", "control"),
 ]

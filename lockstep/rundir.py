@@ -323,27 +323,8 @@ class RunDir:
         `digests`: of files whose writer computed them from what it wrote; these are not read again.
         """
         writing, final = self.checkpoints / f"writing-step-{step}", self.checkpoints / f"step-{step}"
-        files = {}
-        for file in sorted(p for p in writing.rglob("*") if p.is_file()):
-            name = str(file.relative_to(writing))
-            digest = (digests or {}).get(name) or digest_file(file)
-            files[name] = {"bytes": file.stat().st_size, "sha256": digest}
-            _fsync(file)
-        manifest = {
-            "step": step,
-            "time": time.time(),
-            "validation_loss": validation_loss,
-            "extra": dict(extra),
-            "files": files,
-        }
-        write_atomically(writing / MANIFEST, json.dumps({**manifest, "sha256": _digest_json(manifest)}, indent=1))
-        _fsync(writing)
-        replaced = final.with_name(f"deleting-{final.name}")
-        if final.exists():
-            final.rename(replaced)
-        writing.rename(final)
-        _fsync(self.checkpoints)
-        shutil.rmtree(replaced, ignore_errors=True)  # last: a kill before this leaves the new one in its place
+        about = {"step": step, "time": time.time(), "validation_loss": validation_loss, "extra": dict(extra)}
+        commit_folder(writing, final, about, digests)
         return final
 
     def list_checkpoints(self) -> list[Checkpoint]:
@@ -451,6 +432,30 @@ class RunDir:
             for pattern in ("writing-step-*", "deleting-*"):
                 for path in self.checkpoints.glob(pattern):
                     shutil.rmtree(path, ignore_errors=True)
+
+
+def commit_folder(
+    writing: Path, final: Path, about: Mapping[str, object], digests: Mapping[str, str] | None = None
+) -> None:
+    """All files of a folder on disk, with a manifest of their digests that `damage` reads, under its final name.
+
+    `digests`: of files whose writer computed them from what it wrote; these are not read again.
+    """
+    files = {}
+    for file in sorted(p for p in writing.rglob("*") if p.is_file()):
+        name = str(file.relative_to(writing))
+        digest = (digests or {}).get(name) or digest_file(file)
+        files[name] = {"bytes": file.stat().st_size, "sha256": digest}
+        _fsync(file)
+    manifest = {**about, "files": files}
+    write_atomically(writing / MANIFEST, json.dumps({**manifest, "sha256": _digest_json(manifest)}, indent=1))
+    _fsync(writing)
+    replaced = final.with_name(f"deleting-{final.name}")
+    if final.exists():
+        final.rename(replaced)
+    writing.rename(final)
+    _fsync(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)  # last: a kill before this leaves the new one in its place
 
 
 def damage(checkpoint: Path) -> str | None:

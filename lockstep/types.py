@@ -32,10 +32,15 @@ class Completion:
     values: Mapping[str, Sequence[float]] = field(default_factory=dict)
     routing: bytes = b""
     """Experts to use, in equally many bytes for each token of prompt and completion but the last. Empty: any."""
+    targets: Sequence[int] | Sequence[Sequence[int]] | None = None
+    """What is to be predicted in the place of each token, where that is not the token itself: one id, or equally many,
+    each with a weight and values of its own. The log-probs of all of them are computed, also where a weight is zero."""
 
     def __post_init__(self) -> None:
         if len(self.weights) != len(self.tokens):
             raise ValueError(f"a completion of {len(self.tokens)} tokens has {len(self.weights)} weights")
+        if self.targets is not None and len(self.targets) != len(self.tokens):
+            raise ValueError(f"a completion of {len(self.tokens)} tokens has targets for {len(self.targets)}")
         for name, values in self.values.items():
             if len(values) != len(self.tokens):
                 raise ValueError(f"a completion of {len(self.tokens)} tokens has {len(values)} values of {name!r}")
@@ -153,10 +158,12 @@ class LossResult(Pending[LossValues]):
         num_tokens: int,
         num_supervised: int,
         deferred: bool = False,
+        read_logprobs: Callable[[], list[Logprobs]] | None = None,
     ) -> None:
         super().__init__(read, deferred=deferred)
         self.num_tokens = num_tokens
         self.num_supervised = num_supervised
+        self._read_logprobs = read_logprobs
 
     @property
     def loss(self) -> float:
@@ -165,6 +172,12 @@ class LossResult(Pending[LossValues]):
     @property
     def metrics(self) -> Metrics:
         return self.result().metrics
+
+    def logprobs(self) -> list[Logprobs]:
+        """Of the pass whose gradient was taken, as `forward` returns them. All ranks."""
+        if self._read_logprobs is None:
+            raise ValueError("this backend keeps no log-probs of its passes: call forward")
+        return self._read_logprobs()
 
     @property
     def nonfinite_origins(self) -> tuple[str, ...]:
@@ -291,7 +304,8 @@ class ImageProcessor(Protocol):
         ...
 
 
-# One float per completion token, per completion; 0.0 where the token's weight is zero (not computed).
+# One float per completion token, per completion; 0.0 where the token's weight is zero (not computed). Of a completion
+# with targets: one for each of them, the first token's first.
 Logprobs = Sequence[Sequence[float]]
 
 

@@ -44,6 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rollouts": BASE | {"inference", "processes", "algorithms", "data"},
     # evaluate(out=...) leaves a page beside its numbers, also when a program calls it.
     "evaluation": BASE | {"data", "model", "backend", "inference", "reports"},
+    "tenants": BASE | CORE | {"backend", "inference", "processes"},
     "train": BASE | {"data", "algorithms", "rollouts"},
     "verification": BASE | CORE | {"backend", "processes", "rollouts", "train"},
     # The layers that are counted are recomputed and held as the backend does it.

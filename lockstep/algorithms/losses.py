@@ -9,6 +9,7 @@ from torch import Tensor
 from lockstep.algorithms.loss import Loss, LossFn, LossInputs, TensorMetrics
 from lockstep.algorithms.policy_gradient import POLICY_GRADIENT
 from lockstep.algorithms.preference import KTO, PREFERENCE
+from lockstep.algorithms.token_objectives import TOKEN_OBJECTIVES
 from lockstep.types import Datum, LossSpec
 
 __all__ = ["LOSSES", "Loss", "LossFn", "LossInputs", "TensorMetrics", "lacks_reference"]
@@ -23,6 +24,7 @@ LOSSES: dict[str, Loss] = {
     "preference": PREFERENCE,
     "kto": KTO,
     "policy_gradient": POLICY_GRADIENT,
+    **TOKEN_OBJECTIVES,
 }
 
 

@@ -24,7 +24,8 @@ class Branch:
 
     completion: int
     tokens: np.ndarray  # int64
-    supervised: np.ndarray  # indices of the target tokens: those with a weight
+    supervised: np.ndarray  # indices of the tokens with a target: those with a weight, unless targets are given
+    targets: np.ndarray  # int64, what is predicted there
     weights: np.ndarray  # float64, one per target
     offset: int  # of its targets among those of the global batch
 
@@ -159,11 +160,11 @@ def _refuse_unknown_tokens(batch: Sequence[Datum], documents: Sequence[Document]
     plain = [document for document in documents if not batch[document.datum].images]
     if limit is None or not plain:
         return
-    every = np.concatenate([part for d in plain for part in (d.prompt, *(b.tokens for b in d.branches))])
+    every = np.concatenate([_ids_of(document) for document in plain])
     if every.min() >= 0 and every.max() < limit:
         return
     for document in plain:
-        tokens = np.concatenate([document.prompt, *(branch.tokens for branch in document.branches)])
+        tokens = _ids_of(document)
         unknown = tokens[(tokens < 0) | (tokens >= limit)]
         if len(unknown):
             name = batch[document.datum].origin or f"row {document.datum} of the batch"
@@ -172,7 +173,11 @@ def _refuse_unknown_tokens(batch: Sequence[Datum], documents: Sequence[Document]
             )
 
 
-def _token_ids(tokens: Sequence[int]) -> np.ndarray:
+def _ids_of(document: Document) -> np.ndarray:
+    return np.concatenate([document.prompt, *(ids for b in document.branches for ids in (b.tokens, b.targets))])
+
+
+def _token_ids(tokens: Sequence[int] | Sequence[Sequence[int]]) -> np.ndarray:
     ids = np.asarray(tokens)
     if ids.dtype.kind not in "iu" and ids.size:
         raise ValueError(f"tokens are whole numbers, and these are {ids.dtype}: {str(ids[:4].tolist())[:80]}")
@@ -180,11 +185,23 @@ def _token_ids(tokens: Sequence[int]) -> np.ndarray:
 
 
 def _branch(index: int, completion: Completion, offset: int) -> Branch:
-    weights = np.asarray(completion.weights, dtype=np.float64)
-    supervised = np.flatnonzero(weights)
+    tokens, weights = _token_ids(completion.tokens), np.asarray(completion.weights, dtype=np.float64)
     if not np.isfinite(weights).all():
         raise ValueError("a completion has weights that are not finite numbers")
-    return Branch(index, _token_ids(completion.tokens), supervised, weights[supervised], offset)
+    if completion.targets is None:
+        supervised = np.flatnonzero(weights)
+        return Branch(index, tokens, supervised, tokens[supervised], weights[supervised], offset)
+    targets = _token_ids(completion.targets)
+    if weights.shape != targets.shape:
+        raise ValueError(f"a completion has targets of the shape {targets.shape} and weights of {weights.shape}")
+    each = targets.size // max(len(tokens), 1)
+    return Branch(index, tokens, np.repeat(np.arange(len(tokens)), each), targets.ravel(), weights.ravel(), offset)
+
+
+def no_branch() -> Branch:
+    """Of a document that only keeps a rank in step with others."""
+    zero = np.zeros(1, dtype=np.int64)
+    return Branch(0, zero, zero, zero, np.zeros(1), 0)
 
 
 def plan_micro_batches(
@@ -239,15 +256,14 @@ def to_micro_batch(
     """
     is_padding = not documents
     if is_padding:
-        nothing = Branch(0, np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64), np.zeros(1), 0)
-        documents = (Document(-1, np.zeros(1, dtype=np.int64), (nothing,)),)
+        documents = (Document(-1, np.zeros(1, dtype=np.int64), (no_branch(),)),)
     tokens, positions, predictors = _lay_out(documents)
     padding = -len(tokens) % multiple_of
     lengths, shared = _segments(documents, padding)
     tokens = np.concatenate([tokens, np.zeros(padding, dtype=np.int64)])
     positions = np.concatenate([positions, np.zeros(padding, dtype=np.int64)])  # never past those that a model knows
     branches = [(document, branch) for document in documents for branch in document.branches]
-    targets = np.concatenate([b.tokens[b.supervised] for _, b in branches])
+    targets = np.concatenate([b.targets for _, b in branches])
     indices = np.concatenate([b.offset + np.arange(len(b.supervised)) for _, b in branches])
     rows = np.concatenate([np.full(len(b.supervised), d.datum) for d, b in branches])
     counts = np.concatenate([d.count_texts() for d in documents] + [np.zeros(padding)]) * (not is_padding)
@@ -381,5 +397,6 @@ def _side_values(branches: Sequence[tuple[Document, Branch]], batch: Sequence[Da
         completion = datum.completions[branch.completion]
         if name not in completion.values:
             raise ValueError(f"{datum.origin or 'a datum'} has no {name!r}, which other rows of the batch have")
-        parts.append(np.asarray(completion.values[name], dtype=np.float64)[branch.supervised])
+        values = np.asarray(completion.values[name], dtype=np.float64)
+        parts.append(values[branch.supervised] if completion.targets is None else values.ravel())
     return np.concatenate(parts)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.backend.batching import Branch, Document, MicroBatch
+from lockstep.backend.batching import Document, MicroBatch, no_branch
 from lockstep.config.parallel import Degrees
 from lockstep.data.images import prepare_image, read_image_bytes
 from lockstep.model.image_inputs import Arrays, ImageForward
@@ -98,8 +98,7 @@ class BatchImages:
     @cached_property
     def _blank(self) -> tuple[Document, Arrays]:
         document, arrays = self._example(0)
-        nothing = Branch(0, np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64), np.zeros(1), 0)
-        return Document(-1, document, (nothing,)), arrays
+        return Document(-1, document, (no_branch(),)), arrays
 
     def pack_examples(self, seeds: Sequence[int], device: torch.device) -> PackedTokens:
         """Texts with an image each, whose every token is a target."""

@@ -168,8 +168,12 @@ def scatter_to_rows(values: Sequence[float], documents: Sequence[Document], batc
     rows: list[list[list[float]]] = [[[0.0] * len(c.tokens) for c in datum.completions] for datum in batch]
     for document in documents:
         for branch in document.branches:
+            found = values[branch.offset : branch.offset + len(branch.targets)]
+            if batch[document.datum].completions[branch.completion].targets is not None:
+                rows[document.datum][branch.completion] = list(found)
+                continue
             row = rows[document.datum][branch.completion]
-            for index, value in zip(branch.supervised.tolist(), values[branch.offset :]):
+            for index, value in zip(branch.supervised.tolist(), found):
                 row[index] = value
     return [tuple(row) for row in rows]
 

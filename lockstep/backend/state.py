@@ -122,6 +122,8 @@ def gather(
     group: ProcessGroup,
     dtypes: Mapping[str, torch.dtype] | None = None,
     copy: Copy = lambda tensor, dtype: tensor.detach().to(dtype).cpu(),
+    *,
+    trained_only: bool = False,
 ) -> dict[str, Tensor]:
     """Every tensor of the model's state dict, whole, on rank 0; other ranks get nothing. All ranks.
 
@@ -129,7 +131,8 @@ def gather(
     own order, also where rank 0 has some of its layers. Tied parameters are gathered once and stay one tensor: that is
     how the writer recognises them.
     """
-    mine = model.state_dict(keep_vars=True)
+    held = model.state_dict(keep_vars=True)
+    mine = {name: tensor for name, tensor in held.items() if tensor.requires_grad or not trained_only}
     whole: dict[str, Tensor] = {}
     for name, home in _find_homes(model, mine, group).items():
         full = None

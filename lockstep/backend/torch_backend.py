@@ -37,7 +37,7 @@ from lockstep.backend.staging import StagingArea
 from lockstep.backend.step_clock import StepClock
 from lockstep.config import ParallelConfig
 from lockstep.data.packing import Cost
-from lockstep.model.export import save_weights
+from lockstep.model.export import is_adapted, save_weights
 from lockstep.model.load import DTYPES, choose_precision
 from lockstep.model.policy import Policy, causal_lm, decoder_layers, generating
 from lockstep.parallel.gradients import clip, gradient_norm
@@ -263,8 +263,18 @@ class TorchBackend:
             others = {**traffic(summed[len(names) :]), **self.balance.metrics(routed)}
             return LossValues(loss_sum, {**values, **others}, nonfinite, asked > 0)
 
+        def read_logprobs() -> list[Logprobs]:
+            values = loss_step.gather_targets(rank_batch, logprobs, self.group)
+            return loss_step.scatter_to_rows(values.tolist(), rank_batch.documents, batch)
+
         plan = rank_batch.plan
-        return LossResult(read, num_tokens=plan.num_tokens, num_supervised=plan.num_targets, deferred=numbers.deferred)
+        return LossResult(
+            read,
+            num_tokens=plan.num_tokens,
+            num_supervised=plan.num_targets,
+            deferred=numbers.deferred,
+            read_logprobs=read_logprobs,
+        )
 
     def _compute_passes(
         self, rank_batch: RankBatch, loss: LossSpec
@@ -357,7 +367,8 @@ class TorchBackend:
 
     def export_weights(self, path: Path) -> None:
         """The trained weights as Hugging Face tools read them: the adapter under LoRA, otherwise the model."""
-        full = state.gather(self.policy.model, self.group)
+        # A base that many adapters share is not read for each of them.
+        full = state.gather(self.policy.model, self.group, trained_only=is_adapted(self.policy.model))
         if self.group.rank == 0:
             save_weights(self.policy.model, full, path)
         self.group.barrier()

@@ -74,6 +74,11 @@ class AdapterBank:
         self._adapters[name] = (self._num_added, adapter)
         self._stack()
 
+    def remove(self, name: str) -> None:
+        """Nobody may name it any more, nor be decoded with it."""
+        del self._adapters[name]
+        self._stack()
+
     def stacked(self, layer: nn.Module) -> StackedPairs | None:
         return self._stacked.get(layer)
 

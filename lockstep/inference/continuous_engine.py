@@ -166,6 +166,13 @@ class ContinuousEngine:
             for sequence in call.sequences:
                 sequence.version = version
 
+    def check_adapters(self) -> None:
+        """Call after a change of the engine's bank, between two `advance`: what was laid out for the old one is not
+        used again."""
+        decoder = self._engine.find_decoder()
+        if decoder is not None and self._batch is not None:
+            decoder.check_model()
+
     def _decode(self) -> None:
         decoder = self._engine.find_decoder()
         if decoder is None or self._batch is None:

@@ -229,7 +229,9 @@ class Decoder:
                 self.prompt_routing[slot] = routed.cpu().numpy().tobytes()
             for (slot, tokens), states in zip(part, hidden.split(lengths), strict=True):
                 if scored is not None and slot in scored:
-                    found[slot] = self._score(states, [*tokens[1:], scored[slot].last], scored[slot].num_top)
+                    targets = [*tokens[1:], scored[slot].last]
+                    adapter = (adapters or {}).get(slot, NO_ADAPTER)
+                    found[slot] = self._score(states, targets, scored[slot].num_top, adapter)
         return found
 
     def _prefill(self, tokens: Tensor, attention: PrefillPass) -> Tensor:
@@ -388,13 +390,14 @@ class Decoder:
             tokens[index], logprobs[index] = sample_tokens(logits[index], truncation, random)
         return tokens, logprobs
 
-    def _score(self, hidden: Tensor, targets: Sequence[int], num_top: int) -> list[TokenScores]:
-        """Of the tokens after each of the hidden states [T, hidden], some at a time."""
+    def _score(self, hidden: Tensor, targets: Sequence[int], num_top: int, adapter: int) -> list[TokenScores]:
+        """Of the tokens after each of the hidden states [T, hidden], some at a time. The head may be adapted too."""
         size = max(_SCORED_BYTES // (self._causal.config.get_text_config().vocab_size * 4), 1)
         found: list[TokenScores] = []
         for start in range(0, len(targets), size):
             part = torch.tensor(targets[start : start + size], device=self.device)
-            logits = self._as_logits(self._head(hidden[start : start + size]))
+            with self.adapted(torch.full_like(part, adapter)):
+                logits = self._as_logits(self._head(hidden[start : start + size]))
             found += TokenScores.read(score_tokens(logits, part, num_top))
         return found
 

@@ -256,7 +256,7 @@ class LocalEngine:
             prompt,
             self.tokenizer,
             params,
-            self._end_tokens | frozenset(params.stop_tokens),
+            (frozenset() if options.ignores_end else self._end_tokens) | frozenset(params.stop_tokens),
             self._max_new_tokens(prompt, params, options),
             random_stream=random_stream,
             on_text=on_text,

@@ -16,7 +16,8 @@ class SequenceOptions:
     """What one caller wants beyond sampling. `adapter`: of the engine's bank; None is the base model.
 
     `num_top`: tokens are scored too, with as many of the likeliest; with `prompt_scores` also those of the prompt.
-    `score_only`: nothing is sampled. `streams`: text can be taken while it grows.
+    `score_only`: nothing is sampled. `streams`: text can be taken while it grows. `ignores_end`: the model's own end of
+    turn ends nothing.
     """
 
     adapter: str | None = None
@@ -24,6 +25,7 @@ class SequenceOptions:
     prompt_scores: bool = False
     score_only: bool = False
     streams: bool = False
+    ignores_end: bool = False
 
 
 NOTHING_ELSE = SequenceOptions()

@@ -34,11 +34,12 @@ def save_weights(model: nn.Module, weights: Mapping[str, Tensor], path: Path) ->
         weights, settings = as_plain_adapter(model, weights)
         own, whole.peft_config = whole.peft_config, {"default": settings}
         try:
-            whole.save_pretrained(writing, state_dict=dict(weights))
+            whole.save_pretrained(writing, state_dict=dict(weights), save_embedding_layers=False)
         finally:
             whole.peft_config = own
     else:
-        options = {} if _is_peft(whole) else {"is_main_process": True}
+        # PEFT would write the whole head beside an adapter on it, though that is the base model's own.
+        options = {"save_embedding_layers": False} if is_adapted(whole) else {"is_main_process": True}
         whole.save_pretrained(writing, state_dict=dict(weights), **options)
     shutil.rmtree(path, ignore_errors=True)
     os.replace(writing, path)
@@ -53,7 +54,7 @@ def _with_every_layer(model: Any) -> Any:
     with torch.device("meta"):
         whole = type(cut)(copy.deepcopy(cut.config)).to(cut.dtype)
         whole.generation_config = cut.generation_config
-        if not _is_peft(model):
+        if not is_adapted(model):
             return whole
         import peft
 
@@ -173,5 +174,5 @@ def _say_untied(causal: Any) -> None:
         config.tie_word_embeddings = False
 
 
-def _is_peft(model: nn.Module) -> bool:
+def is_adapted(model: nn.Module) -> bool:
     return hasattr(model, "peft_config")

@@ -433,6 +433,39 @@ def _linear_names(model: nn.Module) -> list[str]:
     return sorted(names)
 
 
+def targets_by_kind(model: nn.Module, *, attention: bool, mlp: bool, head: bool) -> tuple[str, ...]:
+    """What `all-linear` adapts, but for the parts that are not wanted, and the head. For LoraConfig.targets.
+
+    `attention`: whatever mixes tokens, states and convolutions too. `mlp`: everything else, experts included.
+    """
+    kinds = {
+        name: kind_of(layer, f"{name}.weight") in ("attention", "mixer")
+        for layer in decoder_layers(model)
+        for name, module in layer.named_modules()
+        if _is_linear(module)
+    }
+    wanted = {True: attention, False: mlp}
+    found = [
+        end
+        for end in sorted(set(_linear_names(model)) - _refused_by_peft(model, _linear_names(model)))
+        if any(wanted[mixes] for name, mixes in kinds.items() if _matches(end, [name]))
+    ]
+    unwanted = [
+        name for name, mixes in kinds.items() if not wanted[mixes] and any(_matches(end, [name]) for end in found)
+    ]
+    if unwanted:  # one ending for both: only whole names tell them apart
+        inside = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
+        named = [(name, module) for name, module in causal_lm(model).named_modules() if id(module) in inside]
+        found = [name for name, m in named if _is_linear(m) and not any(name.endswith(f".{end}") for end in unwanted)]
+    found += _expert_names(model) if mlp else []
+    if head:
+        output = causal_lm(model).get_output_embeddings()
+        found += [name for name, module in causal_lm(model).named_modules() if module is output]
+    if not found:
+        raise ValueError("an adapter needs at least one of attention, MLP and head to be on")
+    return tuple(found)
+
+
 def _linear_routers(layer: nn.Module) -> list[nn.Module]:
     """Linear layers that choose among experts, in a decoder layer that has some (AFMoE, DBRX)."""
     if not any("expert" in type(module).__name__.lower() for module in layer.modules()):

@@ -248,8 +248,8 @@ BACKEND = (
     Fault(
         "side values start with the answer",
         BATCH,
-        "dtype=np.float64)[branch.supervised])",
-        "dtype=np.float64)[: len(branch.supervised)])",
+        "values[branch.supervised] if completion",
+        "values[: len(branch.supervised)] if completion",
         (BATCHING, PAIRS, POLICY),
     ),
     Fault(

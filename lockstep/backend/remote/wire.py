@@ -44,6 +44,8 @@ def encode_batch(batch: Sequence[Datum]) -> Message:
         where = f"row {row} of the batch" + (f" ({datum.origin})" if datum.origin else "")
         prompts.append(_whole(datum.prompt, f"{where}: prompt"))
         for completion in datum.completions:
+            if completion.targets is not None:
+                raise ValueError(f"{where}: targets other than the tokens are not sent to other processes")
             for name, numbers in completion.values.items():
                 values.setdefault(name, []).append(_real(numbers, f"{where}: values[{name!r}]"))
                 owners.setdefault(name, []).append(len(tokens))

@@ -1,0 +1,181 @@
+"""Answers of the base model and of its adapters, all in one running batch."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep.inference.continuous_engine import ContinuousEngine, SampleCall
+from lockstep.inference.engine import LocalEngine
+from lockstep.inference.sequence import SequenceOptions, TokenSequence
+from lockstep.model.adapters import load_adapter
+from lockstep.tenants.base_model import BaseModel
+from lockstep.types import SamplingParams
+
+MAX_ADAPTERS = 8  # kept for whoever asks next; each widens a product of every step
+
+
+@dataclass(frozen=True)
+class AnswerRequest:
+    """`adapter`: a folder, or empty for the base model. `num_top`, `num_prompt_top`: of the likeliest tokens."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    adapter: str = ""
+    ignores_end: bool = False
+    prompt_logprobs: bool = False
+    num_top: int = 0
+    num_prompt_top: int = 0
+
+    @property
+    def scores(self) -> bool:
+        """Whether tokens are scored by the model at temperature 1, beside being sampled."""
+        scales = self.params.temperature not in (0.0, 1.0)
+        return scales or self.prompt_logprobs or self.num_top > 0 or self.num_prompt_top > 0
+
+    def options(self) -> SequenceOptions:
+        return SequenceOptions(
+            adapter=self.adapter or None,
+            num_top=max(self.num_top, self.num_prompt_top) if self.scores else None,
+            prompt_scores=self.prompt_logprobs or self.num_prompt_top > 0,
+            ignores_end=self.ignores_end,
+        )
+
+
+@dataclass(frozen=True)
+class SampledAnswer:
+    """`top`: of each token, (id, log-prob) of the likeliest there."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    stop_reason: str
+    top: tuple[tuple[tuple[int, float], ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class SampleResult:
+    """`prompt_logprobs`: of each prompt token, nan of the first; None unless asked for."""
+
+    answers: tuple[SampledAnswer, ...]
+    prompt_logprobs: np.ndarray | None = None
+    prompt_top: tuple[tuple[tuple[int, float], ...], ...] = ()
+
+
+class SharedSampler:
+    """`report` is told, once, of each fast way that cannot be taken."""
+
+    def __init__(self, base: BaseModel, batch_size: int | None, report: Callable[[str], None]) -> None:
+        self._base = base
+        engine = LocalEngine(base.copy(), base.tokenizer, batch_size, report=report)
+        self._bank = engine.hold_adapters()
+        self._engine = ContinuousEngine(engine, min_slots=min(engine.batch_size, 4))
+        self._running: dict[SampleCall, tuple[AnswerRequest, Future[SampleResult]]] = {}
+        self._names: dict[str, SampleCall] = {}
+        self._adapters: OrderedDict[str, None] = OrderedDict()
+
+    @property
+    def adapters(self) -> list[str]:
+        """Those that are loaded, the one that was asked for last at the end."""
+        return list(self._adapters)
+
+    @property
+    def has_work(self) -> bool:
+        return self._engine.has_work
+
+    def submit(self, name: str, request: AnswerRequest) -> Future[SampleResult]:
+        """`name`: to cancel it by."""
+        self._check(request)
+        if request.adapter:
+            self._hold(request.adapter)
+        future: Future[SampleResult] = Future()
+        call = self._engine.submit([request.prompt], request.params, name=name, options=request.options())
+        if call.finished:
+            _settle(call, request, future)
+        else:
+            self._running[call], self._names[name] = (request, future), call
+        return future
+
+    def advance(self) -> None:
+        try:
+            ended = self._engine.advance()
+        except Exception as error:  # every answer in progress is lost, and later ones start afresh
+            ended = self._engine.reset(error)
+        for call in ended:
+            self._names.pop(call.name, None)
+            _settle(call, *self._running.pop(call))
+
+    def cancel(self, name: str) -> None:
+        call = self._names.pop(name, None)
+        if call is not None:
+            self._engine.cancel(call)
+            self._running.pop(call)[1].set_exception(ValueError("it was cancelled"))
+
+    def close_adapter(self, folder: str) -> None:
+        if folder in self._adapters and folder not in self._in_use():
+            self._drop(folder)
+
+    def _check(self, request: AnswerRequest) -> None:
+        if not request.prompt:
+            raise ValueError("the prompt is empty: nothing predicts its first token")
+        known = self._base.num_tokens
+        unknown = [t for t in request.prompt if t < 0 or (known is not None and t >= known)]
+        if unknown:
+            raise ValueError(f"the prompt has token {unknown[0]}, and the model knows 0 to {(known or 0) - 1}")
+
+    def _hold(self, folder: str) -> None:
+        """Adapters of calls that are being answered stay; of the others the ones that were asked for last."""
+        if folder not in self._adapters:
+            self._bank.add(folder, load_adapter(Path(folder)))
+            self._engine.check_adapters()
+        self._adapters[folder] = None
+        self._adapters.move_to_end(folder)
+        idle = [held for held in self._adapters if held not in {folder, *self._in_use()}]
+        for held in idle[: max(len(self._adapters) - MAX_ADAPTERS, 0)]:
+            self._drop(held)
+
+    def _in_use(self) -> set[str]:
+        return {request.adapter for request, _ in self._running.values()}
+
+    def _drop(self, folder: str) -> None:
+        self._bank.remove(folder)
+        self._engine.check_adapters()
+        del self._adapters[folder]
+
+
+def _settle(call: SampleCall, request: AnswerRequest, future: Future[SampleResult]) -> None:
+    if call.error is not None:
+        future.set_exception(call.error)
+    else:
+        future.set_result(_read(call, request))
+
+
+def _read(call: SampleCall, request: AnswerRequest) -> SampleResult:
+    first = call.sequences[0]
+    prompt_logprobs = None
+    if request.prompt_logprobs:
+        prompt_logprobs = np.array([math.nan, *(score.logprob for score in first.prompt_scores)], dtype=np.float32)
+    top: Any = ()
+    if request.num_prompt_top:
+        top = ((), *(score.first(request.num_prompt_top).top for score in first.prompt_scores))
+    return SampleResult(tuple(_answer(sequence, request) for sequence in call.sequences), prompt_logprobs, top)
+
+
+def _answer(sequence: TokenSequence, request: AnswerRequest) -> SampledAnswer:
+    completion = sequence.completion()
+    scores = sequence.scores if request.scores else []
+    logprobs = tuple(score.logprob for score in scores) if request.scores else tuple(sequence.logprobs)
+    top = tuple(score.first(request.num_top).top for score in scores) if request.num_top else ()
+    return SampledAnswer(completion.tokens, logprobs, completion.finish_reason, top)
+
+
+def draw_seed() -> int:
+    """Not from torch's generator, which a loaded checkpoint sets back."""
+    return secrets.randbits(62)

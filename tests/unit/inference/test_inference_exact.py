@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from equivalence.families import build, in_float64
-from tiny import VOCABULARY, build_tokenizer
+from tiny import VOCABULARY, build_model, build_tokenizer
 
 import lockstep.inference.engine as engine_module
 from lockstep.config import LoraConfig
@@ -294,6 +294,24 @@ def test_dynamic_positions_are_not_those_of_a_longer_text_before() -> None:
     with torch.no_grad():
         engine.model(torch.arange(200)[None], use_cache=False)  # leaves its frequencies in the model
     assert engine.sample(PROMPTS, params) == before
+
+
+class RoundsByShape(torch.nn.Linear):
+    """Its last digits depend on how much is computed at once, as those of matrix products do, and more than usual."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs = super().forward(x)
+        noise = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(x.numel()))
+        return outputs + 1.5e-4 * outputs.std() * noise
+
+
+def test_a_model_that_amplifies_its_own_rounding_is_decoded() -> None:
+    model = build_model()
+    head = RoundsByShape(model.lm_head.in_features, model.lm_head.out_features, bias=False)
+    head.weight = model.lm_head.weight
+    model.lm_head = head
+    engine = LocalEngine(model, build_tokenizer(), 4, report=lambda message: pytest.fail(message))
+    assert engine.find_decoder() is not None
 
 
 # --- models that it does not serve ----------------------------------------------------------------------------------

@@ -33,17 +33,19 @@ class Completion:
     routing: bytes = b""
     """Experts to use, in equally many bytes for each token of prompt and completion but the last. Empty: any."""
     targets: Sequence[int] | Sequence[Sequence[int]] | None = None
-    """What is to be predicted in the place of each token, where that is not the token itself: one id, or equally many,
-    each with a weight and values of its own. The log-probs of all of them are computed, also where a weight is zero."""
+    """What is to be predicted in the place of each token, where that is not the token itself: one id, or equally many.
+    Where there are more than tokens, the first are in the places of the prompt's last tokens. Weights and values are
+    those of the targets then, and the log-probs of all are computed, also where a weight is zero."""
 
     def __post_init__(self) -> None:
-        if len(self.weights) != len(self.tokens):
-            raise ValueError(f"a completion of {len(self.tokens)} tokens has {len(self.weights)} weights")
-        if self.targets is not None and len(self.targets) != len(self.tokens):
-            raise ValueError(f"a completion of {len(self.tokens)} tokens has targets for {len(self.targets)}")
+        what, count = ("tokens", len(self.tokens)) if self.targets is None else ("targets", len(self.targets))
+        if count < len(self.tokens):
+            raise ValueError(f"a completion of {len(self.tokens)} tokens has targets for {count}")
+        if len(self.weights) != count:
+            raise ValueError(f"a completion of {count} {what} has {len(self.weights)} weights")
         for name, values in self.values.items():
-            if len(values) != len(self.tokens):
-                raise ValueError(f"a completion of {len(self.tokens)} tokens has {len(values)} values of {name!r}")
+            if len(values) != count:
+                raise ValueError(f"a completion of {count} {what} has {len(values)} values of {name!r}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ class Branch:
 
     completion: int
     tokens: np.ndarray  # int64
-    supervised: np.ndarray  # indices of the tokens with a target: those with a weight, unless targets are given
+    supervised: np.ndarray  # indices of the tokens with a target; negative ones count back from the prompt's end
     targets: np.ndarray  # int64, what is predicted there
     weights: np.ndarray  # float64, one per target
     offset: int  # of its targets among those of the global batch
@@ -64,7 +64,8 @@ class Document:
             tokens.append(branch.tokens)
             positions.append(len(self.prompt) + np.arange(len(branch.tokens)))
             # The first token of every branch is predicted by the end of the prompt, the others by the one before.
-            predictors.append(np.where(branch.supervised == 0, len(self.prompt), end + branch.supervised) - 1)
+            starts = np.where(branch.supervised <= 0, len(self.prompt), end)
+            predictors.append(starts + branch.supervised - 1)
             end += len(branch.tokens)
         return np.concatenate(tokens), np.concatenate(positions), np.concatenate(predictors)
 
@@ -117,6 +118,10 @@ def documents_of(
         num_tokens, last_group = len(prompt), None
         for c, completion in enumerate(datum.completions):
             branch = _branch(c, completion, offset)
+            if len(branch.supervised) and branch.supervised[0] <= -len(prompt):
+                raise ValueError(
+                    f"{datum.origin or 'a datum'} has a target before its first token: nothing predicts it"
+                )
             offset += len(branch.supervised)
             is_full = num_tokens + len(branch.tokens) > max_shared_tokens
             group = group_of(len(prompt) + len(branch.tokens))
@@ -194,8 +199,9 @@ def _branch(index: int, completion: Completion, offset: int) -> Branch:
     targets = _token_ids(completion.targets)
     if weights.shape != targets.shape:
         raise ValueError(f"a completion has targets of the shape {targets.shape} and weights of {weights.shape}")
-    each = targets.size // max(len(tokens), 1)
-    return Branch(index, tokens, np.repeat(np.arange(len(tokens)), each), targets.ravel(), weights.ravel(), offset)
+    places = np.arange(len(tokens) - len(targets), len(tokens))
+    supervised = np.repeat(places, targets.size // max(len(targets), 1))
+    return Branch(index, tokens, supervised, targets.ravel(), weights.ravel(), offset)
 
 
 def no_branch() -> Branch:

@@ -15,7 +15,8 @@ from lockstep.algorithms.losses import LOSSES, LossInputs
 from lockstep.backend.torch_backend import TorchBackend
 from lockstep.rundir import MANIFEST, commit_folder, damage, read_json_object
 from lockstep.tenants.base_model import AdapterSpec, BaseModel
-from lockstep.types import Completion, Datum, LossSpec, OptimStep
+from lockstep.tenants.shared_prefixes import SharedBatch, TrainingRow
+from lockstep.types import LossSpec, OptimStep
 
 STATE = "state"  # in a saved folder: adapter and optimizer as the backend writes them, beside the adapter as PEFT does
 # Of each loss the inputs that it must have, and those that it may have besides.
@@ -35,28 +36,6 @@ LOSS_OPTIONS: Mapping[str, tuple[str, ...]] = {
     "gspo": _CLIPPED,
     "dro": ("beta",),
 }
-_VALUE_NAMES = {"logprobs": "behaviour_logprobs"}
-
-
-@dataclass(frozen=True)
-class TrainingRow:
-    """A text and what its tokens should predict: `inputs` by name, all of one shape, [tokens] or [tokens, several]."""
-
-    tokens: Any  # [tokens], int64
-    inputs: Mapping[str, Any]
-
-    def as_datum(self, number: int) -> Datum:
-        """The last target is appended as a token that nothing sees, so that every token of the text has a next one."""
-        targets = self.inputs["target_tokens"]
-        weights: Any = self.inputs.get("weights", np.ones(targets.shape))
-        values = {
-            _VALUE_NAMES.get(name, name): value
-            for name, value in self.inputs.items()
-            if name not in ("target_tokens", "weights")
-        }
-        following: Any = np.concatenate([self.tokens[1:], targets.reshape(len(targets), -1)[-1, :1]])
-        completion = Completion(following, weights, values, targets=targets)
-        return Datum(self.tokens[:1], [completion], origin=f"datum {number}")
 
 
 @dataclass(frozen=True)
@@ -109,18 +88,17 @@ def _check_row(row: TrainingRow, kind: str, where: str) -> None:
 
 def evaluate(rows: Sequence[TrainingRow], logprobs: Sequence[np.ndarray], loss: LossSpec) -> float:
     """The loss of these log-probs, without a gradient."""
-    data = [row.as_datum(number).completions[0] for number, row in enumerate(rows)]
     lengths = [len(found) for found in logprobs]
 
     def join(parts: Iterable[Any]) -> torch.Tensor:
         return torch.from_numpy(np.concatenate([np.ravel(part) for part in parts]).astype(np.float64))
 
     inputs = LossInputs(
-        join(completion.weights for completion in data),
-        values={name: join(completion.values[name] for completion in data) for name in data[0].values},
+        join(row.weights for row in rows),
+        values={name: join(row.values[name] for row in rows) for name in rows[0].values},
         options=loss.options,
-        completions=torch.repeat_interleave(torch.arange(len(data)), torch.tensor(lengths)),
-        num_completions=len(data),
+        completions=torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(lengths)),
+        num_completions=len(rows),
     )
     return float(LOSSES[loss.kind].fn(join(logprobs), inputs)[0])
 
@@ -158,14 +136,15 @@ class TrainedModel:
 
     def _forward(self, rows: Sequence[TrainingRow], loss: LossSpec) -> PassResult:
         check_loss(rows, loss)
-        found = self.backend.forward([row.as_datum(number) for number, row in enumerate(rows)])
-        logprobs = [np.asarray(of_datum[0]) for of_datum in found]
+        shared = SharedBatch(rows, loss.kind)
+        logprobs = shared.rows_of(self.backend.forward(shared.data))
         return PassResult(logprobs, evaluate(rows, logprobs, loss))
 
     def _forward_backward(self, rows: Sequence[TrainingRow], loss: LossSpec) -> PassResult:
         check_loss(rows, loss)
-        result = self.backend.forward_backward([row.as_datum(number) for number, row in enumerate(rows)], loss)
-        logprobs = [np.asarray(of_datum[0]) for of_datum in result.logprobs()]
+        shared = SharedBatch(rows, loss.kind)
+        result = self.backend.forward_backward(shared.data, loss)
+        logprobs = shared.rows_of(result.logprobs())
         if result.nonfinite_origins:
             raise ValueError(f"the log-probs of {', '.join(result.nonfinite_origins)} are not finite")
         return PassResult(logprobs, result.loss)

@@ -20,7 +20,8 @@ from lockstep.processes.child import Method, Result
 from lockstep.processes.worker import Body, Reply
 from lockstep.tenants.base_model import AdapterSpec, BaseModel
 from lockstep.tenants.sampling import AnswerRequest, SampleResult, SharedSampler, draw_seed
-from lockstep.tenants.training import TrainedModel, TrainingRow
+from lockstep.tenants.shared_prefixes import TrainingRow
+from lockstep.tenants.training import TrainedModel
 from lockstep.types import OptimStep, SamplingParams
 
 _TOKENS, _TARGETS, _VALUES = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4")

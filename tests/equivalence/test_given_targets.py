@@ -42,7 +42,22 @@ def make_batch(kind: str) -> list[Datum]:
         tokens, targets = draw.integers(5, 97, length), draw.integers(5, 97, shape)
         completion: Any = Completion(tokens, weights, values, targets=targets)
         batch.append(Datum(draw.integers(5, 97, prompt), [completion], origin=f"row {number}"))
-    return batch
+    return [*batch, share_prompt(kind)]
+
+
+def share_prompt(kind: str) -> Datum:
+    """Answers behind one prompt, with targets in places of the prompt too, each with its own."""
+    draw = np.random.default_rng(8)
+    completions: list[Any] = []
+    for length, before in [(4, 5), (1, 0), (3, 2)]:
+        shape = (length + before, 3) if kind == "cross_entropy" else (length + before,)
+        names = () if kind == "cross_entropy" else ("advantages", "behaviour_logprobs", "sequence_ratio_mask")
+        values = {name: draw.normal(size=shape) - 5 * (name == "behaviour_logprobs") for name in names}
+        if kind != "gspo":
+            values.pop("sequence_ratio_mask", None)
+        targets = draw.integers(5, 97, shape)
+        completions.append(Completion(draw.integers(5, 97, length), draw.random(shape), values, targets=targets))
+    return Datum(draw.integers(5, 97, 6), completions, origin="shared")
 
 
 def compute(group: ProcessGroup, parallel: ParallelConfig | None) -> dict[str, Any]:
@@ -77,14 +92,14 @@ def test_log_probs_are_those_of_the_whole_vocabulary() -> None:
     for kind in LOSSES:
         _, in_pass, in_forward, _ = on_one_rank()[kind]
         for row, datum in enumerate(make_batch(kind)):
-            completion = datum.completions[0]
-            text = torch.from_numpy(np.concatenate([datum.prompt, completion.tokens]))
-            with torch.no_grad():
-                logits = model(text[None]).logits[0].log_softmax(-1)[len(datum.prompt) - 1 : -1]
-            targets = torch.from_numpy(np.asarray(completion.targets)).reshape(len(completion.tokens), -1)
-            expected = logits.gather(1, targets).ravel().numpy()
-            for found in (in_pass, in_forward):
-                np.testing.assert_allclose(found[row][0], expected, atol=TOLERANCE)
+            for number, completion in enumerate(datum.completions):
+                targets = torch.from_numpy(np.asarray(completion.targets))
+                text = torch.from_numpy(np.concatenate([datum.prompt, completion.tokens]))
+                with torch.no_grad():
+                    logits = model(text[None]).logits[0].log_softmax(-1)[-len(targets) - 1 : -1]
+                expected = logits.gather(1, targets.reshape(len(targets), -1)).ravel().numpy()
+                for found in (in_pass, in_forward):
+                    np.testing.assert_allclose(found[row][number], expected, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +113,7 @@ def test_every_layout_computes_the_same(layout: str, tmp_path: Path) -> None:
         assert found[kind][0] == pytest.approx(loss, rel=TOLERANCE, abs=TOLERANCE)
         for got, expected in ((found[kind][1], in_pass), (found[kind][2], in_forward)):
             for a, b in zip(got, expected, strict=True):
-                np.testing.assert_allclose(a[0], b[0], atol=TOLERANCE)
+                np.testing.assert_allclose(np.concatenate(a), np.concatenate(b), atol=TOLERANCE)
         assert found[kind][3].keys() == gradients.keys()
         for name, gradient in gradients.items():
             torch.testing.assert_close(found[kind][3][name], gradient, rtol=TOLERANCE, atol=TOLERANCE)

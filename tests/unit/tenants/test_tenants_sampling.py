@@ -13,7 +13,8 @@ from lockstep.config import ModelConfig
 from lockstep.tenants import sampling
 from lockstep.tenants.base_model import AdapterSpec, BaseModel
 from lockstep.tenants.sampling import AnswerRequest, SampleResult, SharedSampler
-from lockstep.tenants.training import TrainedModel, TrainingRow
+from lockstep.tenants.shared_prefixes import TrainingRow
+from lockstep.tenants.training import TrainedModel
 from lockstep.types import OptimStep, SamplingParams
 
 PROMPT = (7, 9, 11, 30, 31)

@@ -16,7 +16,8 @@ from tiny import VOCABULARY, write_model
 
 from lockstep.config import ModelConfig
 from lockstep.tenants.base_model import AdapterSpec, BaseModel
-from lockstep.tenants.training import TrainedModel, TrainingRow
+from lockstep.tenants.shared_prefixes import TrainingRow
+from lockstep.tenants.training import TrainedModel
 from lockstep.types import OptimStep
 
 STEP = OptimStep(learning_rate=0.01, beta1=0.9, beta2=0.95, eps=1e-12)

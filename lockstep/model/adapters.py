@@ -86,6 +86,18 @@ def load_adapter(source: str | Path) -> LoraAdapter:
     )
 
 
+def apply_adapter(model: Any, folder: Path) -> None:
+    """The weights of a folder that PEFT wrote, for a model with an adapter of the same shape."""
+    from peft import set_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    result: Any = set_peft_model_state_dict(model, load_file(folder / "adapter_model.safetensors"))
+    missing = [name for name in result.missing_keys if ".lora_" in name]
+    if missing or result.unexpected_keys:
+        other = (missing or result.unexpected_keys)[0]
+        raise ValueError(f"the adapter in {folder} does not fit this model: {other} is in one of them only")
+
+
 def _read_run(path: Path) -> LoraAdapter:
     from lockstep.model.checkpoint_storage import read_index, read_tensors
     from lockstep.model.export import PARAMETER_PREFIX, find_checkpoint

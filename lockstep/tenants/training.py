@@ -13,6 +13,7 @@ import torch
 
 from lockstep.algorithms.losses import LOSSES, LossInputs
 from lockstep.backend.torch_backend import TorchBackend
+from lockstep.model.adapters import apply_adapter
 from lockstep.rundir import MANIFEST, commit_folder, damage, read_json_object
 from lockstep.tenants.base_model import AdapterSpec, BaseModel
 from lockstep.tenants.shared_prefixes import SharedBatch, TrainingRow
@@ -180,16 +181,20 @@ class TrainedModel:
         problem = damage(folder)
         if problem is not None:
             raise ValueError(f"the checkpoint is damaged: {problem}")
-        if not (folder / STATE).is_dir():
-            raise ValueError("these weights were saved for sampling and cannot be trained on: use save_state for that")
         saved = read_json_object(folder / MANIFEST)["extra"]
         for name, own in asdict(self.spec).items():
             if name != "seed" and saved.get(name) != own:
                 raise ValueError(
                     f"the checkpoint is of an adapter with {name} {saved.get(name)}, and this one has {own}"
                 )
+        has_state = (folder / STATE).is_dir()
+        if with_optimizer and not has_state:
+            raise ValueError("these weights were saved for sampling, without an optimizer: load them without one")
         self._drop_gradients()
-        self.backend.load_state(folder / STATE, with_optimizer=with_optimizer)
+        if has_state:
+            self.backend.load_state(folder / STATE, with_optimizer=with_optimizer)
+        else:
+            apply_adapter(self.backend.policy.model, folder)
 
     def close(self) -> None:
         self.backend.close()

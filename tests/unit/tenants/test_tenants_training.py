@@ -193,10 +193,24 @@ def test_saved_and_loaded_training_goes_on_as_if_nothing_had_happened(base: Base
     assert float(loss) == pytest.approx(expected[0][0], rel=1e-6), "PEFT reads the folder"
 
 
+def test_weights_that_were_saved_for_sampling_can_be_trained_on(base: BaseModel, tmp_path: Path) -> None:
+    rows, model = make_rows(7), make(base)
+    for _ in range(2):
+        model.forward_backward(rows, "cross_entropy", {}, forward_only=False)
+        model.optim_step(STEP)
+    model.save(tmp_path / "one", with_optimizer=False)
+    other = make(base, seed=5)
+    other.load(tmp_path / "one", with_optimizer=False)
+    looked = [m.forward_backward(rows, "cross_entropy", {}, forward_only=True).loss for m in (model, other)]
+    assert looked[0] == pytest.approx(looked[1], rel=1e-12)
+    learned = [m.forward_backward(rows, "cross_entropy", {}, forward_only=False).loss for m in (model, other)]
+    assert learned[0] == pytest.approx(learned[1], rel=1e-12)
+
+
 def test_what_cannot_be_loaded_is_told(base: BaseModel, tmp_path: Path) -> None:
     model = make(base)
     model.save(tmp_path / "sampler", with_optimizer=False)
-    with pytest.raises(ValueError, match="saved for sampling"):
+    with pytest.raises(ValueError, match="saved for sampling, without an optimizer"):
         model.load(tmp_path / "sampler", with_optimizer=True)
     model.save(tmp_path / "state", with_optimizer=True)
     with pytest.raises(ValueError, match="an adapter with rank 4, and this one has 8"):

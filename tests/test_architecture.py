@@ -50,7 +50,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     # The layers that are counted are recomputed and held as the backend does it.
     "plan": BASE | {"model", "parallel", "backend"},
     "launch": BASE | {"processes"},
-    "service": BASE | {"launch", "plan"},
+    # It starts the process of a base model that Tinker's client trains: by name, as launch starts ranks.
+    "service": BASE | {"launch", "plan", "processes"},
     "reports": BASE,
 }
 # The one module of a room that composes what its neighbours do not know.

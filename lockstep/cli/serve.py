@@ -11,7 +11,7 @@ import typer
 from lockstep.cli.options import app
 
 _DEFAULT_DIR = Path("~/.local/share/lockstep")
-_ACCESS, _JOBS, _COST = "Who may come in", "Jobs", "What requests may cost"
+_ACCESS, _JOBS, _COST, _TINKER = "Who may come in", "Jobs", "What requests may cost", "Tinker API"
 
 
 def _option(panel: str, help: str, **settings: Any) -> Any:
@@ -78,6 +78,13 @@ MaxUserMb = Annotated[int, _option(_COST, "Data sets of each submitter, in MB.",
 MaxConnections = Annotated[int, _option(_COST, "At once, in all.", min=16)]
 MaxConnectionsPerAddress = Annotated[int, _option(_COST, "At once, from one address.", min=4)]
 
+Tinker = Annotated[
+    list[str] | None,
+    _option(_TINKER, "Serve this model to Tinker's client; NAME=MODEL names it. Can be repeated.", metavar="MODEL"),
+]
+TinkerOn = Annotated[str, _option(_TINKER, "Where these models are: auto, cpu or cuda.", metavar="DEVICE")]
+TinkerModels = Annotated[int, _option(_TINKER, "Models in training at once, of each base model.", min=1)]
+
 
 @app.command()
 def serve(
@@ -109,6 +116,9 @@ def serve(
     max_user_mb: MaxUserMb = 10240,
     max_connections: MaxConnections = 1000,
     max_connections_per_address: MaxConnectionsPerAddress = 250,
+    tinker: Tinker = None,
+    tinker_device: TinkerOn = "auto",
+    tinker_max_models: TinkerModels = 16,
 ) -> None:
     """Serve training jobs over HTTP, with a dashboard."""
     from lockstep.service.admission import Allowed
@@ -116,6 +126,7 @@ def serve(
     from lockstep.service.limits import UserLimits
     from lockstep.service.placement import JobPlacement
     from lockstep.service.settings import ServiceSettings
+    from lockstep.service.tinker.settings import TinkerSettings
 
     from_environment = os.environ.pop("LOCKSTEP_DATABASE", None)  # it may hold a password: jobs must not inherit it
     allowed = Allowed(tuple(allow_path or ()), tuple(allow_write or ()), tuple(allow_endpoint or ()), code=allow_code)
@@ -143,5 +154,6 @@ def serve(
             tls_cert=tls_cert,
             tls_key=tls_key,
             proxies=tuple(proxy or ()),
+            tinker=TinkerSettings.parse(tinker, tinker_device, tinker_max_models) if tinker else None,
         )
     )

@@ -27,6 +27,7 @@ from lockstep.service.store import Job
 
 log = logging.getLogger(__name__)
 _NAME = re.compile(r"[a-zA-Z0-9._-]{1,64}")
+KEY_PREFIX = "tml-"
 
 
 @dataclass(frozen=True)
@@ -131,11 +132,20 @@ async def current_caller(request: Request) -> Caller:
 def identify(tokens: Tokens | None, headers: Headers) -> Caller:
     if tokens is None:
         return Caller("", "admin")
-    scheme, _, token = headers.get("authorization", "").partition(" ")
-    caller = tokens.find(token.strip()) if scheme.lower() == "bearer" else None
+    token = _sent_token(headers)
+    caller = None if token is None else tokens.find(token)
     if caller is None:
         raise Unauthorised("this service wants a token: send it as Authorization: Bearer TOKEN")
     return caller
+
+
+def _sent_token(headers: Headers) -> str | None:
+    """Tinker's client sends a key that begins with tml-, which is no part of the token."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return token.strip()
+    key = headers.get("x-api-key", "")
+    return key.removeprefix(KEY_PREFIX) if key.startswith(KEY_PREFIX) else None
 
 
 async def submitting_caller(request: Request) -> Caller:

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from anyio import CapacityLimiter
 from fastapi import FastAPI
 
+from lockstep.config import ConfigError
 from lockstep.launch import Launcher
 from lockstep.service import dashboard
 from lockstep.service.access import Tokens
@@ -24,6 +25,7 @@ from lockstep.service.llama_stack import routes as llama_stack
 from lockstep.service.middleware import NamingMiddleware, SecurityMiddleware
 from lockstep.service.run_files import Streams
 from lockstep.service.settings import VERSION, ServiceSettings
+from lockstep.service.tinker.settings import TinkerSettings
 
 _SWITCH_INTERVAL_S = 0.001  # a thread that reads a configuration lets the others go on soon
 _MAX_SUBMISSIONS = 4  # at once: each may take some milliseconds, or wait for the database
@@ -43,8 +45,12 @@ def create_app(settings: ServiceSettings, manager: JobManager | None = None) -> 
         app.state.submission_threads = CapacityLimiter(_MAX_SUBMISSIONS)
         manager.start()
         try:
+            if app.state.tinker is not None:
+                await app.state.tinker.start()
             yield
         finally:
+            if app.state.tinker is not None:
+                await app.state.tinker.close()
             manager.close()
 
     app = FastAPI(
@@ -62,13 +68,28 @@ def create_app(settings: ServiceSettings, manager: JobManager | None = None) -> 
     app.state.response_counts = Counter()
     app.state.uploads = Counter()
     app.state.health_threads = app.state.submission_threads = None  # made where the event loop is: those of all
+    app.state.tinker = None
+    app.state.max_connections_per_address = settings.max_connections_per_address
     install_handlers(app)
+    if settings.tinker is not None:
+        _add_tinker(app, settings.tinker, manager)
     for router in (jobs.router, jobs.run_router, datasets.router, system.router, llama_stack.router, dashboard.router):
         app.include_router(router)
     describe_errors(app)
     app.add_middleware(NamingMiddleware, places=manager.admission.places)
     app.add_middleware(SecurityMiddleware, settings=settings, tokens=tokens, response_counts=app.state.response_counts)
     return app
+
+
+def _add_tinker(app: FastAPI, settings: TinkerSettings, manager: JobManager) -> None:
+    try:
+        from lockstep.service.tinker import listing, routes
+        from lockstep.service.tinker.server import TinkerServer
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"--tinker needs a package: pip install 'lockstep[tinker]' ({error})") from error
+    app.state.tinker = TinkerServer(settings, manager.data_dir)
+    app.include_router(routes.router)
+    app.include_router(listing.router)
 
 
 def make_manager(settings: ServiceSettings, launcher: Launcher | None = None) -> JobManager:

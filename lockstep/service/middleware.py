@@ -36,6 +36,9 @@ _HEADERS = {
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 _METHODS = (*_SAFE_METHODS, "POST", "PUT", "PATCH", "DELETE")
 UPLOADS = "/api/datasets/"
+_TINKER = "/api/v1/"
+# Of training data and of prompts; a client of the Tinker API sends at most some 5 MB at once.
+_TINKER_LIMITS = {f"{_TINKER}forward_backward": 64 << 20, f"{_TINKER}asample": 8 << 20}
 _LARGE_BYTES = 1 << 18  # what is searched in less than a millisecond keeps nobody waiting
 _NAMED_KINDS = ("application/json", "text/plain", "text/event-stream")
 
@@ -73,10 +76,16 @@ class SecurityMiddleware:
                 identify(self._tokens, headers)  # of a stranger's body not a byte is read
             limit = self._check_length(scope, headers)
         except ServiceError as error:
-            await _refuse(error, send_counted)
+            await _refuse(error, send_counted, for_tinker=self._is_for_tinker(scope))
             return
-        bounded = _Bounded(receive, limit, self._settings, is_upload=scope["path"].startswith(UPLOADS))
+        is_upload = scope["path"].startswith(UPLOADS) or (
+            self._is_for_tinker(scope) and scope["path"] in _TINKER_LIMITS
+        )
+        bounded = _Bounded(receive, limit, self._settings, is_upload=is_upload)
         await self._app(scope, bounded, send_counted)
+
+    def _is_for_tinker(self, scope: Scope) -> bool:
+        return self._settings.tinker is not None and scope["path"].startswith(_TINKER)
 
     def _check_host(self, headers: Headers) -> None:
         """Without tokens, a page of another site must not reach us under a name it made point here."""
@@ -97,6 +106,8 @@ class SecurityMiddleware:
         limit = self._settings.max_body_bytes
         if scope["path"].startswith(UPLOADS) and scope["method"] == "POST":
             limit = self._settings.max_upload_mb << 20
+        elif self._is_for_tinker(scope):
+            limit = _TINKER_LIMITS.get(scope["path"], limit)
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > limit:
             raise TooLarge(f"the body is larger than the {limit:,} bytes allowed")
@@ -187,8 +198,11 @@ def _add_headers(headers: MutableHeaders, path: str) -> None:
         headers.setdefault("cache-control", "no-store")
 
 
-async def _refuse(error: ServiceError, send: Send) -> None:
-    body = json.dumps({"error": {"code": error.code, "message": str(error)}}).encode()
+async def _refuse(error: ServiceError, send: Send, *, for_tinker: bool) -> None:
+    told: object = {"error": {"code": error.code, "message": str(error)}}
+    if for_tinker:
+        told = {"error": str(error), "category": "user" if error.status < 500 else "server"}
+    body = json.dumps(told).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     headers.append((b"connection", b"close"))  # what is left of the body is not read
     if error.status == 401:

@@ -13,6 +13,7 @@ from lockstep.service.job_environment import check_names
 from lockstep.service.limits import DEFAULT_LIMITS, UserLimits
 from lockstep.service.placement import JobPlacement
 from lockstep.service.scheduler import RESTART_DELAY_S
+from lockstep.service.tinker.settings import TinkerSettings
 
 VERSION = version("lockstep")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -58,6 +59,8 @@ class ServiceSettings:
     tls_key: Path | None = None
     proxies: tuple[str, ...] = ()
     """Addresses of reverse proxies: their X-Forwarded headers are believed."""
+    tinker: TinkerSettings | None = None
+    """None: there is no Tinker API."""
 
     def __post_init__(self) -> None:
         if not self.is_loopback and self.token_file is None:

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import tinker
 from service_process import free_port, wait_for
+from tinker.proto.request_conv import forward_backward_request_to_proto
 
 from lockstep.service.app import create_app
 from lockstep.service.connections import make_server
@@ -20,6 +21,7 @@ from lockstep.service.tinker.settings import TinkerModel, TinkerSettings
 
 MODEL = "tiny/model"
 KEY = "tml-anything"
+PROTOBUF = "application/x-protobuf"
 
 
 class TinkerService:
@@ -53,16 +55,41 @@ class TinkerService:
         return made
 
     def post(self, path: str, body: Any = None, key: str = KEY, **options: Any) -> httpx.Response:
-        content = options if options else {"json": {} if body is None else body}
-        return httpx.post(
-            f"{self.url}/api/v1/{path}", headers={"X-API-Key": key, **content.pop("headers", {})}, **content
-        )
+        headers = {"X-API-Key": key, **options.pop("headers", {})}
+        sent = options if "content" in options else {"json": {} if body is None else body}
+        return httpx.post(f"{self.url}/api/v1/{path}", headers=headers, timeout=60, **sent)
 
     def get(self, path: str, key: str = KEY) -> httpx.Response:
         return httpx.get(f"{self.url}/api/v1/{path}", headers={"X-API-Key": key})
 
     def fetch(self, request_id: str) -> Any:
         return self.post("retrieve_future", {"request_id": request_id}).json()
+
+    def open_session(self, key: str = KEY) -> str:
+        return self.post("create_session", {"tags": [], "user_metadata": None, "sdk_version": "0"}, key).json()[
+            "session_id"
+        ]
+
+    def open_model(self, session: str, number: int = 0, *, base: str = MODEL, key: str = KEY, **lora: Any) -> str:
+        """Over plain HTTP, when it has been created."""
+        body = {"session_id": session, "model_seq_id": number, "base_model": base, "lora_config": {"rank": 2, **lora}}
+        answer = self.post("create_model", body, key).json()
+        assert "request_id" in answer, answer
+        made = self.post("retrieve_future", {"request_id": answer["request_id"]}, key).json()
+        assert made.get("model_id"), made
+        return made["model_id"]
+
+    def send_pass(
+        self, model: str, number: int, *data: tinker.Datum, loss: str = "cross_entropy", **options: Any
+    ) -> Any:
+        """forward_backward as the client writes it, with any number."""
+        inner = tinker.types.ForwardBackwardInput(data=list(data) or [datum(1, 2)], loss_fn=loss)
+        request = tinker.types.ForwardBackwardRequest(forward_backward_input=inner, model_id=model, seq_id=number)
+        content = forward_backward_request_to_proto(request).SerializeToString()
+        return self.post("forward_backward", content=content, headers={"Content-Type": PROTOBUF}, **options)
+
+    def step(self, model: str, number: int, **params: Any) -> httpx.Response:
+        return self.post("optim_step", {"model_id": model, "seq_id": number, "adam_params": params})
 
     def journal(self, *methods: str) -> list[dict[str, Any]]:
         file = self.model / "journal.jsonl"

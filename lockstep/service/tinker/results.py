@@ -25,8 +25,7 @@ class StoredResult:
 
     @classmethod
     def of(cls, body: Mapping[str, object]) -> StoredResult:
-        """A metric may be no number: clients read that."""
-        return cls(json.dumps(body).encode(), JSON)
+        return cls(json.dumps(body, allow_nan=False).encode(), JSON)
 
 
 @dataclass(eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import shutil
 import time
 from collections.abc import Callable
@@ -201,7 +202,9 @@ class Training:
             adam = request.adam_params.model_dump()
             clip = adam.pop("grad_clip_norm")
             reply = await model.call("optim_step", **adam, max_grad_norm=clip if clip > 0 else None)
-            return StoredResult.of({"metrics": reply["metrics"]})
+            # JSON has no NaN; the client reads the word as one.
+            metrics = {name: value if math.isfinite(value) else str(value) for name, value in reply["metrics"].items()}
+            return StoredResult.of({"metrics": metrics})
 
         return lambda model: partial(run, model)
 

@@ -254,3 +254,13 @@ def test_a_finished_session_frees_what_it_had(service):
     answer = service.step(trainer.model_id, 5)
     assert answer.status_code == 410
     assert "its session was finished; it has no checkpoint" in answer.json()["error"]
+
+
+def test_a_long_poll_ends_with_the_result(service, trainer):
+    (service.model / "delay").write_text("0.3")
+    try:
+        began = time.monotonic()
+        trainer.forward_backward([datum(1, 2)], "cross_entropy").result()
+    finally:
+        (service.model / "delay").unlink()
+    assert 0.3 < time.monotonic() - began < 10  # a poll waits for 30

@@ -98,7 +98,7 @@ class TinkerService:
 
     def close_clients(self) -> None:
         for client in self._clients:
-            with contextlib.suppress(RuntimeError):  # closed by its test
+            with contextlib.suppress(RuntimeError, tinker.TinkerError):  # closed, or refused
                 client.holder.close()
 
 

@@ -82,7 +82,7 @@ def test_a_base_model_that_cannot_be_loaded_is_told_each_time(tmp_path):
         os.kill(service.journal("describe")[0]["pid"], signal.SIGKILL)
         shutil.rmtree(service.model)
         for _ in range(2):
-            with pytest.raises(tinker.RequestFailedError, match="there is no model in"):
+            with pytest.raises(tinker.RequestFailedError, match=f"{MODEL} cannot be loaded: there is no model in"):
                 service.client().create_lora_training_client(MODEL, rank=2)
         service.model.mkdir()
         assert service.client().create_lora_training_client(MODEL, rank=2).model_id

@@ -19,7 +19,7 @@ _START_TIMEOUT_S = 60.0  # for the process itself, before it loads anything
 log = logging.getLogger(__name__)
 
 
-class ModelProcess:
+class TinkerProcess:
     """For the thread of the event loop alone."""
 
     def __init__(self, served: TinkerModel, settings: TinkerSettings, log_path: Path) -> None:
@@ -86,8 +86,10 @@ class ModelProcess:
             raise ProcessLost(f"the process of {self.served.name} cannot be started: {_first_line(error)}") from error
         try:
             described = await self._ask(worker, "describe", {}, self._settings.start_timeout_s)
-        except BaseException:
+        except BaseException as error:
             await asyncio.to_thread(worker.kill)
+            if isinstance(error, ProcessFailed):
+                raise ProcessFailed(f"{self.served.name} cannot be loaded: {error}") from error
             raise
         self.max_context_length = described.get("max_context_length")
         self._worker = worker
@@ -103,7 +105,7 @@ class ModelProcess:
             reply = await asyncio.wrap_future(worker.call(method, body, timeout_s=timeout_s))
         except WorkerFailed as error:
             log.error("%s\n%s", error, error.traceback)
-            raise ProcessFailed(f"{method} failed: {error.reason}") from error
+            raise ProcessFailed(error.reason if method == "describe" else f"{method} failed: {error.reason}") from error
         except WorkerError as error:
             log.error("%s", error)
             await asyncio.to_thread(worker.kill)  # one that gives no answer holds models that nobody can reach

@@ -13,7 +13,7 @@ from pathlib import Path
 from lockstep.service.access import Caller
 from lockstep.service.errors import NotFound, ServiceError, TooMany
 from lockstep.service.tinker.errors import ProcessLost
-from lockstep.service.tinker.process import ModelProcess
+from lockstep.service.tinker.process import TinkerProcess
 from lockstep.service.tinker.results import PROTOBUF, Promise, Results, StoredResult
 from lockstep.service.tinker.runs import Runs, SavedWeights, TrainingRun
 from lockstep.service.tinker.sampling import as_sample_body, write_response
@@ -29,7 +29,7 @@ class SamplingSession:
     id: str
     session_id: str
     owner: str
-    process: ModelProcess
+    process: TinkerProcess
     run: TrainingRun | None = None
     saved: SavedWeights | None = None
     unnamed: Path | None = None
@@ -47,7 +47,7 @@ class Samplers:
     def __init__(
         self,
         settings: TinkerSettings,
-        processes: dict[str, ModelProcess],
+        processes: dict[str, TinkerProcess],
         runs: Runs,
         results: Results,
         sessions: TinkerSessions,

@@ -14,7 +14,7 @@ import time
 from lockstep.service.access import Caller
 from lockstep.service.data_dir import DataDir
 from lockstep.service.errors import NotFound, ServiceError
-from lockstep.service.tinker.process import ModelProcess
+from lockstep.service.tinker.process import TinkerProcess
 from lockstep.service.tinker.results import Promise, Results, StoredResult
 from lockstep.service.tinker.runs import Runs, SavedWeights, TrainingRun
 from lockstep.service.tinker.samplers import Samplers
@@ -35,7 +35,7 @@ class TinkerServer:
         """Signs the addresses of downloads, for the life of the service."""
         folder = data_dir.path / "tinker"
         self.processes = {
-            served.name: ModelProcess(served, settings, folder / "logs" / f"{_as_file_name(served.name)}.log")
+            served.name: TinkerProcess(served, settings, folder / "logs" / f"{_as_file_name(served.name)}.log")
             for served in settings.models
         }
         self.runs = Runs(folder, data_dir.discard)
@@ -123,7 +123,7 @@ class TinkerServer:
             await self.delete_checkpoint(run, saved)
 
 
-async def _load_early(process: ModelProcess) -> None:
+async def _load_early(process: TinkerProcess) -> None:
     """So that the first request does not wait for it; what is wrong with it is in the log."""
     with contextlib.suppress(ServiceError):
         await process.start()

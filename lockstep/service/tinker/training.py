@@ -16,7 +16,7 @@ from lockstep.service.access import Caller
 from lockstep.service.errors import NotFound, ServiceError, TooMany
 from lockstep.service.tinker.errors import Gone, ProcessFailed, ProcessLost
 from lockstep.service.tinker.forward_backward import as_training_body, write_output
-from lockstep.service.tinker.process import ModelProcess
+from lockstep.service.tinker.process import TinkerProcess
 from lockstep.service.tinker.results import PROTOBUF, Promise, Results, StoredResult
 from lockstep.service.tinker.runs import Kind, Runs, SavedWeights, TrainingRun
 from lockstep.service.tinker.samplers import Samplers
@@ -34,13 +34,13 @@ _SAVED_AS: dict[Kind, str] = {
 
 
 @dataclass(eq=False)
-class TrainedModel:
+class ModelInTraining:
     """In the memory of a process. `launch` and `run` are there once it has been created."""
 
     id: str
     session_id: str
     owner: str
-    process: ModelProcess
+    process: TinkerProcess
     adapter: AdapterChoice
     turns: Turns
     user_metadata: dict[str, Any] | None = None
@@ -69,14 +69,14 @@ class Training:
     def __init__(
         self,
         settings: TinkerSettings,
-        processes: dict[str, ModelProcess],
+        processes: dict[str, TinkerProcess],
         runs: Runs,
         results: Results,
         samplers: Samplers,
     ) -> None:
         self._settings, self._processes, self._runs = settings, processes, runs
         self._results, self._samplers = results, samplers
-        self._models: dict[str, TrainedModel] = {}
+        self._models: dict[str, ModelInTraining] = {}
         self._ends: dict[str, str] = {}  # why a model of this service's life is not in memory any more
 
     # --- models ------------------------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ class Training:
         self._check_room(process)
         perform, refuse = partial(self._perform, model_id), partial(self._refuse, session.owner, model_id)
         turns = Turns(f"model {model_id}", self._settings.order_timeout_s, perform, refuse)
-        model = TrainedModel(
+        model = ModelInTraining(
             model_id, session.id, session.owner, process, request.lora_config, turns, request.user_metadata
         )
         self._models[model_id] = model
@@ -109,7 +109,7 @@ class Training:
         turns.add(0, promise, partial(self._create, model))
         return request_id
 
-    def find(self, caller: Caller, model_id: str) -> TrainedModel:
+    def find(self, caller: Caller, model_id: str) -> ModelInTraining:
         """One that is in memory; for others the error says where to go on."""
         model = self._models.get(model_id)
         if model is not None and not model.is_there:
@@ -163,7 +163,7 @@ class Training:
         model_id: str,
         number: int,
         kind: str,
-        operation: Callable[[TrainedModel], Operation],
+        operation: Callable[[ModelInTraining], Operation],
         num_bytes: int = 0,
     ) -> str:
         """The id of the request: the same one when it is sent again."""
@@ -180,8 +180,8 @@ class Training:
         model.turns.add(number, promise, operation(model))
         return promise.id
 
-    def forward_backward(self, request: Any) -> Callable[[TrainedModel], Operation]:
-        async def run(model: TrainedModel, reading: asyncio.Task[dict[str, Any] | ServiceError]) -> StoredResult:
+    def forward_backward(self, request: Any) -> Callable[[ModelInTraining], Operation]:
+        async def run(model: ModelInTraining, reading: asyncio.Task[dict[str, Any] | ServiceError]) -> StoredResult:
             body = await reading
             if isinstance(body, ServiceError):
                 raise body
@@ -192,8 +192,8 @@ class Training:
         # It is read while others have their turn.
         return lambda model: partial(run, model, asyncio.create_task(asyncio.to_thread(_read_request, request)))
 
-    def optim_step(self, payload: object) -> Callable[[TrainedModel], Operation]:
-        async def run(model: TrainedModel) -> StoredResult:
+    def optim_step(self, payload: object) -> Callable[[ModelInTraining], Operation]:
+        async def run(model: ModelInTraining) -> StoredResult:
             request = read(OptimizerStep, payload)
             if request.optimizer_params is not None:
                 _check_optimizer(request.optimizer_params.type)
@@ -208,15 +208,15 @@ class Training:
 
         return lambda model: partial(run, model)
 
-    def save(self, payload: object, kind: Kind) -> Callable[[TrainedModel], Operation]:
+    def save(self, payload: object, kind: Kind) -> Callable[[ModelInTraining], Operation]:
         return lambda model: partial(self._save, model, payload, kind)
 
-    def load(self, caller: Caller, payload: object) -> Callable[[TrainedModel], Operation]:
+    def load(self, caller: Caller, payload: object) -> Callable[[ModelInTraining], Operation]:
         return lambda model: partial(self._load, model, caller, payload)
 
     # --- what requests do --------------------------------------------------------------------------------------------
 
-    async def _create(self, model: TrainedModel) -> StoredResult:
+    async def _create(self, model: ModelInTraining) -> StoredResult:
         try:
             launch = await model.process.start()
             reply_body = {"model_id": model.id, **model.adapter.model_dump()}
@@ -244,7 +244,7 @@ class Training:
             model.process.send("unload_model", {"model_id": model.id})
         return StoredResult.of({"model_id": model.id, "type": "create_model"})
 
-    async def _save(self, model: TrainedModel, payload: object, kind: Kind) -> StoredResult:
+    async def _save(self, model: ModelInTraining, payload: object, kind: Kind) -> StoredResult:
         request = read(SaveWeights, payload)
         if request.age_encryption_recipients:
             raise ServiceError("age_encryption_recipients: this server does not encrypt weights")
@@ -272,7 +272,7 @@ class Training:
             self._samplers.close_folder(run, self._runs.folder_of(run, saved))
         return StoredResult.of({"path": run.path_of(saved), "type": _SAVED_AS[kind]})
 
-    async def _load(self, model: TrainedModel, caller: Caller, payload: object) -> StoredResult:
+    async def _load(self, model: ModelInTraining, caller: Caller, payload: object) -> StoredResult:
         request = read(LoadWeights, payload)
         if request.weights_access_token is not None:
             raise ServiceError("weights_access_token: this server knows no other accounts' checkpoints")
@@ -311,14 +311,14 @@ class Training:
         promise = self._results.find(request_id) or self._results.add(request_id, _MISSING, owner)
         self._results.fail(promise, error)
 
-    def _end(self, model: TrainedModel, why: str) -> None:
+    def _end(self, model: ModelInTraining, why: str) -> None:
         if self._models.get(model.id) is model:
             del self._models[model.id]
             self._ends[model.id] = why
         missing = ProcessFailed(f"model {model.id} is not there: {why}")
         model.turns.fail_all(missing if model.run is None else self.lost(model.run))
 
-    def _check_room(self, process: ModelProcess) -> None:
+    def _check_room(self, process: TinkerProcess) -> None:
         """Refused for good, not for later: the client would wait for minutes without a word."""
         there = [model for model in self._models.values() if model.process is process and model.is_there]
         if len(there) >= self._settings.max_models:

@@ -44,21 +44,21 @@ def write_response(reply: Mapping[str, Any], request: AskedSample) -> bytes:
         message.tokens = np.asarray(sequence["tokens"], dtype="<i4").tobytes()
         message.logprobs = np.asarray(sequence["logprobs"], dtype="<f4").tobytes()
         if request.topk_sample_logprobs:
-            _write_topk(message.topk_sampled_logprobs, sequence["topk"], request.topk_sample_logprobs)
+            _write_topk(message.topk_sampled_logprobs, sequence.get("topk", []), request.topk_sample_logprobs)
     if request.prompt_logprobs:
         scored = np.frombuffer(reply["prompt_logprobs"], dtype="<f4").copy()
         scored[: _num_unscored(request, len(scored))] = np.nan
         response.prompt_logprobs = scored.tobytes()
     if request.topk_prompt_logprobs:
-        rows = list(reply["topk_prompt"])
-        for index in range(_num_unscored(request, len(rows))):
-            rows[index] = []
+        rows = list(reply.get("topk_prompt", []))
+        unscored = _num_unscored(request, len(rows))
+        rows[:unscored] = [[]] * unscored
         _write_topk(response.topk_prompt_logprobs, rows, request.topk_prompt_logprobs)
     return bytes(response.SerializeToString())
 
 
 def _num_unscored(request: AskedSample, length: int) -> int:
-    return 0 if request.prompt_logprobs_last_n is None else length - request.prompt_logprobs_last_n
+    return 0 if request.prompt_logprobs_last_n is None else max(length - request.prompt_logprobs_last_n, 0)
 
 
 def _read_prompt(request: AskedSample) -> list[int]:

@@ -135,7 +135,9 @@ def identify(tokens: Tokens | None, headers: Headers) -> Caller:
     token = _sent_token(headers)
     caller = None if token is None else tokens.find(token)
     if caller is None:
-        raise Unauthorised("this service wants a token: send it as Authorization: Bearer TOKEN")
+        raise Unauthorised(
+            "this service wants a token: send it as Authorization: Bearer TOKEN (as TINKER_API_KEY: tml-TOKEN)"
+        )
     return caller
 
 

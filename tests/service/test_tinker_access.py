@@ -97,6 +97,7 @@ def test_readers_read(people):
     service, keys = people
     api = tinker.RestClient(base_url=service.url, api_key=keys["eve"])
     assert api.list_training_runs().result().training_runs is not None
+    assert service.post("create_session", key=keys["eve"]).status_code == 403
     with pytest.raises(tinker.PermissionDeniedError, match="may only read"):
         service.client(keys["eve"]).create_lora_training_client(MODEL)
 

@@ -145,6 +145,9 @@ def test_a_name_is_taken_until_it_may_be_overwritten(service, trainer):
     path = trainer.save_state("same", overwrite=True).result().path
     sampler = trainer.create_sampling_client(path)
     assert sampler.sample(PROMPT, 1, tinker.SamplingParams(max_tokens=2)).result().sequences[0].tokens[0] == 1
+    assert (
+        service.journal("close_adapter")[-1]["adapter"] == service.journal("sample")[-1]["adapter"]
+    )  # the old weights
 
 
 def test_samples_of_the_base_model_of_checkpoints_and_of_unnamed_weights(service, client, trainer):

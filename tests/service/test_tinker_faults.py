@@ -30,7 +30,7 @@ ONE = tinker.SamplingParams(max_tokens=1)
 def test_a_lost_process_takes_its_models_and_no_others(tmp_path):
     with tinker_service(tmp_path) as service:
         client = service.client()
-        saved, unsaved = (client.create_lora_training_client(MODEL, rank=2) for _ in range(2))
+        saved, unsaved, quiet = (client.create_lora_training_client(MODEL, rank=2) for _ in range(3))
         other = client.create_lora_training_client("other", rank=2)
         saved.optim_step(ADAM).result()
         path = saved.save_state("one").result().path
@@ -51,6 +51,8 @@ def test_a_lost_process_takes_its_models_and_no_others(tmp_path):
         (service.model / "delay").unlink()
         again = client.create_training_client_from_state_with_optimizer(path)  # starts the process again
         assert again.optim_step(ADAM).result().metrics["step"] == 2
+        with pytest.raises(tinker.APIStatusError, match="not in memory any more"):
+            quiet.optim_step(ADAM).result()
         assert len({each["pid"] for each in service.journal("describe")}) == 2
         assert client.create_sampling_client(model_path=path).sample(PROMPT, 1, ONE).result().sequences[0].tokens == [1]
 
@@ -74,6 +76,17 @@ def test_a_process_that_gives_no_answer_is_ended(tmp_path):
         assert (
             service.client().create_lora_training_client(MODEL, rank=2).optim_step(ADAM).result().metrics["step"] == 1
         )
+
+
+def test_a_sample_that_takes_too_long_fails_alone(tmp_path):
+    with tinker_service(tmp_path, call_timeout_s=0.5) as service:
+        client = service.client()
+        trainer = client.create_lora_training_client(MODEL, rank=2)
+        (service.model / "sample_delay").write_text("60")
+        with pytest.raises(tinker.RequestFailedError, match=r"gave no answer to sample within 0\.5 s"):
+            client.create_sampling_client(base_model=MODEL).sample(PROMPT, 1, ONE).result()
+        assert service.journal("cancel")
+        assert trainer.optim_step(ADAM).result().metrics["step"] == 1
 
 
 def test_a_base_model_that_cannot_be_loaded_is_told_each_time(tmp_path):

@@ -10,7 +10,7 @@ from typing import Any
 
 from lockstep.config import ModelConfig
 from lockstep.processes.local import LocalWorker
-from lockstep.processes.worker import WorkerError, WorkerFailed
+from lockstep.processes.worker import WorkerError, WorkerFailed, WorkerTimedOut
 from lockstep.service.errors import ServiceError
 from lockstep.service.tinker.errors import ProcessFailed, ProcessLost
 from lockstep.service.tinker.settings import TinkerModel, TinkerSettings
@@ -108,11 +108,19 @@ class TinkerProcess:
             raise ProcessFailed(error.reason if method == "describe" else f"{method} failed: {error.reason}") from error
         except WorkerError as error:
             log.error("%s", error)
+            if isinstance(error, WorkerTimedOut) and method == "sample":
+                await self._give_up_sample(worker, body)
+                raise ProcessFailed(_first_line(error)) from error
             await asyncio.to_thread(worker.kill)  # one that gives no answer holds models that nobody can reach
             raise ProcessLost(_first_line(error)) from error
         if "mistake" in reply.body:
             raise ServiceError(str(reply.body["mistake"]))
         return reply.body
+
+    async def _give_up_sample(self, worker: LocalWorker, body: Mapping[str, object]) -> None:
+        """It may have waited behind many others: the process is lost only if it answers nothing else either."""
+        worker.call("cancel", {"call": body["call"]}, timeout_s=self._settings.call_timeout_s)
+        await self._ask(worker, "describe", {}, self._settings.call_timeout_s)
 
 
 def _first_line(error: Exception) -> str:

@@ -139,7 +139,10 @@ async def take_heartbeat(server: Server, caller: Submitter, payload: Payload) ->
 
 @router.post("/sessions/{session_id}/finish", status_code=204)
 async def finish_session(session_id: str, server: Server, caller: Submitter) -> None:
-    server.end_session(server.sessions.use(caller, session_id), "its session was finished")
+    """Also of one that has ended by itself."""
+    session = server.sessions.find(caller, session_id)
+    if session is not None and caller.may_change(session.owner):
+        server.end_session(session, "its session was finished")
 
 
 # --- training --------------------------------------------------------------------------------------------------------

@@ -101,6 +101,26 @@ def test_a_base_model_that_cannot_be_loaded_is_told_each_time(tmp_path):
         assert service.client().create_lora_training_client(MODEL, rank=2).model_id
 
 
+def test_a_disk_that_cannot_be_written_fails_requests_and_keeps_nothing_half_done(tmp_path):
+    with tinker_service(tmp_path, max_models=1) as service:
+        runs = service.data_dir / "tinker" / "runs"
+        runs.rmdir()
+        runs.write_text("no folder")
+        with pytest.raises(tinker.RequestFailedError, match="cannot use its disk") as caught:
+            service.client().create_lora_training_client(MODEL, rank=2)
+        assert caught.value.category == "server"
+        runs.unlink()
+        trainer = service.client().create_lora_training_client(MODEL, rank=2)  # there is room for one
+        assert len(service.journal("unload_model")) == 1
+        weights = runs / trainer.model_id.replace(":", "-") / "weights"
+        weights.write_text("no folder")
+        with pytest.raises(tinker.RequestFailedError, match="cannot use its disk"):
+            trainer.save_state("one").result()
+        weights.unlink()
+        assert trainer.save_state("one").result().path.endswith("/one")
+        assert [path.name for path in weights.iterdir()] == ["one"]
+
+
 def test_the_service_is_started_again(tmp_path):
     service = TinkerService(tmp_path)
     service.start()

@@ -127,12 +127,13 @@ class Training:
 
     def lost(self, run: TrainingRun) -> Gone:
         why = self._ends.get(run.id, "the service was started again")
-        newest = run.newest("weights") or run.newest()
-        advice = (
-            "it has no checkpoint, so its training starts again with a new model"
-            if newest is None
-            else f"its newest checkpoint is {run.path_of(newest)}: make a new training client from it"
-        )
+        to_train, to_sample = run.newest("weights"), run.newest()
+        if to_train is not None:
+            advice = f"its newest checkpoint is {run.path_of(to_train)}: make a new training client from it"
+        elif to_sample is not None:
+            advice = f"its only checkpoints are for sampling, the newest one {run.path_of(to_sample)}"
+        else:
+            advice = "it has no checkpoint, so its training starts again with a new model"
         return Gone(f"model {run.id} is not in memory any more, because {why}; {advice}")
 
     def unload(self, model_id: str, why: str) -> None:
@@ -217,14 +218,7 @@ class Training:
     # --- what requests do --------------------------------------------------------------------------------------------
 
     async def _create(self, model: ModelInTraining) -> StoredResult:
-        try:
-            launch = await model.process.start()
-            reply_body = {"model_id": model.id, **model.adapter.model_dump()}
-            await model.process.call("create_model", reply_body, launch)
-        except BaseException:
-            self._end(model, "it could not be created")
-            raise
-        now, adapter = time.time(), model.adapter
+        adapter, now = model.adapter, time.time()
         run = TrainingRun(
             model.id,
             model.session_id,
@@ -234,12 +228,18 @@ class Training:
             adapter.train_unembed,
             adapter.train_mlp,
             adapter.train_attn,
-            now,
-            now,
-            model.user_metadata,
+            created_at=now,
+            last_request_at=now,
+            user_metadata=model.user_metadata,
         )
-        await asyncio.to_thread(self._runs.add, run)
-        model.launch, model.run = launch, run
+        try:
+            model.launch = await model.process.start()
+            await model.call("create_model", **adapter.model_dump())
+            await asyncio.to_thread(self._runs.add, run)
+        except BaseException:
+            self.unload(model.id, "it could not be created")
+            raise
+        model.run = run
         if self._models.get(model.id) is not model:  # its session ended meanwhile
             model.process.send("unload_model", {"model_id": model.id})
         return StoredResult.of({"model_id": model.id, "type": "create_model"})

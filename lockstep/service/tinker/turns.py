@@ -40,6 +40,7 @@ class Turns:
         for number in list(self._waiting):
             del self._waiting[number]
             self._refuse(number, error)
+        self._arrived.set()
 
     async def _run(self) -> None:
         while self._waiting:

@@ -203,6 +203,23 @@ def test_compressed_and_other_kinds_of_bodies_are_refused(service):
         assert sentence in answer.json()["error"]
 
 
+def test_half_a_character_is_refused_and_a_whole_one_is_not(service):
+    for text, status in (("\\ud83d", 422), ("\\ude00\\ud83d", 422), ("\\ud83d\\ude00", 200)):
+        for body in (f'{{"display_name": "{text}"}}', f'{{"user_metadata": {{"a": ["{text}"]}}}}'):
+            assert service.post("create_session", content=body.encode()).status_code == status
+
+
+def test_what_clients_say_of_their_runs_is_listed_as_text(service):
+    metadata = {"number": 1.5, "nested": {"a": [1]}, "nothing": None}
+    session = service.post("create_session", {"user_metadata": metadata}).json()["session_id"]
+    expected = {"number": "1.5", "nested": "{'a': [1]}", "nothing": "None"}
+    assert service.get(f"sessions/{session}").json()["user_metadata"] == expected
+    body = {"session_id": session, "model_seq_id": 0, "base_model": MODEL, "user_metadata": metadata}
+    sent = service.post("create_model", {**body, "lora_config": {"rank": 1}}).json()
+    assert service.fetch(sent["request_id"])["model_id"]
+    assert service.get("training_runs").json()["training_runs"][0]["user_metadata"] == expected
+
+
 def test_a_request_that_cannot_be_cancelled(service):
     model = service.open_model(service.open_session())
     request_id = service.step(model, 1).json()["request_id"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
 
@@ -73,11 +74,18 @@ async def _server_of(request: Request) -> TinkerServer:
 async def _json_of(request: Request) -> dict[str, Any]:
     body = await request.body()
     try:
-        payload = await asyncio.to_thread(json.loads, body) if len(body) > _LARGE_BYTES else json.loads(body)
+        payload = await asyncio.to_thread(_parse, body) if len(body) > _LARGE_BYTES else _parse(body)
     except (ValueError, RecursionError):
         raise ServiceError("the body is not JSON") from None
     if not isinstance(payload, dict):
         raise ServiceError("the body is not a JSON object")
+    return payload
+
+
+def _parse(body: bytes) -> object:
+    payload = json.loads(body)
+    if re.search(rb"\\u[dD][89a-fA-F]", body):  # half a character is valid JSON, and no answer could repeat it
+        json.dumps(payload, ensure_ascii=False).encode()
     return payload
 
 

@@ -127,13 +127,12 @@ class Training:
 
     def lost(self, run: TrainingRun) -> Gone:
         why = self._ends.get(run.id, "the service was started again")
-        to_train, to_sample = run.newest("weights"), run.newest()
-        if to_train is not None:
-            advice = f"its newest checkpoint is {run.path_of(to_train)}: make a new training client from it"
-        elif to_sample is not None:
-            advice = f"its only checkpoints are for sampling, the newest one {run.path_of(to_sample)}"
-        else:
-            advice = "it has no checkpoint, so its training starts again with a new model"
+        newest = run.newest("weights") or run.newest()  # those for sampling can be trained on too, with a new optimizer
+        advice = (
+            "it has no checkpoint, so its training starts again with a new model"
+            if newest is None
+            else f"its newest checkpoint is {run.path_of(newest)}: make a new training client from it"
+        )
         return Gone(f"model {run.id} is not in memory any more, because {why}; {advice}")
 
     def unload(self, model_id: str, why: str) -> None:

@@ -83,6 +83,7 @@ Tinker = Annotated[
     _option(_TINKER, "Serve this model to Tinker's client; NAME=MODEL names it. Can be repeated.", metavar="MODEL"),
 ]
 TinkerOn = Annotated[str, _option(_TINKER, "Where these models are: auto, cpu or cuda.", metavar="DEVICE")]
+TinkerIn = Annotated[str, _option(_TINKER, "What they compute in: auto, bf16 or fp32.", metavar="PRECISION")]
 TinkerModels = Annotated[int, _option(_TINKER, "Models in training at once, of each base model.", min=1)]
 
 
@@ -118,6 +119,7 @@ def serve(
     max_connections_per_address: MaxConnectionsPerAddress = 250,
     tinker: Tinker = None,
     tinker_device: TinkerOn = "auto",
+    tinker_precision: TinkerIn = "auto",
     tinker_max_models: TinkerModels = 16,
 ) -> None:
     """Serve training jobs over HTTP, with a dashboard."""
@@ -154,6 +156,8 @@ def serve(
             tls_cert=tls_cert,
             tls_key=tls_key,
             proxies=tuple(proxy or ()),
-            tinker=TinkerSettings.parse(tinker, tinker_device, tinker_max_models) if tinker else None,
+            tinker=(
+                TinkerSettings.parse(tinker, tinker_device, tinker_precision, tinker_max_models) if tinker else None
+            ),
         )
     )

@@ -17,6 +17,7 @@ from lockstep.inference.continuous_engine import ContinuousEngine, SampleCall
 from lockstep.inference.engine import LocalEngine
 from lockstep.inference.sequence import SequenceOptions, TokenSequence
 from lockstep.model.adapters import load_adapter
+from lockstep.rundir import MANIFEST
 from lockstep.tenants.base_model import BaseModel
 from lockstep.types import SamplingParams
 
@@ -41,9 +42,10 @@ class AnswerRequest:
         scales = self.params.temperature not in (0.0, 1.0)
         return scales or self.prompt_logprobs or self.num_top > 0 or self.num_prompt_top > 0
 
-    def options(self) -> SequenceOptions:
+    def options(self, adapter: str | None) -> SequenceOptions:
+        """`adapter`: its name in the bank."""
         return SequenceOptions(
-            adapter=self.adapter or None,
+            adapter=adapter,
             num_top=max(self.num_top, self.num_prompt_top) if self.scores else None,
             prompt_scores=self.prompt_logprobs or self.num_prompt_top > 0,
             ignores_end=self.ignores_end,
@@ -79,12 +81,12 @@ class SharedSampler:
         self._engine = ContinuousEngine(engine, min_slots=min(engine.batch_size, 4))
         self._running: dict[SampleCall, tuple[AnswerRequest, Future[SampleResult]]] = {}
         self._names: dict[str, SampleCall] = {}
-        self._adapters: OrderedDict[str, None] = OrderedDict()
+        self._adapters: OrderedDict[str, str] = OrderedDict()  # by name in the bank, the folder of each
 
     @property
     def adapters(self) -> list[str]:
-        """Those that are loaded, the one that was asked for last at the end."""
-        return list(self._adapters)
+        """Folders of those that are loaded, the one that was asked for last at the end."""
+        return list(self._adapters.values())
 
     @property
     def has_work(self) -> bool:
@@ -93,10 +95,9 @@ class SharedSampler:
     def submit(self, name: str, request: AnswerRequest) -> Future[SampleResult]:
         """`name`: to cancel it by."""
         self._check(request)
-        if request.adapter:
-            self._hold(request.adapter)
+        options = request.options(self._hold(request.adapter) if request.adapter else None)
         future: Future[SampleResult] = Future()
-        call = self._engine.submit([request.prompt], request.params, name=name, options=request.options())
+        call = self._engine.submit([request.prompt], request.params, name=name, options=options)
         if call.finished:
             _settle(call, request, future)
         else:
@@ -119,8 +120,9 @@ class SharedSampler:
             self._running.pop(call)[1].set_exception(ValueError("it was cancelled"))
 
     def close_adapter(self, folder: str) -> None:
-        if folder in self._adapters and folder not in self._in_use():
-            self._drop(folder)
+        for name, of_folder in list(self._adapters.items()):
+            if of_folder == folder and name not in self._in_use():
+                self._drop(name)
 
     def _check(self, request: AnswerRequest) -> None:
         if not request.prompt:
@@ -130,24 +132,29 @@ class SharedSampler:
         if unknown:
             raise ValueError(f"the prompt has token {unknown[0]}, and the model knows 0 to {(known or 0) - 1}")
 
-    def _hold(self, folder: str) -> None:
-        """Adapters of calls that are being answered stay; of the others the ones that were asked for last."""
-        if folder not in self._adapters:
-            self._bank.add(folder, load_adapter(Path(folder)))
+    def _hold(self, folder: str) -> str:
+        """Its name in the bank: another one where other weights were saved to the same folder. Adapters of calls that
+        are being answered stay; of the others the ones that were asked for last."""
+        manifest = Path(folder) / MANIFEST
+        stat = manifest.stat() if manifest.exists() else None
+        name = folder if stat is None else f"{folder}#{stat.st_ino}.{stat.st_mtime_ns}"
+        if name not in self._adapters:
+            self._bank.add(name, load_adapter(Path(folder)))
             self._engine.check_adapters()
-        self._adapters[folder] = None
-        self._adapters.move_to_end(folder)
-        idle = [held for held in self._adapters if held not in {folder, *self._in_use()}]
+        self._adapters[name] = folder
+        self._adapters.move_to_end(name)
+        idle = [held for held in self._adapters if held not in {name, *self._in_use()}]
         for held in idle[: max(len(self._adapters) - MAX_ADAPTERS, 0)]:
             self._drop(held)
+        return name
 
-    def _in_use(self) -> set[str]:
-        return {request.adapter for request, _ in self._running.values()}
+    def _in_use(self) -> set[str | None]:
+        return {call.options.adapter for call in self._running}
 
-    def _drop(self, folder: str) -> None:
-        self._bank.remove(folder)
+    def _drop(self, name: str) -> None:
+        self._bank.remove(name)
         self._engine.check_adapters()
-        del self._adapters[folder]
+        del self._adapters[name]
 
 
 def _settle(call: SampleCall, request: AnswerRequest, future: Future[SampleResult]) -> None:

@@ -138,12 +138,14 @@ class ModelProcess:
     # --- sampling ---------------------------------------------------------------------------------------------------
 
     def sample(self, body: Body, tensors: dict[str, Tensor]) -> Future[Reply]:
-        sampled = self._sampling.submit(body["call"], self._read_request(body))
+        request = self._read_request(body)
+        sampled = self._sampling.submit(body["call"], request)
+        copies = body["num_samples"] if request.params.temperature == 0 else 1  # they would all be the same
         answer: Future[Reply] = Future()
 
         def settle(done: Future[SampleResult]) -> None:
             try:
-                answer.set_result(_encode(done.result()))
+                answer.set_result(_encode(done.result(), copies))
             except ValueError as error:
                 answer.set_result(Reply({"mistake": str(error)}))
             except Exception as error:
@@ -167,7 +169,7 @@ class ModelProcess:
             seed=draw_seed() if body["seed"] is None else body["seed"],
             stop=tuple(body["stop"]),
             stop_tokens=tuple(body["stop_tokens"]),
-            num_samples=body["num_samples"],
+            num_samples=1 if body["temperature"] == 0 else body["num_samples"],
             logprobs=True,
         )
         return AnswerRequest(
@@ -205,12 +207,12 @@ def _cut(values: np.ndarray, shapes: list[tuple[int, ...]]) -> list[np.ndarray]:
     return [part.reshape(shape) for part, shape in zip(np.split(values, ends[:-1]), shapes, strict=True)]
 
 
-def _encode(result: SampleResult) -> Reply:
+def _encode(result: SampleResult, copies: int) -> Reply:
     sequences: list[Body] = []
     for answer in result.answers:
         about: Body = {"stop_reason": answer.stop_reason, "tokens": answer.tokens, "logprobs": answer.logprobs}
         sequences.append({**about, "topk": answer.top} if answer.top else about)
-    body: Body = {"sequences": sequences}
+    body: Body = {"sequences": sequences * copies}
     if result.prompt_logprobs is not None:
         body["prompt_logprobs"] = result.prompt_logprobs.astype(_VALUES).tobytes()
     if result.prompt_top:

@@ -246,6 +246,19 @@ def test_settings_say_what_is_wrong_with_them():
         with pytest.raises(ConfigError, match="NAME=MODEL"):
             TinkerModel.parse(text)
     with pytest.raises(ConfigError, match="names a model twice"):
-        TinkerSettings.parse(["a=x", "a=y"], "auto", 4)
+        TinkerSettings.parse(["a=x", "a=y"], "auto", "auto", 4)
     with pytest.raises(ConfigError, match="--tinker-device tpu"):
-        TinkerSettings.parse(["a"], "tpu", 4)
+        TinkerSettings.parse(["a"], "tpu", "auto", 4)
+
+
+def test_slow_ways_of_a_model_are_told_in_the_log_once(tmp_path, caplog):
+    with tinker_service(tmp_path, session_timeout_s=0.8) as service:  # swept that often
+        service.client().create_lora_training_client(MODEL, rank=2)
+        (service.model / "slow").write_text("tokens come from generate\n")
+
+        def told() -> list[str]:
+            return [record.getMessage() for record in caplog.records if "generate" in record.getMessage()]
+
+        wait_for(told, 10)
+        time.sleep(0.6)
+        assert told() == [f"{MODEL}: tokens come from generate"]

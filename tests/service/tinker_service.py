@@ -34,7 +34,7 @@ class TinkerService:
         served = (TinkerModel(MODEL, str(self.model)), TinkerModel("other", str(self.other)))
         self.data_dir, self.port = folder / "data", free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        api = TinkerSettings(served, "cpu", "tinker_worker:start", **settings)
+        api = TinkerSettings(served, "cpu", **{"entry": "tinker_worker:start", **settings})
         self._settings = ServiceSettings(self.data_dir, port=self.port, procs=1, token_file=token_file, tinker=api)
         self._clients: list[tinker.ServiceClient] = []
 

@@ -1,7 +1,7 @@
 """The process of a base model without a model: same methods, made-up numbers, and a journal of what it was asked.
 
 The model's path is a folder: `journal.jsonl` is written there, and files in it say how to behave: `delay` (seconds that
-a forward pass takes), `sample_delay` (the same of a sample).
+a forward pass takes), `sample_delay` (the same of a sample), `slow` (what it says about itself when asked).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class FakeModel:
                 *("unload_model", "sample", "close_adapter"),
             )
         }
-        self.immediate = {"cancel": self.journaled("cancel", self.cancel), "ping": lambda body, _: {"busy": False}}
+        self.immediate = {"cancel": self.journaled("cancel", self.cancel), "ping": self.ping}
 
     def journaled(self, name: str, method: Any) -> Any:
         def call(body: dict[str, Any], tensors: object) -> Any:
@@ -50,6 +50,10 @@ class FakeModel:
             return method(body)
 
         return call
+
+    def ping(self, body: dict[str, Any], tensors: object) -> dict[str, Any]:
+        file = self.folder / "slow"
+        return {"busy": False, "slow": file.read_text().splitlines() if file.exists() else []}
 
     def setting(self, name: str) -> float:
         file = self.folder / name

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from lockstep.service.tinker.errors import ProcessFailed, ProcessLost
 from lockstep.service.tinker.settings import TinkerModel, TinkerSettings
 
 _START_TIMEOUT_S = 60.0  # for the process itself, before it loads anything
+_PING_TIMEOUT_S = 60.0
 log = logging.getLogger(__name__)
 
 
@@ -30,6 +32,7 @@ class TinkerProcess:
         self.launch = 0
         """Which process this is. Models are in the memory of one process, and lost with it."""
         self.max_context_length: int | None = None
+        self._told: set[str] = set()  # fast ways that it said it could not take
 
     def has(self, launch: int) -> bool:
         """Whether the process that was started as this one is still there."""
@@ -63,7 +66,7 @@ class TinkerProcess:
             await asyncio.to_thread(self._worker.close)
 
     async def _start(self) -> None:
-        model = ModelConfig(path=self.served.path).model_dump(mode="json")
+        model = ModelConfig(path=self.served.path, precision=self._settings.precision).model_dump(mode="json")
         settings = {
             "model": model,
             "batch_size": None,
@@ -95,8 +98,20 @@ class TinkerProcess:
         self._worker = worker
         self.launch += 1
         log.info("%s is ready on %s in %s", self.served.name, described.get("device"), described.get("precision"))
-        for fallback in described.get("slow", ()):
-            log.warning("%s: %s", self.served.name, fallback)
+        self._tell(described.get("slow", ()))
+
+    async def look(self) -> None:
+        """For what it has found slow since."""
+        if self._worker is not None and self._worker.is_alive():
+            with contextlib.suppress(WorkerError):
+                reply = await asyncio.wrap_future(self._worker.call("ping", {}, timeout_s=_PING_TIMEOUT_S))
+                self._tell(reply.body.get("slow", ()))
+
+    def _tell(self, slow: Iterable[str]) -> None:
+        for message in slow:
+            if message not in self._told:
+                self._told.add(message)
+                log.warning("%s: %s", self.served.name, message)
 
     async def _ask(
         self, worker: LocalWorker, method: str, body: Mapping[str, object], timeout_s: float

@@ -116,6 +116,8 @@ class TinkerServer:
 
     async def _sweep(self) -> None:
         self.results.sweep()
+        for process in self.processes.values():
+            await process.look()
         for session in self.sessions.silent():
             minutes = (time.monotonic() - session.seen_at) / 60
             self.end_session(session, f"its session was silent for {minutes:.0f} minutes")

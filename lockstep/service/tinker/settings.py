@@ -9,6 +9,7 @@ from typing import Literal, cast, get_args
 from lockstep.config import ConfigError
 
 TinkerDevice = Literal["auto", "cpu", "cuda"]
+TinkerPrecision = Literal["auto", "bf16", "fp32"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class TinkerModel:
 class TinkerSettings:
     models: tuple[TinkerModel, ...]
     device: TinkerDevice = "auto"
+    precision: TinkerPrecision = "auto"
     entry: str = "lockstep.tenants.worker:start"
     """What the process of a base model runs. It is started by name, so that the service never imports torch."""
     micro_batch_tokens: int = 4096
@@ -63,8 +65,9 @@ class TinkerSettings:
             raise ConfigError("--tinker names a model twice: give one of them another name with NAME=MODEL")
 
     @classmethod
-    def parse(cls, models: Sequence[str], device: str, max_models: int) -> TinkerSettings:
-        if device not in get_args(TinkerDevice):
-            raise ConfigError(f"--tinker-device {device}: choose one of {', '.join(get_args(TinkerDevice))}")
+    def parse(cls, models: Sequence[str], device: str, precision: str, max_models: int) -> TinkerSettings:
+        for option, given, known in (("device", device, TinkerDevice), ("precision", precision, TinkerPrecision)):
+            if given not in get_args(known):
+                raise ConfigError(f"--tinker-{option} {given}: choose one of {', '.join(get_args(known))}")
         served = tuple(TinkerModel.parse(text) for text in models)
-        return cls(served, cast(TinkerDevice, device), max_models=max_models)
+        return cls(served, cast(TinkerDevice, device), cast(TinkerPrecision, precision), max_models=max_models)

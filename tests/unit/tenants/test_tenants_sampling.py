@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -134,6 +135,22 @@ def test_idle_adapters_make_room_and_come_back(
     sampler.close_adapter(folders[-1])
     assert folders[-1] not in sampler.adapters
     sampler.close_adapter("never loaded")
+
+
+def test_other_weights_in_the_same_folder_are_noticed_also_while_the_old_ones_answer(
+    sampler: SharedSampler, trained: dict[str, TrainedModel], tmp_path: Path
+) -> None:
+    one, other, _ = trained
+    expected = [answer_all(sampler, [ask(folder)])[0].answers[0].tokens for folder in (one, other)]
+    folder = tmp_path / "weights"
+    trained[one].save(folder, with_optimizer=False)
+    old = sampler.submit("old", ask(str(folder)))
+    trained[other].save(folder, with_optimizer=False)
+    sampler.close_adapter(str(folder))  # which cannot be, yet
+    new = sampler.submit("new", ask(str(folder)))
+    while sampler.has_work:
+        sampler.advance()
+    assert [future.result(timeout=0).answers[0].tokens for future in (old, new)] == expected
 
 
 def test_a_cancelled_request_leaves_the_others_alone(sampler: SharedSampler) -> None:

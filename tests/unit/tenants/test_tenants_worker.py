@@ -111,8 +111,14 @@ def test_a_mistake_is_an_answer_and_costs_nobody_anything(worker: LocalWorker) -
     assert "came for data" in learn(worker, "careful", [5, 6, 7], lengths=[5])["mistake"]
     assert "must be from 0" in call(worker, "optim_step", model_id="careful", **{**STEP, "beta1": 1.5})["mistake"]
     assert "adapter folder" in sample(worker, adapter="/nowhere").result().body["mistake"]
-    assert "several samples" in sample(worker, num_samples=2, temperature=0.0).result().body["mistake"]
+    assert "num_samples must be" in sample(worker, num_samples=0).result().body["mistake"]
     assert len(sample(worker).result().body["sequences"][0]["tokens"]) == 8
+
+
+def test_several_samples_without_chance_are_the_same(worker: LocalWorker) -> None:
+    sequences = sample(worker, num_samples=3, temperature=0.0).result().body["sequences"]
+    assert len(sequences) == 3
+    assert sequences[0] == sequences[1] == sequences[2]
 
 
 def test_a_request_can_be_cancelled(worker: LocalWorker) -> None:

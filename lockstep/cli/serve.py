@@ -127,8 +127,7 @@ def serve(
     from lockstep.service.app import run_server
     from lockstep.service.limits import UserLimits
     from lockstep.service.placement import JobPlacement
-    from lockstep.service.settings import ServiceSettings
-    from lockstep.service.tinker.settings import TinkerSettings
+    from lockstep.service.settings import ServiceSettings, TinkerSettings
 
     from_environment = os.environ.pop("LOCKSTEP_DATABASE", None)  # it may hold a password: jobs must not inherit it
     allowed = Allowed(tuple(allow_path or ()), tuple(allow_write or ()), tuple(allow_endpoint or ()), code=allow_code)
@@ -156,8 +155,6 @@ def serve(
             tls_cert=tls_cert,
             tls_key=tls_key,
             proxies=tuple(proxy or ()),
-            tinker=(
-                TinkerSettings.parse(tinker, tinker_device, tinker_precision, tinker_max_models) if tinker else None
-            ),
+            tinker=TinkerSettings.parse(tinker or (), tinker_device, tinker_precision, tinker_max_models),
         )
     )

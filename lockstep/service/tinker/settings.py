@@ -65,9 +65,14 @@ class TinkerSettings:
             raise ConfigError("--tinker names a model twice: give one of them another name with NAME=MODEL")
 
     @classmethod
-    def parse(cls, models: Sequence[str], device: str, precision: str, max_models: int) -> TinkerSettings:
+    def parse(cls, models: Sequence[str], device: str, precision: str, max_models: int) -> TinkerSettings | None:
+        """None: no model is named."""
         for option, given, known in (("device", device, TinkerDevice), ("precision", precision, TinkerPrecision)):
             if given not in get_args(known):
                 raise ConfigError(f"--tinker-{option} {given}: choose one of {', '.join(get_args(known))}")
         served = tuple(TinkerModel.parse(text) for text in models)
-        return cls(served, cast(TinkerDevice, device), cast(TinkerPrecision, precision), max_models=max_models)
+        return (
+            None
+            if not served
+            else cls(served, cast(TinkerDevice, device), cast(TinkerPrecision, precision), max_models=max_models)
+        )

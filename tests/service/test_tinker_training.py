@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tinker
-from tinker_service import MODEL, TinkerService
+from tinker_service import MODEL, TinkerService, tinker_service
 from tiny import write_model
 
 ADAM = tinker.AdamParams(learning_rate=0.02)
@@ -17,14 +17,15 @@ GREEDY = tinker.SamplingParams(max_tokens=3, temperature=0.0)
 PROMPT = tinker.ModelInput.from_ints([5, 6, 7])
 
 
+REAL = {"precision": "fp32", "entry": "lockstep.tenants.worker:start"}
+
+
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinkerService]:
     folder = tmp_path_factory.mktemp("tinker")
     write_model(folder / "model")
-    made = TinkerService(folder, precision="fp32", entry="lockstep.tenants.worker:start")
-    made.start()
-    yield made
-    made.stop()
+    with tinker_service(folder, **REAL) as made:
+        yield made
 
 
 def row(*tokens: int, **inputs: Any) -> tinker.Datum:
@@ -115,20 +116,16 @@ def test_bad_data_are_told_and_never_half_applied(service: TinkerService) -> Non
 
 def test_a_restarted_service_goes_on_from_what_was_saved(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
-    service = TinkerService(tmp_path, precision="fp32", entry="lockstep.tenants.worker:start")
     text = row(5, 6, 7, 8, 9, 10)
-    service.start()
-    training = service.client().create_lora_training_client(MODEL, rank=4, seed=1)
-    learn(training, text, steps=10)
-    state = training.save_state("ten").result().path
-    weights = training.save_weights_for_sampler("ten").result().path
-    expected, tokens = learn(training, text, steps=5), sampled(service.client().create_sampling_client(weights))
-    service.stop()
-
-    service.start()
-    again = service.client().create_training_client_from_state_with_optimizer(state)
-    assert learn(again, text, steps=5) == expected, "bit for bit"
-    assert sampled(service.client().create_sampling_client(weights)) == tokens
-    fresh = service.client().create_training_client_from_state(state)
-    assert learn(fresh, text, steps=5) != expected, "without its optimizer it goes another way"
-    service.stop()
+    with tinker_service(tmp_path, **REAL) as service:
+        training = service.client().create_lora_training_client(MODEL, rank=4, seed=1)
+        learn(training, text, steps=10)
+        state = training.save_state("ten").result().path
+        weights = training.save_weights_for_sampler("ten").result().path
+        expected, tokens = learn(training, text, steps=5), sampled(service.client().create_sampling_client(weights))
+    with tinker_service(tmp_path, **REAL) as service:
+        again = service.client().create_training_client_from_state_with_optimizer(state)
+        assert learn(again, text, steps=5) == expected, "bit for bit"
+        assert sampled(service.client().create_sampling_client(weights)) == tokens
+        fresh = service.client().create_training_client_from_state(state)
+        assert learn(fresh, text, steps=5) != expected, "without its optimizer it goes another way"

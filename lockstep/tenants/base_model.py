@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from lockstep.config import LoraConfig, ModelConfig
+from lockstep.model.adapters import apply_adapter
 from lockstep.model.float64 import keep_float64
 from lockstep.model.load import DTYPES, choose_precision, load_causal_lm, load_tokenizer
 from lockstep.model.lora import add_lora, targets_by_kind
 from lockstep.model.policy import CausalLM, num_tokens
 from lockstep.parallel.group import choose_device
+from lockstep.rundir import MANIFEST, read_json_object
 from lockstep.types import Tokenizer
 
 ALPHA = 32.0
@@ -29,6 +32,14 @@ class AdapterSpec:
     train_attn: bool = True
     train_mlp: bool = True
     train_unembed: bool = True
+
+
+def load_adapted(base: BaseModel, folder: Path) -> CausalLM:
+    """The base model with the adapter that was saved to a folder, for inference."""
+    spec = AdapterSpec(**read_json_object(folder / MANIFEST)["extra"])
+    model: Any = base.with_adapter(spec)
+    apply_adapter(model, folder)
+    return model.eval().requires_grad_(False)
 
 
 class BaseModel:

@@ -18,10 +18,11 @@ from lockstep.inference.engine import LocalEngine
 from lockstep.inference.sequence import SequenceOptions, TokenSequence
 from lockstep.model.adapters import load_adapter
 from lockstep.rundir import MANIFEST
-from lockstep.tenants.base_model import BaseModel
+from lockstep.tenants.base_model import BaseModel, load_adapted
 from lockstep.types import SamplingParams
 
 MAX_ADAPTERS = 8  # kept for whoever asks next; each widens a product of every step
+MAX_OWN_ENGINES = 2  # of adapters that cannot be switched from row to row: each has a cache of its own
 
 
 @dataclass(frozen=True)
@@ -71,17 +72,31 @@ class SampleResult:
     prompt_top: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
+@dataclass(frozen=True)
+class _Running:
+    engine: ContinuousEngine
+    request: AnswerRequest
+    adapter: str  # its name, empty for the base model
+    future: Future[SampleResult]
+
+
 class SharedSampler:
-    """`report` is told, once, of each fast way that cannot be taken."""
+    """Rows of the base model and of its adapters are decoded in one batch. An adapter that cannot be switched from row
+    to row, such as one on experts, has an engine of its own.
+
+    `report` is told, once, of each fast way that cannot be taken.
+    """
 
     def __init__(self, base: BaseModel, batch_size: int | None, report: Callable[[str], None]) -> None:
-        self._base = base
+        self._base, self._batch_size, self._report = base, batch_size, report
         engine = LocalEngine(base.copy(), base.tokenizer, batch_size, report=report)
         self._bank = engine.hold_adapters()
-        self._engine = ContinuousEngine(engine, min_slots=min(engine.batch_size, 4))
-        self._running: dict[SampleCall, tuple[AnswerRequest, Future[SampleResult]]] = {}
+        self._shared = ContinuousEngine(engine, min_slots=min(engine.batch_size, 4))
+        self._own: dict[str, ContinuousEngine] = {}  # by the name of the adapter that it alone has
+        self._running: dict[SampleCall, _Running] = {}
         self._names: dict[str, SampleCall] = {}
-        self._adapters: OrderedDict[str, str] = OrderedDict()  # by name in the bank, the folder of each
+        self._adapters: OrderedDict[str, str] = OrderedDict()  # by name, the folder of each
+        self._said: set[str] = set()
 
     @property
     def adapters(self) -> list[str]:
@@ -90,34 +105,47 @@ class SharedSampler:
 
     @property
     def has_work(self) -> bool:
-        return self._engine.has_work
+        return any(engine.has_work for engine in self._engines)
+
+    @property
+    def _engines(self) -> list[ContinuousEngine]:
+        return [self._shared, *self._own.values()]
 
     def submit(self, name: str, request: AnswerRequest) -> Future[SampleResult]:
         """`name`: to cancel it by."""
         self._check(request)
-        options = request.options(self._hold(request.adapter) if request.adapter else None)
+        adapter = self._hold(request.adapter) if request.adapter else ""
+        engine = self._own.get(adapter, self._shared)
+        options = request.options(adapter if adapter and engine is self._shared else None)
         future: Future[SampleResult] = Future()
-        call = self._engine.submit([request.prompt], request.params, name=name, options=options)
+        call = engine.submit([request.prompt], request.params, name=name, options=options)
         if call.finished:
             _settle(call, request, future)
         else:
-            self._running[call], self._names[name] = (request, future), call
+            self._running[call], self._names[name] = _Running(engine, request, adapter, future), call
         return future
 
     def advance(self) -> None:
+        for engine in self._engines:
+            if engine.has_work:
+                self._advance(engine)
+
+    def _advance(self, engine: ContinuousEngine) -> None:
         try:
-            ended = self._engine.advance()
+            ended = engine.advance()
         except Exception as error:  # every answer in progress is lost, and later ones start afresh
-            ended = self._engine.reset(error)
+            ended = engine.reset(error)
         for call in ended:
             self._names.pop(call.name, None)
-            _settle(call, *self._running.pop(call))
+            done = self._running.pop(call)
+            _settle(call, done.request, done.future)
 
     def cancel(self, name: str) -> None:
         call = self._names.pop(name, None)
         if call is not None:
-            self._engine.cancel(call)
-            self._running.pop(call)[1].set_exception(ValueError("it was cancelled"))
+            cancelled = self._running.pop(call)
+            cancelled.engine.cancel(call)
+            cancelled.future.set_exception(ValueError("it was cancelled"))
 
     def close_adapter(self, folder: str) -> None:
         for name, of_folder in list(self._adapters.items()):
@@ -133,27 +161,53 @@ class SharedSampler:
             raise ValueError(f"the prompt has token {unknown[0]}, and the model knows 0 to {(known or 0) - 1}")
 
     def _hold(self, folder: str) -> str:
-        """Its name in the bank: another one where other weights were saved to the same folder. Adapters of calls that
-        are being answered stay; of the others the ones that were asked for last."""
+        """Its name: another one where other weights were saved to the same folder. Adapters of calls that are being
+        answered stay; of the others the ones that were asked for last."""
         manifest = Path(folder) / MANIFEST
         stat = manifest.stat() if manifest.exists() else None
         name = folder if stat is None else f"{folder}#{stat.st_ino}.{stat.st_mtime_ns}"
         if name not in self._adapters:
-            self._bank.add(name, load_adapter(Path(folder)))
-            self._engine.check_adapters()
+            self._load(name, Path(folder))
         self._adapters[name] = folder
         self._adapters.move_to_end(name)
-        idle = [held for held in self._adapters if held not in {name, *self._in_use()}]
-        for held in idle[: max(len(self._adapters) - MAX_ADAPTERS, 0)]:
-            self._drop(held)
+        self._make_room(name, list(self._adapters), MAX_ADAPTERS)
+        self._make_room(name, [held for held in self._adapters if held in self._own], MAX_OWN_ENGINES)
         return name
 
-    def _in_use(self) -> set[str | None]:
-        return {call.options.adapter for call in self._running}
+    def _load(self, name: str, folder: Path) -> None:
+        try:
+            self._bank.add(name, load_adapter(folder))
+        except ValueError as error:
+            if not (folder / MANIFEST).exists():
+                raise
+            engine = LocalEngine(load_adapted(self._base, folder), self._base.tokenizer, self._batch_size)
+            self._own[name] = ContinuousEngine(engine)
+            reason = str(error).removeprefix(f"the adapter {folder} cannot be used: ")
+            self._report_once(
+                f"adapters of this kind are decoded apart from all others, each in a batch of its own: {reason}"
+            )
+        else:
+            self._shared.check_adapters()
+
+    def _report_once(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            self._report(message)
+
+    def _make_room(self, name: str, held: list[str], most: int) -> None:
+        idle = [each for each in held if each not in {name, *self._in_use()}]
+        for each in idle[: max(len(held) - most, 0)]:
+            self._drop(each)
+
+    def _in_use(self) -> set[str]:
+        return {running.adapter for running in self._running.values()}
 
     def _drop(self, name: str) -> None:
-        self._bank.remove(name)
-        self._engine.check_adapters()
+        if name in self._own:
+            del self._own[name]
+        else:
+            self._bank.remove(name)
+            self._shared.check_adapters()
         del self._adapters[name]
 
 

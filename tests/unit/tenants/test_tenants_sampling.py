@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny import write_model
+import torch
+import transformers
+from tiny import VOCABULARY, build_tokenizer, write_model
 
 from lockstep.config import ModelConfig
 from lockstep.tenants import sampling
@@ -135,6 +137,41 @@ def test_idle_adapters_make_room_and_come_back(
     sampler.close_adapter(folders[-1])
     assert folders[-1] not in sampler.adapters
     sampler.close_adapter("never loaded")
+
+
+def build_mixture(folder: Path) -> BaseModel:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    config = transformers.MixtralConfig(**sizes, **heads, initializer_range=0.2, eos_token_id=2)
+    transformers.MixtralForCausalLM(config).save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    return BaseModel(ModelConfig(path=str(folder), precision="fp64"), "cpu")
+
+
+def test_adapters_on_experts_are_sampled_beside_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "MAX_OWN_ENGINES", 1)
+    base, said = build_mixture(tmp_path / "model"), list[str]()
+    models: dict[str, TrainedModel] = {}
+    for number, with_experts in enumerate([True, False, True]):
+        spec = AdapterSpec(3, seed=number, train_mlp=with_experts)
+        model = TrainedModel(base, spec, micro_batch_tokens=64, compile=False)
+        row = TrainingRow(np.arange(5, 30), {"target_tokens": np.arange(29, 4, -1)})
+        for _ in range(3):
+            model.forward_backward([row], "cross_entropy", {}, forward_only=False)
+            model.optim_step(OptimStep(learning_rate=0.05))
+        model.save(tmp_path / str(number), with_optimizer=False)
+        models[str(tmp_path / str(number))] = model
+    sampler = SharedSampler(base, 4, said.append)
+    requests = [ask(folder, seed=seed, prompt_logprobs=True) for seed in (1, 2) for folder in models]
+    for request, result in zip(requests, answer_all(sampler, requests), strict=True):
+        answer = result.answers[0]
+        expected = trainer_logprobs(models[request.adapter], (*request.prompt, *answer.tokens))
+        np.testing.assert_allclose(answer.logprobs, expected[len(PROMPT) - 1 :], atol=1e-9)
+    (message,) = said
+    assert "decoded apart from all others, each in a batch of its own: it sets target_parameters" in message
+    answer_all(sampler, [ask(next(iter(models)))])
+    assert len(sampler.adapters) == 2, "an idle one that has a cache of its own is let go"
 
 
 def test_other_weights_in_the_same_folder_are_noticed_also_while_the_old_ones_answer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import secrets
 from collections import OrderedDict
@@ -205,6 +206,7 @@ class SharedSampler:
     def _drop(self, name: str) -> None:
         if name in self._own:
             del self._own[name]
+            gc.collect()  # its modules refer to each other, and hold a cache
         else:
             self._bank.remove(name)
             self._shared.check_adapters()

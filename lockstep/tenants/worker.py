@@ -6,6 +6,7 @@ Bodies are JSON and raw arrays. A caller's mistake is an answer; anything else i
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import warnings
 from concurrent.futures import Future
@@ -129,6 +130,7 @@ class ModelProcess:
     def unload_model(self, body: Body, tensors: dict[str, Tensor]) -> None:
         self._find(body).close()
         del self._models[body["model_id"]]
+        gc.collect()  # modules refer to each other: their memory would stay until Python looks for such
 
     def _find(self, body: Body) -> TrainedModel:
         if body["model_id"] not in self._models:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -170,11 +171,16 @@ class TrainedModel:
     def save(self, folder: Path, *, with_optimizer: bool) -> int:
         """The adapter as PEFT loads it, and with the optimizer what training needs to go on. Returns its bytes."""
         writing = folder.with_name(f"writing-{folder.name}")
+        shutil.rmtree(writing, ignore_errors=True)  # of a process that was killed
         writing.mkdir(parents=True)
-        self.backend.export_weights(writing)
-        if with_optimizer:
-            self.backend.save_state(writing / STATE).result()
-        commit_folder(writing, folder, {"extra": asdict(self.spec)})
+        try:
+            new = writing / "new"
+            self.backend.export_weights(new)
+            if with_optimizer:
+                self.backend.save_state(new / STATE).result()
+            commit_folder(new, folder, {"extra": asdict(self.spec)})
+        finally:
+            shutil.rmtree(writing, ignore_errors=True)  # a disk that is full gets its room back
         return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
     def load(self, folder: Path, *, with_optimizer: bool) -> None:

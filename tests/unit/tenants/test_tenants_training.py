@@ -15,6 +15,7 @@ from peft import PeftModel
 from tiny import VOCABULARY, write_model
 
 from lockstep.config import ModelConfig
+from lockstep.tenants import training
 from lockstep.tenants.base_model import AdapterSpec, BaseModel
 from lockstep.tenants.shared_prefixes import TrainingRow
 from lockstep.tenants.training import TrainedModel
@@ -205,6 +206,25 @@ def test_weights_that_were_saved_for_sampling_can_be_trained_on(base: BaseModel,
     assert looked[0] == pytest.approx(looked[1], rel=1e-12)
     learned = [m.forward_backward(rows, "cross_entropy", {}, forward_only=False).loss for m in (model, other)]
     assert learned[0] == pytest.approx(learned[1], rel=1e-12)
+
+
+def test_weights_that_could_not_be_saved_leave_nothing_and_cost_nothing(
+    base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, rows = make(base), make_rows(7)
+    before = model.forward_backward(rows, "cross_entropy", {}, forward_only=True).loss
+
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "commit_folder", fail)
+        with pytest.raises(OSError, match="No space left"):
+            model.save(tmp_path / "one", with_optimizer=True)
+    assert not list(tmp_path.iterdir())
+    model.save(tmp_path / "one", with_optimizer=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
+    assert model.forward_backward(rows, "cross_entropy", {}, forward_only=True).loss == before
 
 
 def test_what_cannot_be_loaded_is_told(base: BaseModel, tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 TensorMetrics = dict[str, Tensor]
+# Larger exponents are clamped: their exponential, and a gradient multiplied by it, would overflow float32.
+MAX_EXPONENT = 80.0
 Options = Mapping[str, Any]
 
 

@@ -11,12 +11,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.loss import CompletionSums, Loss, LossInputs, Options, TensorMetrics, nothing_learned
+from lockstep.algorithms.loss import (
+    MAX_EXPONENT,
+    CompletionSums,
+    Loss,
+    LossInputs,
+    Options,
+    TensorMetrics,
+    nothing_learned,
+)
 
 FRESH_DIFF, STALE_DIFF = "sampler_trainer_logprob_diff", "stale_logprob_diff"
 _METRICS = ("ratio", "clipped_low", "clipped_high", "policy_shift")
-# Larger exponents are clamped: their exponential, and a gradient multiplied by it, would overflow float32.
-_MAX_EXPONENT = 80.0
 
 
 @dataclass(frozen=True)
@@ -86,14 +92,14 @@ def estimate_kl(logprobs: Tensor, reference: Tensor, kind: str) -> Tensor:
     if kind == "k2":
         return gained.square() / 2
     assert kind == "k3", kind
-    return torch.expm1((-gained).clamp(max=_MAX_EXPONENT)) + gained
+    return torch.expm1((-gained).clamp(max=MAX_EXPONENT)) + gained
 
 
 def _ratio(gained: Tensor, sums: CompletionSums, inputs: LossInputs, options: PolicyGradientOptions) -> Tensor:
     """[N]: of a sequence the same for all its tokens."""
     if options.ratio == "sequence":
         gained = _of_own_answer(sums.of(gained) / sums.lengths.clamp(min=1), inputs)
-    return gained.clamp(max=_MAX_EXPONENT).exp()
+    return gained.clamp(max=MAX_EXPONENT).exp()
 
 
 def _of_own_answer(values: Tensor, inputs: LossInputs) -> Tensor:
@@ -116,7 +122,7 @@ def _correction(gap: Tensor, sums: CompletionSums, inputs: LossInputs, options: 
     """How much likelier the trainer was to write this than the sampler that did, cut off above. No gradient."""
     if options.importance_weighting == "sequence":
         gap = _of_own_answer(sums.of(gap), inputs)
-    return gap.clamp(max=_MAX_EXPONENT).exp().clamp(max=options.importance_cap).detach()
+    return gap.clamp(max=MAX_EXPONENT).exp().clamp(max=options.importance_cap).detach()
 
 
 def _measure(ratio: Tensor, gained: Tensor, advantages: Tensor, options: PolicyGradientOptions) -> TensorMetrics:
@@ -125,7 +131,7 @@ def _measure(ratio: Tensor, gained: Tensor, advantages: Tensor, options: PolicyG
     low, high = ratio < 1 - options.clip_low, ratio > 1 + options.clip_high
     if options.objective == "clip":  # in the other direction the plain ratio is the smaller one
         low, high = low & (advantages < 0), high & (advantages > 0)
-    moved = torch.expm1(gained.clamp(max=_MAX_EXPONENT)) - gained
+    moved = torch.expm1(gained.clamp(max=MAX_EXPONENT)) - gained
     values = (ratio, low.double(), high.double(), moved)
     return {name: value.sum() for name, value in zip(_METRICS, values, strict=True)}
 

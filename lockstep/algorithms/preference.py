@@ -15,12 +15,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from lockstep.algorithms.loss import CompletionSums, Loss, LossInputs, Options, TensorMetrics, nothing_learned
+from lockstep.algorithms.loss import (
+    MAX_EXPONENT,
+    CompletionSums,
+    Loss,
+    LossInputs,
+    Options,
+    TensorMetrics,
+    nothing_learned,
+)
 from lockstep.config.algorithm import PREFERENCE_LOSSES, LossTraits
 
 _METRICS = ("chosen_reward", "rejected_reward", "margin", "accuracy", "chosen_logprob", "rejected_logprob")
-# Larger exponents are clamped: their exponential, and a gradient multiplied by it, would overflow float32.
-_MAX_EXPONENT = 80.0
 # A probability of 1 has no finite odds. Float32 rounds log-probs closer to 0 than about this.
 _MAX_LOG_PROBABILITY = -1e-8
 
@@ -116,12 +122,12 @@ def _gather(sums: CompletionSums, logprobs: Tensor, inputs: LossInputs, options:
 def _score(ratio: Tensor, options: PreferenceOptions) -> Tensor:
     """f'(t) of the divergence at t = exp(ratio), shifted to 0 where policy and reference agree."""
     if options.divergence == "forward_kl":
-        return -torch.expm1((-ratio).clamp(max=_MAX_EXPONENT))
+        return -torch.expm1((-ratio).clamp(max=MAX_EXPONENT))
     if options.divergence == "js":
         return math.log(2) + logsigmoid(ratio)
     power = options.divergence_alpha - 1
     if options.divergence == "alpha" and abs(power) >= 1e-6:
-        return torch.expm1((power * ratio).clamp(max=_MAX_EXPONENT)) / power
+        return torch.expm1((power * ratio).clamp(max=MAX_EXPONENT)) / power
     return ratio
 
 

@@ -10,10 +10,16 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from lockstep.algorithms.loss import CompletionSums, Loss, LossFn, LossInputs, TensorMetrics, nothing_learned
+from lockstep.algorithms.loss import (
+    MAX_EXPONENT,
+    CompletionSums,
+    Loss,
+    LossFn,
+    LossInputs,
+    TensorMetrics,
+    nothing_learned,
+)
 
-# Larger exponents are clamped: their exponential, and a gradient multiplied by it, would overflow float32.
-_MAX_EXPONENT = 80.0
 CLIPS: Mapping[str, tuple[float, float]] = {"ppo": (0.8, 1.2), "gspo": (0.8, 1.2), "cispo": (0.0, 4.0)}
 """Least and largest ratio, unless options or values say otherwise."""
 DRO_BETA = 0.05
@@ -43,7 +49,7 @@ class _Tokens:
 
 
 def _ratio(gained: Tensor) -> Tensor:
-    return gained.clamp(max=_MAX_EXPONENT).exp()
+    return gained.clamp(max=MAX_EXPONENT).exp()
 
 
 def _importance_sampling(tokens: _Tokens) -> Tensor:

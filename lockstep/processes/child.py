@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import importlib
 import os
 import signal
@@ -128,6 +129,19 @@ def _result_of(future: Future[Reply]) -> Reply | BaseException:
         return as_reply(future.result())
     except BaseException as error:  # a cancelled future raises CancelledError
         return error
+
+
+def telling_mistakes(method: Method) -> Method:
+    """A caller's mistake (ValueError) is the answer {"mistake": sentence}; anything else is an error."""
+
+    @functools.wraps(method)
+    def call(body: Body, tensors: dict[str, Tensor]) -> Result | Future[Reply]:
+        try:
+            return method(body, tensors)
+        except ValueError as error:
+            return {"mistake": str(error)}
+
+    return call
 
 
 def load_entry(entry: str) -> Callable[[dict[str, object]], Handler]:

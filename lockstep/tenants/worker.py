@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lockstep.config import ModelConfig
 from lockstep.model.load import keep_freed_memory
-from lockstep.processes.child import Method, Result
+from lockstep.processes.child import Method, Result, telling_mistakes
 from lockstep.processes.worker import Body, Reply
 from lockstep.tenants.base_model import AdapterSpec, BaseModel
 from lockstep.tenants.sampling import AnswerRequest, SampleResult, SharedSampler, draw_seed
@@ -26,6 +26,7 @@ from lockstep.tenants.training import TrainedModel
 from lockstep.types import OptimStep, SamplingParams
 
 _TOKENS, _TARGETS, _VALUES = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<f4")
+_MAX_TOKENS = 4096  # of an answer to somebody who names no limit, where the model has none
 
 
 def start(settings: Body) -> ModelProcess:
@@ -45,8 +46,8 @@ class ModelProcess:
         training: list[Method] = [self.create_model, self.forward_backward, self.optim_step]
         training += [self.save_weights, self.load_weights, self.unload_model]
         others: list[Method] = [self.describe, self.sample, self.close_adapter]
-        self.methods = {method.__name__: _with_mistakes(self._then_sample(method)) for method in training}
-        self.methods |= {method.__name__: _with_mistakes(method) for method in others}
+        self.methods = {method.__name__: telling_mistakes(self._then_sample(method)) for method in training}
+        self.methods |= {method.__name__: telling_mistakes(method) for method in others}
         self.immediate: dict[str, Method] = {"ping": self.ping, "cancel": self.cancel}
 
     def has_work(self) -> bool:
@@ -185,9 +186,6 @@ class ModelProcess:
         )
 
 
-_MAX_TOKENS = 4096  # of an answer to somebody who names no limit, where the model has none
-
-
 def read_rows(body: Body) -> list[TrainingRow]:
     """Of arrays that hold all data, one after another."""
     lengths, shapes = body["lengths"], [tuple(shape) for shape in body["shapes"]]
@@ -220,14 +218,3 @@ def _encode(result: SampleResult, copies: int) -> Reply:
     if result.prompt_top:
         body["topk_prompt"] = result.prompt_top
     return Reply(body)
-
-
-def _with_mistakes(method: Method) -> Method:
-    @functools.wraps(method)
-    def call(body: Body, tensors: dict[str, Tensor]) -> Result | Future[Reply]:
-        try:
-            return method(body, tensors)
-        except ValueError as error:
-            return {"mistake": str(error)}
-
-    return call

@@ -45,8 +45,8 @@ ALGORITHMS = (
     Fault(
         "k3 has the wrong sign",
         "algorithms/policy_gradient.py",
-        "torch.expm1((-gained).clamp(max=_MAX_EXPONENT)) + gained",
-        "torch.expm1((-gained).clamp(max=_MAX_EXPONENT)) - gained",
+        "torch.expm1((-gained).clamp(max=MAX_EXPONENT)) + gained",
+        "torch.expm1((-gained).clamp(max=MAX_EXPONENT)) - gained",
         ("tests/unit/algorithms/test_policy_gradient.py",),
     ),
     Fault(

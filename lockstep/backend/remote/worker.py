@@ -5,7 +5,6 @@ Every rank gets the same calls in the same order. A user's mistake is an answer;
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,7 +21,7 @@ from lockstep.backend.torch_backend import TorchBackend, agree_on_precision, joi
 from lockstep.config import LoraConfig, ModelConfig, ParallelConfig
 from lockstep.model.checkpoint_storage import INDEX, PICKLED_INDEX
 from lockstep.model.load import build_model, keep_freed_memory
-from lockstep.processes.child import Method, Result
+from lockstep.processes.child import Method, telling_mistakes
 from lockstep.processes.worker import Body, Reply
 from lockstep.rundir import RunDir, damage
 
@@ -42,7 +41,7 @@ class TrainingRank:
         calls: list[Method] = [self.meet, self.build, self.forward, self.forward_backward, self.optim_step]
         calls += [self.mix_reference, self.save_state, self.load_state, self.export_weights]
         calls += [self.save, self.load, self.leave]
-        self.methods = {method.__name__: _with_mistakes(method) for method in calls}
+        self.methods = {method.__name__: telling_mistakes(method) for method in calls}
         self.immediate: dict[str, Method] = {"ping": lambda body, tensors: {}}
 
     def has_work(self) -> bool:
@@ -210,16 +209,3 @@ def _first_cause(error: BaseException) -> str:
     if failures:
         error = next(iter(failures.values()))[0]
     return str(error).strip().split("\n")[0] or type(error).__name__
-
-
-def _with_mistakes(method: Method) -> Method:
-    """A user's mistake comes back as an answer: the service goes on if all ranks agree on it."""
-
-    @functools.wraps(method)
-    def call(body: Body, tensors: dict[str, Tensor]) -> Result | Future[Reply]:
-        try:
-            return method(body, tensors)
-        except ValueError as error:
-            return {"mistake": str(error)}
-
-    return call

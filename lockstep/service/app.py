@@ -85,7 +85,7 @@ def _add_tinker(app: FastAPI, settings: TinkerSettings, manager: JobManager) -> 
     try:
         from lockstep.service.tinker import listing, routes
         from lockstep.service.tinker.server import TinkerServer
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         raise ConfigError(f"--tinker needs a package: pip install 'lockstep[tinker]' ({error})") from error
     app.state.tinker = TinkerServer(settings, manager.data_dir)
     app.include_router(routes.router)

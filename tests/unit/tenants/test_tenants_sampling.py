@@ -13,6 +13,7 @@ import transformers
 from tiny import VOCABULARY, build_tokenizer, write_model
 
 from lockstep.config import ModelConfig
+from lockstep.inference.continuous_engine import ContinuousEngine
 from lockstep.tenants import sampling
 from lockstep.tenants.base_model import AdapterSpec, BaseModel
 from lockstep.tenants.sampling import AnswerRequest, SampleResult, SharedSampler
@@ -121,6 +122,38 @@ def test_an_answer_ends_at_stop_tokens_and_at_its_end_unless_told(sampler: Share
     (stopped,) = answer_all(sampler, [ask(max_tokens=40, stop_tokens=(tokens[place],))])
     assert stopped.answers[0].tokens == tokens[: place + 1], "the stop token is part of what was sampled"
     assert stopped.answers[0].stop_reason == "stop"
+
+
+def train_and_sample(base: BaseModel, folder: Path, *, interleaved: bool) -> tuple[list[float], list[tuple[int, ...]]]:
+    """A loop of learning, saving and sampling. `interleaved`: answers are decoded a step at a time while it goes on, and
+    another model is created meanwhile."""
+    sampler = SharedSampler(base, 4, lambda message: pytest.fail(message))
+    model = TrainedModel(base, AdapterSpec(4, seed=1), micro_batch_tokens=64, compile=False)
+    numbers, futures = list[float](), []
+    for step in range(4):
+        tokens = np.arange(5 + step, 25 + step)
+        row = TrainingRow(tokens, {"target_tokens": tokens[::-1].copy()})
+        numbers.append(model.forward_backward([row], "cross_entropy", {}, forward_only=False).loss)
+        numbers.append(model.optim_step(OptimStep(learning_rate=0.02)))
+        model.save(folder / str(step), with_optimizer=False)
+        for adapter in ("", str(folder / str(step))):
+            futures.append(sampler.submit(f"{step} {adapter}", ask(adapter, seed=step, max_tokens=20)))
+        if interleaved:
+            sampler.advance()
+            TrainedModel(base, AdapterSpec(2), micro_batch_tokens=64, compile=False)
+        while sampler.has_work and not interleaved:
+            sampler.advance()
+    while sampler.has_work:
+        sampler.advance()
+    return numbers, [future.result(timeout=0).answers[0].tokens for future in futures]
+
+
+def test_training_and_sampling_in_one_process_do_not_disturb_each_other(
+    base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ContinuousEngine, "slice_s", 0.0)
+    apart = train_and_sample(base, tmp_path / "apart", interleaved=False)
+    assert train_and_sample(base, tmp_path / "interleaved", interleaved=True) == apart
 
 
 def test_idle_adapters_make_room_and_come_back(

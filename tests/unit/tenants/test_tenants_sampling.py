@@ -125,8 +125,8 @@ def test_an_answer_ends_at_stop_tokens_and_at_its_end_unless_told(sampler: Share
 
 
 def train_and_sample(base: BaseModel, folder: Path, *, interleaved: bool) -> tuple[list[float], list[tuple[int, ...]]]:
-    """A loop of learning, saving and sampling. `interleaved`: answers are decoded a step at a time while it goes on, and
-    another model is created meanwhile."""
+    """A loop of learning, saving and sampling. `interleaved`: answers are decoded a step at a time meanwhile, and
+    another model is created."""
     sampler = SharedSampler(base, 4, lambda message: pytest.fail(message))
     model = TrainedModel(base, AdapterSpec(4, seed=1), micro_batch_tokens=64, compile=False)
     numbers, futures = list[float](), []
